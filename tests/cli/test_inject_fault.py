@@ -1,0 +1,111 @@
+"""`ttprun inject-fault` against a stand-in for the agent."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.fakes import FakeAgent
+from ttprun.cli.main import main
+from ttprun.config import Config
+from ttprun.faults import KINDS, PHASES
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import RunStatus, write_status
+
+KILL = ["inject-fault", "kill", "--rank", "1"]
+
+
+def status_of_a_living_run() -> RunStatus:
+    now = timestamp()
+    return RunStatus("r1", "healthy", 1, 3, os.getpid(), now, now)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create("night")
+    run.config.write_text(Config(allow_faults=True).to_yaml())
+    write_status(run.status, status_of_a_living_run())
+    return run
+
+
+def test_the_list_names_every_kind_and_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["inject-fault", "list"])
+
+    words = capsys.readouterr().out.split()
+    assert code == 0
+    assert {*KINDS, *PHASES} <= set(words)
+
+
+def test_the_agent_is_asked_with_the_runs_token_and_its_answer_is_shown(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FakeAgent(run, '{"ok": true, "message": "rank 1 will be killed"}') as agent:
+        code = main([*KILL, "--at-step", "5", "--phase", "backward", "--run", "night"])
+
+    assert code == 0
+    assert capsys.readouterr().out == "rank 1 will be killed\n"
+    assert agent.requests == [
+        {"token": run.read_token(), "op": "inject_fault", "fault": "kill:rank=1,step=5,phase=backward"}
+    ]
+
+
+def test_what_the_agent_refuses_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeAgent(run, '{"ok": false, "error": "rank 1 is in recovery"}'):
+        code = main(KILL)
+
+    assert code == 2
+    assert "the run refuses the fault: rank 1 is in recovery" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("answer", ["", "hello", "[]"])
+def test_an_answer_that_is_none_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str], answer: str) -> None:
+    with FakeAgent(run, answer):
+        code = main(KILL)
+
+    assert code == 2
+    assert "the run's agent does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (["kil", "--rank", "1"], "there is no fault 'kil'; did you mean 'kill'?"),
+        (["kill", "--rank", "1", "--phase", "foward"], "there is no phase 'foward'; did you mean 'forward'?"),
+        (["kill"], "no rank is named; add --rank R"),
+        (["kill", "--rank", "3"], "--rank: run r1 has no rank 3; name one from 0 to 2"),
+        (["kill", "--rank", "-1"], "--rank: -1 is below 0; give a whole number from 0"),
+        (["kill", "--rank", "1", "--at-step", "-1"], "--at-step: -1 is below 0; give a whole number from 0"),
+        (["kill", "--rank", "1", "--run", "nihgt"], "there is no run 'nihgt'; did you mean 'night'?"),
+        (["kill", "--rank", "1"], "the run's agent does not answer ("),
+    ],
+)
+def test_a_fault_that_cannot_be_is_answered_in_one_line(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str], line: list[str], complaint: str
+) -> None:
+    code = main(["inject-fault", *line])
+
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith(f"ttprun: error: {complaint}")
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_has_ended_has_no_ranks_to_break(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run.status, replace(status_of_a_living_run(), state="done", exit_code=0))
+
+    code = main(KILL)
+
+    assert code == 2
+    assert "run r1 has ended (done); name a running one with --run" in capsys.readouterr().err
+
+
+def test_only_a_run_that_was_started_for_it_is_broken(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.config.write_text(Config().to_yaml())
+
+    code = main(KILL)
+
+    assert code == 2
+    assert "run r1 does not allow faults; start it with --allow-faults" in capsys.readouterr().err

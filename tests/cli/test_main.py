@@ -1,0 +1,73 @@
+"""`ttprun` itself: help, the choice of a command, and what stays unimported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttprun.cli.main import main
+
+
+def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["--help"])
+
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "ttprun --standalone --nproc-per-node 4 train.py" in text
+    assert all(word in text for word in ("status", "inject-fault", "explain", "--standbys", "--no-replace", "--config"))
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_without_arguments_the_help_is_shown_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([])
+
+    assert code == 2
+    assert "examples:" in capsys.readouterr().out
+
+
+def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main(["run", "--help"])
+
+    text = capsys.readouterr().out
+    assert ending.value.code == 0
+    assert "--rdzv-backend" in text
+    assert "--standbys" in text
+
+
+@pytest.mark.parametrize("command", ["status", "inject-fault", "explain"])
+def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([command, "--help"])
+
+    assert code == 0
+    assert f"ttprun {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (["status", "--jsn"], "ttprun: error: no such option: --jsn"),
+        (["inject-fault"], "ttprun: error: missing argument"),
+        (["inject-fault", "kill", "--rank", "x"], "ttprun: error: invalid value for '--rank'"),
+    ],
+)
+def test_a_wrong_option_of_a_command_is_one_line(
+    line: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(line)
+
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith(complaint)
+    assert error.endswith(f"see 'ttprun {line[0]} --help'\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", ["--help", "status", "inject-fault list"])
+def test_what_must_answer_at_once_imports_no_torch(line: str, tmp_path: Path) -> None:
+    program = f"import sys, ttprun.cli.main as m; m.main({line.split()!r}); sys.exit(3 * ('torch' in sys.modules))"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=False)
+
+    assert done.returncode == 0

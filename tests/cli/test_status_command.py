@@ -1,0 +1,150 @@
+"""`ttprun status` on run directories written by hand."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ttprun.cli.main import main
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, write_status
+
+RANKS = tuple(RankStatus(rank, rank, 4000 + rank, "running", 41, "COMPUTING", 0.2) for rank in range(3))
+REASON = "rank 1 was killed by SIGKILL in step 41, in backward; state of boundary 41 from rank 0 [long]"
+INCIDENT = IncidentStatus(
+    1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41
+)
+
+
+def status_of(state: RunState) -> RunStatus:
+    now = timestamp()
+    return RunStatus("r1", state, 2, 3, os.getpid(), now, now, 3, 1, ranks=RANKS, incidents=(INCIDENT,))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.chdir(tmp_path)
+    return RunDirectory.create("r1")
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [("starting", 0), ("healthy", 0), ("done", 0), ("recovering", 1), ("restarting", 1), ("failed", 2)],
+)
+def test_the_exit_code_says_whether_to_worry(run: RunDirectory, state: RunState, code: int) -> None:
+    write_status(run.status, status_of(state))
+
+    assert main(["status"]) == code
+    assert main(["status", "r1", "--json"]) == code
+
+
+def test_json_is_the_status_on_one_line(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    status = status_of("healthy")
+    write_status(run.status, status)
+
+    main(["status", str(run.path), "--json"])
+
+    assert capsys.readouterr().out == status.to_json() + "\n"
+
+
+def test_a_run_whose_agent_was_killed_has_failed(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    write_status(run.status, replace(status_of("healthy"), agent_pid=child.pid))
+
+    code = main(["status"])
+
+    text = capsys.readouterr().out
+    assert code == 2
+    assert "the agent was killed" in text
+    assert text.count("lost") == 1 + 3  # the column "steps lost", and three ranks
+
+
+def test_a_pipe_gets_plain_lines_that_are_not_wrapped(run: RunDirectory) -> None:
+    write_status(run.status, status_of("healthy"))
+    colourful = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1", "COLUMNS": "40"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", "status"], capture_output=True, text=True, check=False, env=colourful
+    )
+
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    cells = [line.split() for line in lines]
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
+    assert f"incident 1: {REASON}" in lines
+    assert "   1      1  4001  running    41  COMPUTING" in done.stdout
+    assert ["1", "0.002", "0.011", "0.000", "0.310", "0.040", "0.050", "0.006", "0.420"] in cells
+
+
+def test_a_terminal_of_80_columns_shows_everything_in_colour(run: RunDirectory) -> None:
+    write_status(run.status, status_of("healthy"))
+    terminal, stdout = os.openpty()
+    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", "status"], stdout=stdout, check=False, env=plain | {"TERM": "xterm-256color"}
+    )
+    text = os.read(terminal, 100_000).decode()
+    os.close(stdout)
+    os.close(terminal)
+
+    assert done.returncode == 0
+    assert "\x1b[32mhealthy" in text
+    assert "…" not in text
+    assert "0.420" in text
+
+
+def test_watching_ends_with_the_run_and_its_exit_code(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run.status, status_of("recovering"))
+    failing = threading.Timer(0.2, write_status, (run.status, status_of("failed")))
+
+    failing.start()
+    code = main(["status", "--watch", "--json"])
+    failing.join()
+
+    assert code == 2
+    assert [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()] == ["recovering", "failed"]
+
+
+def test_ctrl_c_ends_watching_quietly(run: RunDirectory) -> None:
+    write_status(run.status, status_of("healthy"))
+    command = [sys.executable, "-m", "ttprun", "status", "--watch", "--json"]
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        complaint = watching.stderr.read()
+
+    assert watching.returncode == 130
+    assert complaint.strip() == ""
+
+
+def test_a_run_that_has_not_written_a_status_is_answered_in_one_line(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["status"])
+
+    assert code == 2
+    assert capsys.readouterr().err.endswith("has not written a status; look again in a second\n")
+
+
+def test_the_answer_comes_at_once(run: RunDirectory) -> None:
+    write_status(run.status, status_of("healthy"))
+
+    child = subprocess.Popen([sys.executable, "-m", "ttprun", "status"], stdout=subprocess.DEVNULL)
+    _, exit_status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(exit_status)
+
+    # Processor time, which other processes do not stretch as they do the clock's. About 0.2 s; torch alone takes 1.7 s.
+    assert child.returncode == 0
+    assert used.ru_utime + used.ru_stime < 0.6

@@ -1,0 +1,54 @@
+"""Fixtures for whole runs: `run_ttprun`, `start_ttprun` and `undisturbed`. What they do is in harness.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.register_assert_rewrite("tests.e2e.harness")
+
+from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only if it is imported afterwards
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in this folder."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.e2e)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., harness.Run]:
+    """`undisturbed(script, ranks, script_args=())`: the reference under torchrun, run once per session."""
+    return harness.References(tmp_path_factory.mktemp).undisturbed
+
+
+@pytest.fixture
+def start_ttprun(tmp_path: Path) -> Iterator[Callable[..., harness.Launch]]:
+    """`start_ttprun(script, ranks, faults=(), ...)`: a run to do things to; ends with the test."""
+    launches: list[harness.Launch] = []
+
+    def start(script: str, ranks: int, **how: Any) -> harness.Launch:
+        launches.append(harness.start_ttprun(script, ranks, tmp_path / str(len(launches)), **how))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.stop()
+        harness.end_processes_of(launch.folder / "run")
+
+
+@pytest.fixture
+def run_ttprun(start_ttprun: Callable[..., harness.Launch]) -> Callable[..., harness.Run]:
+    """`run_ttprun(script, ranks, ...)`: the same, waited for; no test may leave a process or shared memory behind."""
+
+    def run(script: str, ranks: int, **how: Any) -> harness.Run:
+        result = start_ttprun(script, ranks, **how).finish()
+        harness.assert_no_orphans(result)
+        return result
+
+    return run

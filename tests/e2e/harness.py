@@ -1,0 +1,334 @@
+"""Run a script under ttprun or torchrun, break it on purpose, and compare what came of it with an undisturbed run.
+
+Tests get the functions here through the fixtures of conftest.py. Begin with `Launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "tests" / "scripts"
+RUN_LIMIT_S = 120.0
+ORPHAN_LIMIT_S = 5.0
+# Left by an outer launcher or set by a person; each would change what the launcher under test does.
+FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+
+
+@dataclass
+class Run:
+    """A run that has ended.
+
+    exit_code  of the launcher; -N if signal N ended it, None while it lives
+    output     what the launcher itself wrote (stdout and stderr), its ranks' output not among it
+    stdout     local rank -> lines, of all attempts and replacements in their order
+    stderr     the same
+    status     status.json at the end; {} under torchrun
+    events     events.jsonl, in order; [] under torchrun
+    pids       rank -> the pids that it had according to status.json, in order
+    faults     as they were ordered
+    final      SHA-256 of final.pt, None if the script has written none
+    """
+
+    script: str
+    folder: Path
+    exit_code: int | None
+    output: str
+    stdout: dict[int, list[str]]
+    stderr: dict[int, list[str]]
+    status: dict[str, Any]
+    events: list[dict[str, Any]]
+    pids: dict[int, list[int]]
+    faults: tuple[str, ...]
+    final: str | None
+    shared_memory: set[str] = field(default_factory=set)
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        """The incidents of the status, in the order in which they began."""
+        return self.status.get("incidents", [])
+
+    @property
+    def hashes(self) -> dict[int, list[str]]:
+        """Rank -> the lines in which the script printed a SHA-256."""
+        return {rank: [line for line in lines if " sha256 " in line] for rank, lines in self.stdout.items()}
+
+    def story(self) -> str:
+        """What a person needs to see why this run was not as expected."""
+        parts = [f"{self.script} in {self.folder}: exit code {self.exit_code}, faults {list(self.faults)}"]
+        parts += [f"incident {json.dumps(incident)}" for incident in self.incidents]
+        parts += [f"event {json.dumps(event)}" for event in self.events[-20:]]
+        for rank in sorted(self.stderr):
+            parts += [f"rank {rank} stderr | {line}" for line in self.stderr[rank][-12:]]
+            parts += [f"rank {rank} stdout | {line}" for line in self.stdout.get(rank, [])[-2:]]
+        parts += [f"launcher | {line}" for line in self.output.splitlines()[-30:]]
+        return "\n".join(parts)
+
+
+class Launch:
+    """A launcher that runs: `ttprun` or torchrun on one script, in a folder of its own.
+
+    module       of the launcher
+    script       a file of tests/scripts
+    ranks        local ranks
+    folder       empty or absent; gets logs/, out/ and launcher.log
+    options      further options of the launcher; they win over ours
+    script_args  further arguments of the script
+    run_dir      where the launcher writes its status, None under torchrun
+    faults       as they were ordered
+    """
+
+    def __init__(
+        self,
+        module: str,
+        script: str,
+        ranks: int,
+        folder: Path,
+        options: Sequence[str] = (),
+        script_args: Sequence[str] = (),
+        run_dir: Path | None = None,
+        faults: Sequence[str] = (),
+    ) -> None:
+        self.script, self.folder, self.run_dir, self.faults = script, folder, run_dir, tuple(faults)
+        self.pids: dict[int, list[int]] = {}
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        folder.mkdir(parents=True, exist_ok=True)
+        logs, out = folder / "logs", folder / "out"
+        launcher = [sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
+        with open(folder / "launcher.log", "wb") as log:
+            self.process = subprocess.Popen(
+                [*launcher, "--redirects", "3", *options, str(SCRIPTS / script), f"--out={out}", *script_args],
+                cwd=folder,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._watcher = threading.Thread(target=self._watch_pids, daemon=True)
+        self._watcher.start()
+
+    def finish(self, limit_s: float = RUN_LIMIT_S) -> Run:
+        """Wait for the end and gather what the run has left. AssertionError if it takes longer than `limit_s`."""
+        is_late = False
+        try:
+            self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        self.stop()
+        run = self._gather()
+        assert not is_late, f"the run did not end within {limit_s:.0f} s\n{run.story()}"
+        return run
+
+    def stop(self) -> None:
+        """End the launcher if it still lives, by SIGTERM, and after 10 s by SIGKILL; blocks for so long at most."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._watcher.join(5.0)
+
+    def kill_agent(self) -> None:
+        """SIGKILL to the launcher itself."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def wait_for_line(self, rank: int, text: str, limit_s: float = 60.0) -> None:
+        """Block until a line of that local rank's stdout holds `text`; AssertionError after `limit_s` or at the end."""
+        give_up_at_s = time.monotonic() + limit_s
+        while not any(text in line for line in self._lines("stdout.log").get(rank, ())):
+            is_over = self.process.poll() is not None or time.monotonic() > give_up_at_s
+            assert not is_over, f"rank {rank} did not print {text!r}\n{self._gather().story()}"
+            time.sleep(0.05)
+
+    def _watch_pids(self) -> None:
+        """Note each pid that a rank has according to status.json, until the launcher has ended."""
+        while self.run_dir is not None:
+            is_over = self.process.poll() is not None
+            for rank in _read_json(self.run_dir / "status.json").get("ranks", ()):
+                known = self.pids.setdefault(rank["rank"], [])
+                if rank["pid"] is not None and rank["pid"] not in known:
+                    known.append(rank["pid"])
+            if is_over:
+                return
+            time.sleep(0.05)
+
+    def _lines(self, name: str) -> dict[int, list[str]]:
+        """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
+        found: dict[int, list[str]] = {}
+        for path in sorted(self.folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            found.setdefault(int(path.parent.name), []).extend(lines)
+        return found
+
+    def _gather(self) -> Run:
+        run_dir, final = self.run_dir, self.folder / "out" / "final.pt"
+        return Run(
+            script=self.script,
+            folder=self.folder,
+            exit_code=self.process.poll(),
+            output=(self.folder / "launcher.log").read_text(encoding="utf-8", errors="replace"),
+            stdout=self._lines("stdout.log"),
+            stderr=self._lines("stderr.log"),
+            status=_read_json(run_dir / "status.json") if run_dir is not None else {},
+            events=_read_events(run_dir / "events.jsonl") if run_dir is not None else [],
+            pids=self.pids,
+            faults=self.faults,
+            final=hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None,
+            shared_memory=set(os.listdir("/dev/shm")) - self._shared_memory,
+        )
+
+
+def start_ttprun(
+    script: str,
+    ranks: int,
+    folder: Path,
+    faults: Sequence[str] = (),
+    options: Sequence[str] = (),
+    script_args: Sequence[str] = (),
+) -> Launch:
+    """Start `ttprun` on a script.
+
+    faults       of the form kill:rank=1,step=5,phase=backward
+    options      further options of ttprun
+    script_args  further arguments of the script
+    """
+    run_dir = folder / "run"
+    ours = ["--run-dir", str(run_dir)]
+    if faults:
+        ours.append("--allow-faults")
+    for fault in faults:
+        ours += ["--fault", fault]
+    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults)
+
+
+def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = ()) -> Launch:
+    """Start plain torchrun on a script."""
+    return Launch("torch.distributed.run", script, ranks, folder, script_args=script_args)
+
+
+class References:
+    """Undisturbed runs under plain torchrun; each is made once, when it is first asked for."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self._new_folder = new_folder
+        self._runs: dict[tuple[str, int, tuple[str, ...]], Run] = {}
+
+    def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = ()) -> Run:
+        """The reference for a script with that number of ranks and those arguments."""
+        key = (script, ranks, tuple(script_args))
+        if key not in self._runs:
+            folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
+            self._runs[key] = start_torchrun(script, ranks, folder, script_args).finish()
+        return self._runs[key]
+
+
+def assert_same_outcome(result: Run, reference: Run) -> None:
+    """The script said the same in every rank, line by line, and ended with the same weights and exit code."""
+    for rank in sorted(reference.stdout.keys() | result.stdout.keys()):
+        expected, got = reference.stdout.get(rank, []), result.stdout.get(rank, [])
+        difference = list(difflib.unified_diff(expected, got, "undisturbed", "this run", n=1, lineterm=""))[:40]
+        assert not difference, f"rank {rank} printed other lines\n" + "\n".join(difference) + f"\n{result.story()}"
+    assert result.hashes == reference.hashes, result.story()
+    assert result.final == reference.final, f"final.pt differs\n{result.story()}"
+    assert result.exit_code == reference.exit_code, result.story()
+
+
+def assert_only_replaced(result: Run, incidents: int = 1) -> None:
+    """There were so many incidents, and each ended with the lost ranks replaced and no step lost."""
+    assert len(result.incidents) == incidents, result.story()
+    for incident in result.incidents:
+        assert incident["outcome"] == "recovered", result.story()
+        assert incident["rung"] == "replace", result.story()
+        assert incident["steps_lost"] == 0, result.story()
+
+
+def assert_survivors_kept_their_pids(result: Run) -> None:
+    """Every rank that no fault was ordered for was one process from its start to its end."""
+    lost = {int(found) for found in re.findall(r"rank=(\d+)", " ".join(result.faults))}
+    several = {rank: pids for rank, pids in result.pids.items() if rank not in lost and len(pids) != 1}
+    assert result.pids, f"status.json named no pids\n{result.story()}"
+    assert not several, f"survivors had these pids: {several}\n{result.story()}"
+
+
+def assert_no_orphans(result: Run) -> None:
+    """No process of the run is alive and nothing of it is left in /dev/shm. Waits at most ORPHAN_LIMIT_S."""
+    give_up_at_s = time.monotonic() + ORPHAN_LIMIT_S
+    while (alive := processes_of(result.folder / "run")) and time.monotonic() < give_up_at_s:
+        time.sleep(0.1)
+    described = [f"{process.pid} {_command_of(process)}" for process in alive]
+    assert not described, "still alive: " + "; ".join(described)
+    own_pids = {str(pid) for pids in result.pids.values() for pid in pids}
+    left = {name for name in result.shared_memory if "ttp" in name or own_pids & set(name.split("_"))}
+    assert not left & set(os.listdir("/dev/shm")), f"left in /dev/shm: {left}"
+
+
+def processes_of(run_dir: Path) -> list[psutil.Process]:
+    """Processes whose environment says that they belong to the run: ranks, standbys, DataLoader workers."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("_TTPRUN_RUN_DIR") == str(run_dir) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def end_processes_of(run_dir: Path) -> None:
+    """SIGKILL to whatever of the run is still alive, so that a failed test does not slow the next one down."""
+    for process in processes_of(run_dir):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def environment() -> Mapping[str, str]:
+    """The environment of a launcher: ours without what would steer it, one thread a rank, and ttprun importable."""
+    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
+    clean["OMP_NUM_THREADS"] = "1"
+    try:
+        distribution("ttprun")
+    except PackageNotFoundError:
+        clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
+    return clean
+
+
+def _attempt(path: Path) -> tuple[int, str]:
+    return int(path.parents[1].name.removeprefix("attempt_")), str(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of an event log; [] if there is none."""
+    with contextlib.suppress(OSError):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    return []
+
+
+def _command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())[:120]
+    return "(gone)"

@@ -1,0 +1,217 @@
+"""A killed rank is replaced in the middle of a step, and nothing is lost: scenarios A1 to A5, A18, A21, A31 and A32.
+
+Steps are counted in optimizer steps: step N lies between boundary N and boundary N+1. The scripts are in tests/scripts;
+their sizes, for choosing moments:
+
+    epochs_dataloader.py         14 steps an epoch, 3 epochs; validation and checkpoint in steps 14, 28 and 42
+    while_true_get_batch.py      40 steps of 3 micro-steps; rank 0 evaluates in steps 0, 10, 20 and 30
+    trainer_class.py             12 steps an epoch, 4 epochs; snapshot in steps 12, 24, 36 and 48
+    iter_next_two_optimizers.py  48 steps, two an iteration (first discriminator); a new iterator in steps 20 and 40
+    plain_tensors.py             40 steps
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import (
+    Launch,
+    Run,
+    assert_no_orphans,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
+
+RunTtprun = Callable[..., Run]
+StartTtprun = Callable[..., Launch]
+Undisturbed = Callable[..., Run]
+
+EPOCHS = "epochs_dataloader.py"
+WHILE_TRUE = "while_true_get_batch.py"
+TRAINER = "trainer_class.py"
+TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
+PLAIN = "plain_tensors.py"
+
+ONE_KILL = [
+    # script, ranks, rank that is lost, step, phase
+    (EPOCHS, 3, 0, 20, "backward"),
+    (EPOCHS, 3, 2, 16, "collective"),
+    (EPOCHS, 3, 1, 9, "before_step"),
+    (EPOCHS, 3, 2, 30, "in_step"),
+    (EPOCHS, 3, 0, 11, "after_step"),
+    (EPOCHS, 3, 1, 14, "validation"),
+    (EPOCHS, 3, 0, 28, "checkpoint"),
+    (EPOCHS, 3, 2, 14, "checkpoint"),
+    (EPOCHS, 3, 1, 28, "forward"),  # the first of a new epoch
+    (WHILE_TRUE, 2, 1, 0, "backward"),  # before the first boundary
+    (WHILE_TRUE, 2, 1, 6, "forward"),
+    (WHILE_TRUE, 2, 0, 10, "after_step"),  # before its evaluation
+    (WHILE_TRUE, 2, 0, 25, "collective"),
+    (WHILE_TRUE, 2, 1, 31, "in_step"),
+    (TRAINER, 3, 1, 5, "backward"),  # there is no snapshot yet
+    (TRAINER, 3, 0, 17, "forward"),  # there is one, which the script finds when it is run again
+    (TRAINER, 3, 0, 24, "checkpoint"),
+    (TRAINER, 3, 2, 40, "collective"),
+    (TWO_OPTIMIZERS, 2, 1, 9, "forward"),  # between the two optimizers
+    (TWO_OPTIMIZERS, 2, 0, 22, "backward"),  # the second iterator
+    (TWO_OPTIMIZERS, 2, 1, 30, "after_step"),
+    (TWO_OPTIMIZERS, 2, 0, 41, "before_step"),
+    (PLAIN, 4, 2, 10, "collective"),  # a survivor is not next to the lost rank
+    (PLAIN, 4, 0, 20, "backward"),
+]
+
+EARLY_KILL = [
+    # script, ranks, rank that is lost, phase
+    (TWO_OPTIMIZERS, 2, 0, "start"),
+    (EPOCHS, 3, 1, "start"),
+    (WHILE_TRUE, 2, 0, "init"),
+    (TRAINER, 3, 2, "setup"),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks"), [(EPOCHS, 3), (WHILE_TRUE, 2)])
+def test_a_run_in_which_nothing_fails_is_as_under_torchrun(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int
+) -> None:
+    result = run_ttprun(script, ranks)
+
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_survivors_kept_their_pids(result)
+    assert result.incidents == []
+    assert result.status["state"] == "done"
+
+
+@pytest.mark.parametrize(("script", "ranks", "rank", "step", "phase"), ONE_KILL)
+def test_a_rank_killed_in_any_phase_of_a_step_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, rank: int, step: int, phase: str
+) -> None:
+    result = run_ttprun(script, ranks, faults=[f"kill:rank={rank},step={step},phase={phase}"])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize(("script", "ranks", "rank", "phase"), EARLY_KILL)
+def test_a_rank_killed_before_its_first_step_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, rank: int, phase: str
+) -> None:
+    result = run_ttprun(script, ranks, faults=[f"kill:rank={rank},phase={phase}"])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize("fault", ["exit:rank=1,step=12,phase=backward", "exception:rank=0,step=13,phase=forward"])
+def test_a_rank_that_ends_by_itself_is_replaced_like_a_killed_one(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
+) -> None:
+    result = run_ttprun(TWO_OPTIMIZERS, 2, faults=[fault])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(TWO_OPTIMIZERS, 2))
+    assert_survivors_kept_their_pids(result)
+
+
+def test_a_rank_is_replaced_without_a_standby(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["kill:rank=1,step=12,phase=backward"], options=["--standbys", "0"])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+    assert_survivors_kept_their_pids(result)
+
+
+def test_three_ranks_killed_one_after_the_other_are_each_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = [
+        "kill:rank=1,step=4,phase=backward",
+        "kill:rank=0,step=19,phase=collective",
+        "kill:rank=2,step=35,phase=after_step",
+    ]
+
+    result = run_ttprun(EPOCHS, 3, faults=faults)
+
+    assert_only_replaced(result, incidents=3)
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+
+
+def test_the_same_rank_killed_twice_is_replaced_twice(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    faults = ["kill:rank=0,step=8,phase=forward", "kill:rank=0,step=27,phase=in_step"]
+
+    result = run_ttprun(WHILE_TRUE, 2, faults=faults)
+
+    assert_only_replaced(result, incidents=2)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+    assert_survivors_kept_their_pids(result)
+
+
+def test_a_rank_killed_after_its_last_step_does_not_disturb_the_others(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(TWO_OPTIMIZERS, 2, faults=["kill:rank=1,phase=exit"])
+
+    assert result.stdout[0] == undisturbed(TWO_OPTIMIZERS, 2).stdout[0]
+    assert_survivors_kept_their_pids(result)
+
+
+def test_a_rank_that_leaves_early_with_code_0_is_no_fault(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun("early_exit.py", 3)
+
+    assert_same_outcome(result, undisturbed("early_exit.py", 3))
+    assert result.incidents == []
+
+
+def test_a_script_that_cannot_be_replayed_falls_back_with_a_reason(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(
+        "unreplayable.py", 2, faults=["kill:rank=1,step=15,phase=collective"], options=["--max-restarts", "1"]
+    )
+
+    assert result.exit_code == 0
+    assert [incident["rung"] for incident in result.incidents] == ["restart"]
+    assert result.incidents[0]["outcome"] == "restarted"
+    assert result.incidents[0]["reason"]
+
+
+def test_a_program_with_nothing_to_recover_simply_runs(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun("no_group.py", 2)
+
+    assert_same_outcome(result, undisturbed("no_group.py", 2))
+
+
+def test_an_exception_in_every_rank_before_the_first_step_is_told_once(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun("fails_early.py", 2, options=["--redirects", "0"])
+
+    assert result.exit_code == 1
+    assert result.output.count("Traceback (most recent call last)") == 1
+    assert result.output.count("mat1 and mat2 shapes cannot be multiplied") == 1
+
+
+def test_five_thousand_short_steps_do_not_grow_a_rank(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun("hot_loop.py", 2)
+    start, end = [line for line in result.stderr[1] if "rss_mib" in line]
+
+    assert result.exit_code == 0
+    assert _number(end, "rss_mib") - _number(start, "rss_mib") < 8.0
+    assert _number(end, "fds") == _number(start, "fds")
+
+
+def test_nothing_of_a_run_outlives_its_killed_agent(start_ttprun: StartTtprun) -> None:
+    launch = start_ttprun(EPOCHS, 3, script_args=["--epochs", "100"])
+    launch.wait_for_line(0, "step 3 ")
+
+    launch.kill_agent()
+
+    assert_no_orphans(launch.finish())
+
+
+def _number(line: str, name: str) -> float:
+    """The number that follows a name."""
+    found = re.search(rf"{name} ([\d.]+)", line)
+    assert found, line
+    return float(found[1])

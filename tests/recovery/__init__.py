@@ -1,0 +1,1 @@
+"""Tests of the pure decision logic: no process, no clock, no torch."""

@@ -1,0 +1,283 @@
+"""A job's processes, as far as the machine can tell them from real ones: they answer orders, in any order, and die.
+
+Each order is checked as it is carried out: a broken promise fails there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from ttprun import recovery
+from ttprun.recovery import Action, Event, Incident, Job, Phase, RepairEvent, Settings, advance, new_job
+
+SETTLED = (Phase.RUNNING, Phase.DONE, Phase.FAILED)
+
+
+@dataclass
+class Process:
+    """One process of a rank.
+
+    boundary        where it stands
+    agreed_digest   of its weights, as it has told the machine in this generation
+    has_orders      it has been told to replay
+    is_whole        it may train
+    """
+
+    pid: int
+    weights: str = "weights"
+    boundary: int = 0
+    agreed_digest: str = ""
+    has_orders: bool = False
+    is_whole: bool = False
+    is_alive: bool = True
+
+    @property
+    def digest(self) -> str:
+        """Of the weights as they are at the boundary."""
+        return f"{self.weights}-{self.boundary}"
+
+
+class FakeWorld:
+    """Processes and agent of one job, with what they have said and the machine has not heard yet."""
+
+    def __init__(self, settings: Settings, restarts: int) -> None:
+        self.job: Job = new_job(settings)
+        self.restarts = restarts
+        self.at_s = 0.0
+        self.next_pid = 100
+        self.processes: dict[int, Process] = {}
+        self.unheard: dict[int, deque[Event]] = {rank: deque() for rank in range(settings.world_size)}
+        self.agent_unheard: deque[Event] = deque()
+        self.newest_generation = 0
+        self.echoes: list[Event] = []
+        self.finished: set[int] = set()
+        self.closed: list[Incident] = []
+        self.start_all()
+
+    # What happens
+
+    def start_all(self) -> None:
+        """Every rank gets a process that runs the script."""
+        self.finished = set()
+        for rank in self.unheard:
+            self.start(rank).is_whole = True
+
+    def start(self, rank: int) -> Process:
+        """A rank gets a process."""
+        self.next_pid += 1
+        process = self.processes[rank] = Process(self.next_pid)
+        self.unheard[rank].append(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
+        self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
+        return process
+
+    def end(self, rank: int, code: int | None, signal: int | None, is_script_error: bool, is_mute: bool) -> None:
+        """A process ends; if it is mute, what it has not sent yet is lost with it."""
+        process = self.processes.get(rank)
+        if process is None or not process.is_alive:
+            return
+        process.is_alive = False
+        if code == 0:
+            self.finished.add(rank)
+        elif is_mute:
+            said = self.unheard[rank]
+            self.unheard[rank] = deque(event for event in said if isinstance(event, recovery.RankStarted))
+        self.unheard[rank].append(
+            recovery.RankExited(
+                rank=rank,
+                pid=process.pid,
+                code=code,
+                signal=signal,
+                boundary=process.boundary,
+                is_script_error=is_script_error,
+                at_s=0.0,
+            )
+        )
+
+    def flip_bit(self, rank: int) -> None:
+        """The weights of one rank are not what they should be."""
+        self.processes[rank].weights += "-flipped"
+
+    def train(self) -> None:
+        """All ranks pass the commit barrier, if all are there."""
+        training = [process for rank, process in self.processes.items() if rank not in self.finished]
+        is_any_still = self.job.phase not in (Phase.RUNNING, Phase.RESUMING)
+        if is_any_still or not all(process.is_alive and process.is_whole for process in training):
+            return
+        for process in training:
+            process.boundary += 1
+
+    def say(self, rank: int, event: Event) -> None:
+        """A rank says something, if it lives."""
+        if self.processes[rank].is_alive:
+            self.unheard[rank].append(event)
+
+    # What the machine hears
+
+    def hear_from(self, rank: int) -> None:
+        """The machine hears the oldest thing that a rank has said."""
+        if self.unheard[rank]:
+            self.hear(self.unheard[rank].popleft())
+
+    def hear_agent(self) -> None:
+        """The machine hears the oldest thing that the agent has to say."""
+        if not self.agent_unheard:
+            return
+        event = self.agent_unheard.popleft()
+        if isinstance(event, recovery.GroupRestarted):
+            self.start_all()
+        self.hear(event)
+
+    def hear(self, event: Event) -> None:
+        """The machine answers one event; its orders are carried out."""
+        self.at_s += 1.0
+        event = replace(event, at_s=self.at_s)
+        before = self.job
+        self.job, actions = advance(before, event)
+        self.echoes.append(event)
+        assert self.job.generation >= before.generation
+        assert (self.job.incident is None) == (self.job.phase in SETTLED)
+        for action in actions:
+            self.obey(action)
+
+    def hear_echo(self, choice: int) -> None:
+        """The machine hears again something of an older generation or of a process that has ended: nothing happens."""
+        stale = [event for event in self.echoes if self.is_stale(event)]
+        if not stale:
+            return
+        after, actions = advance(self.job, stale[choice % len(stale)])
+        assert after is self.job
+        assert actions == ()
+
+    def is_stale(self, event: Event) -> bool:
+        """The event can only be an echo."""
+        if isinstance(event, RepairEvent | recovery.DeadlinePassed):
+            return event.generation < self.job.generation
+        return isinstance(event, recovery.RankExited) and event.pid != self.job.members[event.rank].pid
+
+    # What the machine orders
+
+    def obey(self, action: Action) -> None:
+        """Carry out an order."""
+        match action:
+            case recovery.Freeze(ranks, generation, lost):
+                assert ranks
+                assert lost
+                assert not {*ranks} & {*lost}
+                assert not self.job.finished
+                assert generation > self.newest_generation
+                self.newest_generation = generation
+                for rank in ranks:
+                    self.say(rank, self.frozen(rank, generation))
+            case recovery.SpawnRank(rank, generation):
+                assert generation == self.job.generation
+                assert not self.processes[rank].is_alive
+                self.start(rank)
+            case recovery.KillRank(rank, reason):
+                assert reason
+                self.kill(rank)
+            case recovery.Replay(rank, generation, boundary, source):
+                self.check_source(source, boundary)
+                assert not self.processes[rank].has_orders
+                self.processes[rank].has_orders = True
+                self.processes[rank].boundary = boundary
+                self.say(rank, recovery.RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
+            case recovery.SendState(source, to, generation, boundary):
+                self.check_source(source, boundary)
+                self.send_state(source, to, generation, boundary)
+            case recovery.Resume(ranks, generation, boundary):
+                self.resume(ranks, generation, boundary)
+            case recovery.RestartGroup(reason):
+                assert reason
+                self.restart_group()
+            case recovery.FailJob(reason):
+                assert reason
+            case recovery.RecordIncident(incident):
+                assert incident.reason
+                assert incident.id == len(self.closed) + 1
+                assert incident.attempt <= self.job.settings.max_attempts
+                self.closed += [] if incident.outcome == "open" else [incident]
+
+    def frozen(self, rank: int, generation: int) -> Event:
+        """A survivor's answer."""
+        process = self.processes[rank]
+        process.agreed_digest = process.digest
+        return recovery.RankFrozen(
+            rank=rank,
+            generation=generation,
+            boundary=process.boundary,
+            digest=process.digest,
+            has_group=True,
+            at_s=0.0,
+        )
+
+    def check_source(self, source: int, boundary: int) -> None:
+        """State comes only from a rank that is whole and stands at the boundary."""
+        assert source not in self.job.lost
+        assert self.processes[source].is_whole
+        assert self.processes[source].boundary == boundary
+
+    def send_state(self, source: int, to: tuple[int, ...], generation: int, boundary: int) -> None:
+        """The source sends, and each replacement loads, if both live."""
+        assert to == self.job.lost
+        assert all(self.processes[rank].boundary == boundary for rank in to)
+        if not self.processes[source].is_alive:
+            return
+        sent = self.processes[source]
+        self.say(source, recovery.StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
+        for rank in to:
+            loaded = self.processes[rank]
+            loaded.weights = sent.weights
+            loaded.agreed_digest = loaded.digest
+            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
+
+    def resume(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
+        """All go on, and from the same boundary."""
+        assert {*ranks} == {*self.job.survivors, *self.job.lost}
+        assert all(self.job.members[rank].pid is not None for rank in ranks)
+        alike = ranks if boundary > 0 else self.job.survivors
+        assert len({self.processes[rank].agreed_digest for rank in alike}) == 1
+        for rank in ranks:
+            assert self.processes[rank].boundary == boundary
+            self.processes[rank].is_whole = True
+            self.say(rank, recovery.RankRebuilt(rank=rank, generation=generation, at_s=0.0))
+            self.say(rank, recovery.RankReissued(rank=rank, generation=generation, at_s=0.0))
+
+    def kill(self, rank: int) -> None:
+        """End a process: nothing that it has said is heard any more, but for its exit."""
+        self.end(rank, None, 9, is_script_error=False, is_mute=True)
+        self.unheard[rank] = deque(event for event in self.unheard[rank] if isinstance(event, recovery.RankExited))
+
+    def restart_group(self) -> None:
+        """End all processes; they are started anew if a restart is left."""
+        for rank in self.unheard:
+            self.kill(rank)
+        self.restarts -= 1
+        is_left = self.restarts >= 0
+        no_restart = recovery.StopAsked(reason="no restart is left", at_s=0.0)
+        self.agent_unheard.append(recovery.GroupRestarted(at_s=0.0) if is_left else no_restart)
+
+    # How it ends
+
+    def settle(self) -> None:
+        """Let everything be heard that has been said; what then still waits meets its deadline."""
+        for _ in range(1000):
+            if self.hear_next():
+                continue
+            if self.job.phase in SETTLED:
+                return
+            self.pass_deadline()
+        raise AssertionError(f"the job does not settle: {self.job}")
+
+    def hear_next(self) -> bool:
+        """The oldest thing of each rank and of the agent; False if there was none."""
+        is_any = any([*self.unheard.values(), self.agent_unheard])
+        for rank in self.unheard:
+            self.hear_from(rank)
+        self.hear_agent()
+        return is_any
+
+    def pass_deadline(self) -> None:
+        """The deadline of the present phase is over, whatever it is."""
+        for name in ("freeze", "replay", "transfer", "resume", "drain"):
+            self.hear(recovery.DeadlinePassed(generation=self.job.generation, name=name, at_s=0.0))

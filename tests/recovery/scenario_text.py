@@ -1,0 +1,168 @@
+"""Incidents as text: events above a line of dashes, what the machine answers below it.
+
+    # Rank 2 is killed.
+    exited rank=2 signal=9 boundary=41 at=10
+    ----
+    Freeze ranks=0,1,3 generation=1 lost=2
+    -> FREEZING generation=1
+
+The first line makes the job (`job ranks=4`), `all_started` starts and protects all its ranks, with pids 100, 101 and
+so on. Left out, `at` is that of the event before, `generation` and `pid` are the present ones; `ranks=0,1` is one event
+for each. Of an incident only a few fields are written while it is open, and all that are known when it has ended.
+
+`python -m tests.recovery.scenario_text` writes all files anew with what the machine answers now: read the difference.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ttprun import recovery
+from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, advance, new_job
+
+FOLDER = Path(__file__).with_name("scenarios")
+RULE = "----"
+
+EVENT_WORDS: dict[str, type[Event]] = {
+    "started": recovery.RankStarted,
+    "protected": recovery.RankProtected,
+    "unprotected": recovery.RankUnprotected,
+    "exited": recovery.RankExited,
+    "frozen": recovery.RankFrozen,
+    "replayed": recovery.RankReplayed,
+    "state_sent": recovery.StateSent,
+    "repaired": recovery.RankRepaired,
+    "rebuilt": recovery.RankRebuilt,
+    "reissued": recovery.RankReissued,
+    "mismatch_found": recovery.MismatchFound,
+    "deadline_passed": recovery.DeadlinePassed,
+    "group_restarted": recovery.GroupRestarted,
+    "stop_asked": recovery.StopAsked,
+}
+DEFAULTS: dict[type[Event], dict[str, Any]] = {
+    recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
+    recovery.RankFrozen: {"digest": "same", "has_group": True},
+    recovery.StateSent: {"digest": "same"},
+    recovery.RankRepaired: {"digest": "same"},
+}
+TEXTS = {"reason", "name", "digest"}
+RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
+RECORDED_NEVER = {"generation", "opened_at_s"}
+
+
+class Scenario:
+    """One incident as it is run."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.at_s = 0.0
+
+    def answer(self, lines: list[str]) -> list[str]:
+        """Run the events of one block; returns what the machine answers."""
+        answers: list[str] = []
+        for line in lines:
+            for event in self.events_of(line):
+                assert self.job is not None, "the first line must be `job ranks=...`"
+                self.job, actions = advance(self.job, event)
+                answers += [write_action(action) for action in actions]
+        if self.job is None:
+            return answers
+        return [*answers, f"-> {self.job.phase} generation={self.job.generation}"]
+
+    def events_of(self, line: str) -> Iterator[Event]:
+        """Events that one line stands for."""
+        word, *pairs = shlex.split(line)
+        given = dict(pair.split("=", 1) for pair in pairs)
+        if word == "job":
+            settings = {name: read_value(name, text) for name, text in given.items() if name != "ranks"}
+            self.job = new_job(Settings(world_size=int(given["ranks"]), **settings))
+            return
+        assert self.job is not None, "the first line must be `job ranks=...`"
+        self.at_s = float(given.pop("at", self.at_s))
+        if word == "all_started":
+            for member in self.job.members:
+                yield recovery.RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
+                yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
+            return
+        ranks = given.pop("ranks", given.pop("rank", ""))
+        values = {name: read_value(name, text) for name, text in given.items()}
+        for rank in ranks.split(","):
+            yield self.make_event(EVENT_WORDS[word], rank, values)
+
+    def make_event(self, event_type: type[Event], rank: str, values: dict[str, Any]) -> Event:
+        """One event, with what the line leaves out."""
+        assert self.job is not None
+        names = {field.name for field in fields(event_type)}
+        values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
+        if "rank" in names:
+            values["rank"] = int(rank)
+        if "generation" in names:
+            values.setdefault("generation", self.job.generation)
+        if "pid" in names:
+            values.setdefault("pid", self.job.members[int(rank)].pid)
+        return event_type(**values)
+
+
+def read_value(name: str, text: str) -> Any:
+    """The value of a field: text, yes or no, or a number."""
+    if name in TEXTS:
+        return text
+    if text in ("yes", "no"):
+        return text == "yes"
+    return float(text) if "." in text else int(text)
+
+
+def write_value(value: Any) -> str:
+    """The value of a field as it stands in a scenario."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return json.dumps(text) if " " in text else text
+
+
+def write_action(action: Action) -> str:
+    """One line; of an incident, little while it is open, and all that is known when it has ended."""
+    name = type(action).__name__
+    if not isinstance(action, RecordIncident):
+        pairs = [(field.name, getattr(action, field.name)) for field in fields(action)]
+    else:
+        incident = action.incident
+        others = [field.name for field in fields(incident) if field.name not in {*RECORDED_FIRST, *RECORDED_NEVER}]
+        others = [] if incident.outcome == "open" else sorted(others, key=lambda other: other == "reason")
+        known = [(other, getattr(incident, other)) for other in (*RECORDED_FIRST, *others)]
+        pairs = [(other, value) for other, value in known if value is not None]
+    return " ".join([name, *(f"{key}={write_value(value)}" for key, value in pairs)])
+
+
+def run_scenario(text: str) -> str:
+    """The same text with the machine's own answers below each line of dashes.
+
+    text   blocks with an empty line between them
+    """
+    scenario = Scenario()
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = block.splitlines()
+        asked = lines[: lines.index(RULE)] if RULE in lines else lines
+        answers = scenario.answer([line for line in asked if not line.startswith("#")])
+        blocks.append("\n".join([*asked, RULE, *answers] if RULE in lines else asked))
+    return "\n\n".join(blocks) + "\n"
+
+
+def main() -> None:
+    """Write all scenarios anew."""
+    for path in sorted(FOLDER.glob("*.txt")):
+        path.write_text(run_scenario(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The table itself, the door in front of it, and the errors that are ours. Whole incidents are in `scenarios`."""
+
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from ttprun.recovery import (
+    TRANSITIONS,
+    DeadlinePassed,
+    Event,
+    FinishJob,
+    ForbiddenTransition,
+    Freeze,
+    GroupRestarted,
+    Job,
+    Limits,
+    MachineError,
+    MismatchFound,
+    MissingTransition,
+    Phase,
+    RankExited,
+    RankFrozen,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankStarted,
+    RankUnprotected,
+    RecordIncident,
+    RestartGroup,
+    SetDeadline,
+    Settings,
+    SpawnRank,
+    StateSent,
+    StopAsked,
+    UnexpectedStart,
+    advance,
+    machine,
+    new_job,
+)
+from ttprun.recovery.events import EVENT_TYPES
+from ttprun.recovery.faults import on_exit
+from ttprun.recovery.ladder import unchanged
+from ttprun.recovery.machine import Key, Row
+
+
+def running_job(settings: Settings) -> Job:
+    """A job whose ranks have pids 100, 101 and so on, and have said hello."""
+    job = new_job(settings)
+    for rank in range(settings.world_size):
+        job, _ = advance(job, RankStarted(rank=rank, pid=100 + rank, at_s=0.0))
+        job, _ = advance(job, RankProtected(rank=rank, at_s=0.0))
+    return job
+
+
+def killed(rank: int, pid: int) -> RankExited:
+    return RankExited(rank=rank, pid=pid, code=None, signal=9, boundary=5, at_s=10.0)
+
+
+def job_that_freezes() -> Job:
+    """Rank 2 of 3 has been killed; its replacement is not there yet."""
+    job, _ = advance(running_job(Settings(world_size=3)), killed(2, pid=102))
+    return job
+
+
+def test_the_table_says_something_about_every_event_in_every_phase() -> None:
+    pairs = {(phase, event_type) for phase in Phase for event_type in EVENT_TYPES}
+
+    assert set(TRANSITIONS) == pairs
+
+
+def test_every_row_that_changes_nothing_says_why() -> None:
+    silent = [key for key, row in TRANSITIONS.items() if row.handler is unchanged and not row.why]
+
+    assert silent == []
+
+
+def test_a_row_that_changes_nothing_stays_in_its_phase() -> None:
+    moving = [key for key, row in TRANSITIONS.items() if row.handler is unchanged and row.leads_to != (key[0],)]
+
+    assert moving == []
+
+
+def test_nothing_leads_out_of_a_job_that_is_over() -> None:
+    ways_out = {
+        phase for key, row in TRANSITIONS.items() if key[0] in (Phase.DONE, Phase.FAILED) for phase in row.leads_to
+    }
+
+    assert ways_out == {Phase.DONE, Phase.FAILED}
+
+
+def test_a_missing_row_is_our_bug_and_is_reported_with_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_that_freezes()
+    monkeypatch.setattr(machine, "TRANSITIONS", {})
+
+    with pytest.raises(MissingTransition, match="no row for RankFrozen in FREEZING") as caught:
+        advance(job, RankFrozen(rank=0, generation=1, boundary=5, digest="", has_group=True, at_s=11.0))
+
+    assert "RankExited(at_s=10.0, rank=2" in str(caught.value)
+
+
+def test_a_phase_that_the_row_does_not_allow_is_our_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = running_job(Settings(world_size=3))
+    table: dict[Key, Row] = {(Phase.RUNNING, RankExited): Row(on_exit, (Phase.RUNNING,))}
+    monkeypatch.setattr(machine, "TRANSITIONS", table)
+
+    with pytest.raises(ForbiddenTransition, match="RankExited led from RUNNING to FREEZING"):
+        advance(job, killed(2, pid=102))
+
+
+def test_a_rank_that_the_job_does_not_have_is_our_bug() -> None:
+    job = running_job(Settings(world_size=2))
+
+    with pytest.raises(MachineError, match="the job has no rank 2"):
+        advance(job, killed(2, pid=102))
+
+
+def test_a_second_process_of_a_living_rank_is_our_bug() -> None:
+    job = running_job(Settings(world_size=2))
+
+    with pytest.raises(UnexpectedStart, match="rank 1 was started, but it needs no process"):
+        advance(job, RankStarted(rank=1, pid=999, at_s=1.0))
+
+
+def test_a_start_that_is_said_twice_changes_nothing() -> None:
+    job = running_job(Settings(world_size=2))
+
+    after, actions = advance(job, RankStarted(rank=1, pid=101, at_s=1.0))
+
+    assert after is job
+    assert actions == ()
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_a_job_without_ranks_cannot_be_made(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size is {world_size}"):
+        new_job(Settings(world_size=world_size))
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        killed(0, pid=999),
+        killed(2, pid=102),
+        RankFrozen(rank=0, generation=0, boundary=5, digest="", has_group=True, at_s=11.0),
+        RankReplayed(rank=2, generation=0, boundary=5, at_s=11.0),
+        StateSent(rank=0, generation=0, digest="", at_s=11.0),
+        RankRepaired(rank=2, generation=0, digest="", at_s=11.0),
+        RankRebuilt(rank=0, generation=0, at_s=11.0),
+        RankReissued(rank=0, generation=0, at_s=11.0),
+        MismatchFound(rank=0, generation=0, reason="other shape", at_s=11.0),
+        DeadlinePassed(generation=0, name="freeze", at_s=11.0),
+        DeadlinePassed(generation=1, name="resume", at_s=11.0),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_an_echo_changes_nothing(echo: Event) -> None:
+    job = job_that_freezes()
+
+    after, actions = advance(job, echo)
+
+    assert after is job
+    assert actions == ()
+
+
+def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
+    job = running_job(Settings(world_size=2))
+
+    job, actions = advance(job, MismatchFound(rank=1, generation=0, reason="digests differ", at_s=7.0))
+
+    order, record = actions
+    assert order == RestartGroup(
+        "the state of the ranks cannot be trusted; it began when rank 1 found a mismatch (digests differ)"
+    )
+    assert isinstance(record, RecordIncident)
+    assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
+    assert job.phase is Phase.RESTARTING
+
+
+def test_a_restarted_group_starts_from_nothing() -> None:
+    job = running_job(Settings(world_size=2))
+    job, _ = advance(job, RankUnprotected(rank=0, reason="no process group", at_s=1.0))
+    job, _ = advance(job, killed(1, pid=101))
+
+    job, _ = advance(job, GroupRestarted(at_s=12.0))
+
+    fresh = new_job(Settings(world_size=2))
+    assert replace(job, story=()) == replace(fresh, generation=1, phase_since_s=12.0, incident_count=1)
+
+
+def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
+    job, actions = advance(job_that_freezes(), GroupRestarted(at_s=12.0))
+
+    (record,) = actions
+    assert isinstance(record, RecordIncident)
+    assert record.incident.outcome == "restarted"
+    assert record.incident.reason.startswith("the agent restarted the whole group; it began when rank 2 was ended")
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_restart_of_a_job_that_is_well_leaves_no_incident() -> None:
+    job, actions = advance(running_job(Settings(world_size=2)), GroupRestarted(at_s=12.0))
+
+    assert actions == ()
+    assert (job.phase, job.generation) == (Phase.RUNNING, 1)
+
+
+def test_a_stop_of_a_job_that_is_well_leaves_no_incident() -> None:
+    job, actions = advance(running_job(Settings(world_size=2)), StopAsked(reason="SIGTERM", at_s=3.0))
+
+    assert [type(action).__name__ for action in actions] == ["FailJob"]
+    assert job.phase is Phase.FAILED
+
+
+def test_the_limits_of_the_settings_are_asked_for() -> None:
+    settings = Settings(world_size=2, limits=Limits(freeze_s=7.0))
+
+    _, actions = advance(running_job(settings), killed(1, pid=101))
+
+    assert actions[:3] == (Freeze((0,), 1, (1,)), SpawnRank(1, 1), SetDeadline(1, "freeze", 7.0))
+
+
+def test_a_job_of_one_rank_that_finishes_is_done() -> None:
+    job = running_job(Settings(world_size=1))
+
+    job, actions = advance(job, RankExited(rank=0, pid=100, code=0, signal=None, boundary=9, at_s=20.0))
+
+    assert actions == (FinishJob(),)
+    assert job.phase is Phase.DONE
+
+
+def test_many_ranks_may_be_lost_while_the_others_freeze() -> None:
+    job = running_job(Settings(world_size=8, max_attempts=1))
+
+    for rank in range(7):
+        job, _ = advance(job, killed(rank, pid=100 + rank))
+
+    assert job.phase is Phase.FREEZING
+    assert job.lost == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_the_same_events_give_the_same_actions() -> None:
+    once, actions_once = advance(job_that_freezes(), killed(0, pid=100))
+    again, actions_again = advance(job_that_freezes(), killed(0, pid=100))
+
+    assert (once, actions_once) == (again, actions_again)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Job)])
+def test_a_job_cannot_be_changed_in_place(name: str) -> None:
+    job = running_job(Settings(world_size=1))
+
+    with pytest.raises(FrozenInstanceError):
+        setattr(job, name, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "signal", "is_script_error", "kind"),
+    [
+        (3, None, False, "exit 3"),
+        (None, 9, False, "signal 9"),
+        (1, None, True, "exception"),
+        (None, None, False, "exit"),
+    ],
+)
+def test_a_fault_is_named_by_how_the_process_ended(
+    code: int | None, signal: int | None, is_script_error: bool, kind: str
+) -> None:
+    event = RankExited(rank=0, pid=100, code=code, signal=signal, boundary=5, is_script_error=is_script_error, at_s=1.0)
+
+    assert event.kind == kind
+    assert not event.is_finish

@@ -1,0 +1,126 @@
+"""Random faults and random orders of events: the promises of style.md must hold. Most are checked in `fake_world`."""
+
+import re
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.recovery.fake_world import FakeWorld
+from ttprun.recovery import Life, MismatchFound, Phase, RankUnprotected, Settings, StopAsked
+
+WORLDS = st.builds(
+    FakeWorld,
+    st.builds(Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3)),
+    restarts=st.integers(0, 2),
+)
+TAPES = st.binary(max_size=160) | st.binary(min_size=100, max_size=240)
+
+
+def play(world: FakeWorld, tape: bytes) -> None:
+    """Let the tape say what happens: each pair of bytes is one move, and what or whom it concerns."""
+    for move, choice in pairs(tape):
+        rank = choice % len(world.unheard)
+        is_mute = choice >= 128
+        if move < 150:
+            world.hear_from(rank)
+        elif move < 170:
+            world.hear_agent()
+        elif move < 195:
+            world.train()
+        elif move < 215:
+            world.hear_echo(choice)
+        elif move < 235:
+            world.end(rank, None, 9, is_script_error=False, is_mute=is_mute)
+        elif move < 241:
+            world.end(rank, 1, None, is_script_error=True, is_mute=is_mute)
+        elif move < 246:
+            world.end(rank, 0, None, is_script_error=False, is_mute=False)
+        elif move < 249:
+            world.pass_deadline()
+        elif move < 251:
+            world.flip_bit(rank)
+        elif move < 253:
+            world.hear(MismatchFound(rank=rank, generation=world.job.generation, reason="other shape", at_s=0.0))
+        elif move < 255:
+            world.hear(RankUnprotected(rank=rank, reason="a CUDA graph", at_s=0.0))
+        else:
+            world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
+
+
+def pairs(tape: bytes) -> Iterator[tuple[int, int]]:
+    """Bytes two by two."""
+    return zip(tape[::2], tape[1::2], strict=False)
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(world=WORLDS, tape=TAPES)
+def test_whatever_happens_every_incident_ends_and_nobody_goes_on_with_wrong_state(
+    world: FakeWorld, tape: bytes
+) -> None:
+    play(world, tape)
+
+    world.settle()
+
+    assert len(world.closed) == world.job.incident_count
+    assert all(incident.outcome != "open" and incident.total_s is not None for incident in world.closed)
+    assert all(incident.steps_lost == 0 for incident in world.closed if incident.outcome == "recovered")
+
+
+@settings(max_examples=150, deadline=None, database=None)
+@given(world=WORLDS, tape=TAPES)
+def test_a_job_that_runs_in_the_end_has_a_living_process_for_every_rank_all_at_one_boundary(
+    world: FakeWorld, tape: bytes
+) -> None:
+    play(world, tape)
+
+    world.settle()
+
+    running = [member for member in world.job.members if world.job.phase is Phase.RUNNING]
+    assert all(member.life is not Life.LOST for member in running)
+    working = [member for member in running if member.life is Life.LIVE]
+    assert all(world.processes[member.rank].is_alive for member in working)
+    assert all(world.processes[member.rank].pid == member.pid for member in working)
+    assert len({world.processes[member.rank].boundary for member in working}) <= 1
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
+    kills=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=6),
+)
+def test_ranks_killed_one_after_the_other_are_all_replaced(world: FakeWorld, kills: list[tuple[int, int]]) -> None:
+    world.settle()
+
+    for rank, boundaries in kills:
+        for _ in range(boundaries + 1):
+            world.train()
+        world.end(rank % len(world.unheard), None, 9, is_script_error=False, is_mute=True)
+        world.settle()
+
+    assert world.job.phase is Phase.RUNNING
+    assert [incident.outcome for incident in world.closed] == ["recovered"] * len(kills)
+    assert len({process.boundary for process in world.processes.values()}) == 1
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    world=st.builds(
+        FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
+    ),
+    kills=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.booleans()), min_size=2, max_size=4),
+)
+def test_ranks_killed_in_mid_repair_are_replaced_unless_none_is_left_or_it_has_been_tried_too_often(
+    world: FakeWorld, kills: list[tuple[int, int, bool]]
+) -> None:
+    world.settle()
+    world.train()
+
+    for rank, rounds, is_mute in kills:
+        world.end(rank % len(world.unheard), None, 9, is_script_error=False, is_mute=is_mute)
+        for _ in range(rounds):
+            world.hear_next()
+    world.settle()
+
+    given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
+    assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason) for incident in given_up)

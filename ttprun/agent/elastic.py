@@ -1,0 +1,99 @@
+"""torch's elastic agent, with a supervisor that answers for the ranks.
+
+torch's agent does what it does well: rendezvous, the environment of the ranks, log redirection, whole-group restarts.
+It starts the processes through our handlers, and asks the supervisor how they are instead of polling them: a rank that
+is being replaced is part of a healthy group.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.elastic.multiprocessing.api as torch_multiprocessing
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ttprun.agent.processes import RankHandler
+from ttprun.agent.supervisor import Supervisor
+
+
+class ReplacingAgent(LocalElasticAgent):
+    """An elastic agent whose local ranks are replaced one by one.
+
+    supervisor   set on the class before torch makes its agent
+    """
+
+    supervisor: Supervisor
+    _groups_started = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        supervisor = self.supervisor
+        ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
+        supervisor.begin_group(ranks, self._replace_handler)
+        supervisor.status.restarts_left = self._remaining_restarts
+        with _handlers_made_by(self._make_handler):
+            pids = super()._start_workers(worker_group)
+        supervisor.group_started(is_restart=self._groups_started > 0)
+        self._groups_started += 1
+        return pids
+
+    def _make_handler(self, **start: Any) -> RankHandler:
+        handler = RankHandler(start, str(self.supervisor.run.path), is_new=True, is_python=self.supervisor.is_python)
+        self.supervisor.sit(start["local_rank_id"], handler)
+        return handler
+
+    def _replace_handler(self, local_rank: int, handler: RankHandler) -> None:
+        context: Any = self._pcontext
+        context.subprocess_handlers[local_rank] = handler
+        self._worker_group.workers[local_rank].id = handler.proc.pid
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        verdict = self.supervisor.verdict
+        if verdict is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        self.supervisor.pause()
+        if verdict.kind == "done":
+            return super()._monitor_workers(worker_group)
+        if verdict.kind == "fail" or not verdict.has_progress:
+            self._remaining_restarts = 0
+        return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group))
+
+    def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
+        """The first failure, as torch reports it; ranks that are ended because of it are not failures."""
+        event = self.supervisor.first_failure
+        context: Any = self._pcontext
+        if event is None:
+            return {}
+        local_rank = next(worker.local_rank for worker in worker_group.workers if worker.global_rank == event.rank)
+        failure = ProcessFailure(
+            local_rank=local_rank,
+            pid=event.pid,
+            exitcode=-event.signal if event.signal is not None else event.code or 0,
+            error_file=context.error_files[local_rank],
+        )
+        return {event.rank: failure}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self.supervisor.pause()
+        super()._stop_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self.supervisor.pause()
+        super()._shutdown(death_sig, timeout)
+
+
+class _handlers_made_by:
+    """While in it, torch makes its subprocess handlers with our function."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._original = torch_multiprocessing.get_subprocess_handler
+        torch_multiprocessing.get_subprocess_handler = self._make
+
+    def __exit__(self, *_: object) -> None:
+        torch_multiprocessing.get_subprocess_handler = self._original

@@ -1,0 +1,94 @@
+"""Start the ranks under a supervisor, wait for the end, and turn it into an exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.launcher.api as torch_launcher
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from ttprun.agent.elastic import ReplacingAgent
+from ttprun.agent.status import write_last_status
+from ttprun.agent.supervisor import Supervisor
+from ttprun.config import Config
+from ttprun.observe.run_directory import RunDirectory
+
+logger = logging.getLogger("ttprun")
+
+SCRIPT_FAILED = 1
+DO_NOT_RESTART = 93
+ENDED_BY_SIGNAL = 128
+
+
+def launch(
+    config: Config,
+    launch_config: torch_launcher.LaunchConfig,
+    entrypoint: Callable[..., object] | str,
+    args: list[str],
+    run: RunDirectory,
+) -> int:
+    """Run the job to its end; returns the launcher's exit code.
+
+    Blocks as long as the job runs. SIGTERM, SIGINT and the like end it as they end torchrun, but for the exit code.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
+    if not isinstance(entrypoint, str):
+        # --run-path: torch runs the script in processes of its own making, which nobody supervises but torch.
+        code, reason = _run(launch_config, entrypoint, args, None)
+        write_last_status(run, code, reason)
+        return code
+    is_python = entrypoint == sys.executable or bool(args and args[0] == "-u")
+    is_one_node = launch_config.max_nodes == 1
+    if not is_one_node:
+        logger.warning("a lost rank is not replaced on several nodes yet: the whole group restarts, as under torchrun")
+    supervisor = Supervisor(
+        config.model_copy(update={"replace": config.replace and is_one_node}),
+        run,
+        launch_config.nproc_per_node,
+        is_python,
+    )
+    ReplacingAgent.supervisor = supervisor
+    torch_launcher.LocalElasticAgent = ReplacingAgent  # type: ignore[misc]
+    supervisor.start()
+    code, reason = 1, "the launcher failed"
+    try:
+        code, reason = _run(launch_config, entrypoint, args, supervisor)
+    finally:
+        supervisor.stop(code, reason)
+    return code
+
+
+def _run(
+    launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str], supervisor: Supervisor | None
+) -> tuple[int, str]:
+    run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
+    try:
+        run(*args)
+    except ChildFailedError as error:
+        verdict = supervisor.verdict if supervisor is not None else None
+        reason = verdict.reason if verdict is not None else "a rank has failed"
+        print(error.format_msg(), file=sys.stderr)
+        if reason:
+            print(f"ttprun: {reason}", file=sys.stderr)
+        return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+    except SignalException as error:
+        name = signal.Signals(error.sigval).name
+        return ENDED_BY_SIGNAL + error.sigval, f"ended by {name}"
+    except KeyboardInterrupt:
+        return ENDED_BY_SIGNAL + signal.SIGINT, "ended by SIGINT"
+    return 0, ""
+
+
+def _code_of(error: ChildFailedError, has_progress: bool) -> int:
+    """1 if the script failed by itself, 128+N if the infrastructure ended it, 93 if a restart would not help."""
+    if not has_progress:
+        return DO_NOT_RESTART
+    if not error.failures:
+        return SCRIPT_FAILED
+    _, failure = error.get_first_failure()
+    return ENDED_BY_SIGNAL - failure.exitcode if failure.exitcode < 0 else SCRIPT_FAILED

@@ -1,0 +1,133 @@
+"""Processes of ranks, and standbys: what torch's subprocess handlers do, with the agent's line into each process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from ttprun import channel
+from ttprun.channel import Channel
+from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
+
+SHIM = str(Path(__file__).resolve().parent.parent / "shim")
+RUN_VARIABLE = "_TTPRUN_RUN_DIR"
+
+
+def rank_environment(environment: dict[str, str], run_dir: str) -> dict[str, str]:
+    """What a rank inherits beside torchrun's variables: the shim in front of its PYTHONPATH, and the agent's pid."""
+    inherited = environment.get("PYTHONPATH")
+    return environment | {
+        "PYTHONPATH": SHIM + (os.pathsep + inherited if inherited else ""),
+        AGENT_VARIABLE: str(os.getpid()),
+        RUN_VARIABLE: run_dir,
+    }
+
+
+class RankHandler(SubprocessHandler):
+    """A rank's process, started by torch's code for the first time, by ours for a replacement.
+
+    channel    the agent's end of the line into it
+    is_new     False: its log files are continued
+    is_python  False: the entry point is the user's own program, which dies with the agent all the same
+    """
+
+    def __init__(self, start: dict[str, Any], run_dir: str, is_new: bool, is_python: bool) -> None:
+        self.start = start
+        self._run_dir = run_dir
+        self._is_new = is_new
+        self._is_python = is_python
+        self.channel, self._theirs = channel.pair()
+        plain = start if is_new else start | {"stdout": None, "stderr": None}
+        super().__init__(**plain)
+        self._theirs.close()
+
+    def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
+        if not self._is_new:
+            self._stdout, self._stderr = open_logs(self.start)
+        fd = self._theirs.fileno()
+        prctl = ctypes.CDLL(None).prctl
+        return subprocess.Popen(
+            args=args,
+            env=rank_environment(env, self._run_dir) | {CHANNEL_VARIABLE: str(fd)},
+            stdout=self._stdout,
+            stderr=self._stderr,
+            start_new_session=True,
+            pass_fds=(fd,),
+            preexec_fn=None if self._is_python else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signal the rank and its children; one that is gone already is no error."""
+        with contextlib.suppress(ProcessLookupError):
+            super().close(death_sig)
+
+
+class StandbyHandler(RankHandler):
+    """A standby that has become a rank."""
+
+    def __init__(self, start: dict[str, Any], standby: Standby) -> None:
+        self.start = start
+        self.local_rank_id = start["local_rank_id"]
+        self.proc = standby.process
+        self.channel = standby.channel
+        self._stdout, self._stderr = open_logs(start)
+
+    def outputs(self) -> list[int]:
+        """Descriptors that the process is to use as its stdout and stderr."""
+        streams = (self._stdout or sys.stdout, self._stderr or sys.stderr)
+        return [stream.fileno() for stream in streams]
+
+
+def open_logs(start: dict[str, Any]) -> list[Any]:
+    """Open a rank's log files at their ends; None where its output is not redirected."""
+    return [open(path, "a") if path else None for path in (start["stdout"], start["stderr"])]  # noqa: SIM115
+
+
+def command_of(start: dict[str, Any]) -> list[str]:
+    """The Python arguments of a rank behind the interpreter's own options: [script, ...] or ["-m", module, ...]."""
+    return [argument for argument in map(str, start["args"]) if argument != "-u"] if start["args"] else []
+
+
+class Standby:
+    """A process with torch imported that waits to become a rank.
+
+    is_ready   it has said so
+    """
+
+    def __init__(self, run_dir: str) -> None:
+        self.channel, theirs = channel.pair()
+        fd = theirs.fileno()
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
+            env=os.environ | {AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(fd,),
+        )
+        theirs.close()
+        self.is_ready = False
+
+    def end(self) -> None:
+        """Kill it."""
+        kill_session(self.process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        self.channel.close()
+
+
+def kill_session(pid: int) -> None:
+    """SIGKILL a rank and all that it has started (it leads a session of its own)."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+__all__ = ["Channel", "RankHandler", "Standby", "StandbyHandler", "command_of", "kill_session", "rank_environment"]

@@ -1,0 +1,42 @@
+"""The node's standbys: refilled after an incident, taken when a rank is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ttprun.agent.processes import Standby
+
+
+class Standbys:
+    """Up to `wanted` processes that wait to become ranks."""
+
+    def __init__(self, wanted: int, run_dir: str) -> None:
+        self._wanted = wanted
+        self._run_dir = run_dir
+        self._waiting: list[Standby] = []
+
+    @property
+    def ready(self) -> int:
+        """How many have torch imported by now."""
+        return sum(standby.is_ready and standby.process.poll() is None for standby in self._waiting)
+
+    def refill(self, watch: Callable[[Standby], None]) -> None:
+        """Start as many as are missing; `watch` is called with each new one."""
+        self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
+        while len(self._waiting) < self._wanted:
+            standby = Standby(self._run_dir)
+            self._waiting.append(standby)
+            watch(standby)
+
+    def take(self) -> Standby | None:
+        """A standby for a lost rank: a ready one, else one that is on its way; None if there is none alive."""
+        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        chosen = next((standby for standby in alive if standby.is_ready), alive[0] if alive else None)
+        self._waiting = [standby for standby in alive if standby is not chosen]
+        return chosen
+
+    def end(self) -> None:
+        """Kill those that were not needed."""
+        for standby in self._waiting:
+            standby.end()
+        self._waiting.clear()

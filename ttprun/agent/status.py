@@ -1,0 +1,133 @@
+"""Publishes how the run stands: `status.json`, written when something has changed and every half second."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from ttprun.board import FINISHED, Field, Phase
+from ttprun.config import Config
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, read_status, write_status
+from ttprun.recovery import Incident, Job
+from ttprun.recovery import Phase as JobPhase
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+
+_EVERY_S = 0.5
+_STATES: dict[JobPhase, RunState] = {
+    JobPhase.RUNNING: "healthy",
+    JobPhase.RESTARTING: "restarting",
+    JobPhase.DONE: "done",
+    JobPhase.FAILED: "failed",
+}
+
+
+class StatusPublisher:
+    """Keeps the incidents, and writes the status."""
+
+    def __init__(self, run: RunDirectory, config: Config, world_size: int) -> None:
+        self._run = run
+        self._run_id = config.run_id or run.path.name
+        self._world_size = world_size
+        self._started_at = timestamp()
+        self._incidents: dict[int, Incident] = {}
+        self._written_s = 0.0
+        self._seen: tuple[object, ...] = ()
+        self.restarts_left = 0
+
+    def note_incident(self, incident: Incident) -> None:
+        """An incident was opened, has gone on, or has ended."""
+        self._incidents[incident.id] = incident
+
+    def publish(self, supervisor: Supervisor) -> None:
+        """Write the status if something has changed, or if half a second has passed."""
+        job = supervisor.job
+        seen = (job.phase, job.generation, len(self._incidents), tuple(seat.pid for seat in supervisor.seats))
+        if seen == self._seen and time.monotonic() - self._written_s < _EVERY_S:
+            return
+        self._seen = seen
+        self._written_s = time.monotonic()
+        state = _STATES.get(job.phase, "recovering")
+        if state == "healthy" and not any(seat.is_present for seat in supervisor.seats):
+            state = "starting"
+        write_status(self._run.status, self._compose(supervisor, state))
+
+    def end(self, supervisor: Supervisor, exit_code: int, reason: str) -> None:
+        """Write the last status of the run."""
+        state: RunState = "done" if exit_code == 0 else "failed"
+        status = self._compose(supervisor, state, exit_code, reason)
+        write_status(self._run.status, status)
+
+    def _compose(
+        self, supervisor: Supervisor, state: RunState, exit_code: int | None = None, reason: str = ""
+    ) -> RunStatus:
+        job = supervisor.job
+        return RunStatus(
+            run_id=self._run_id,
+            state=state,
+            generation=job.generation,
+            world_size=self._world_size,
+            agent_pid=os.getpid(),
+            started_at=self._started_at,
+            updated_at=timestamp(),
+            restarts_left=self.restarts_left,
+            standbys=supervisor.standbys.ready,
+            protection=protection_of(job),
+            exit_code=exit_code,
+            reason=reason or (supervisor.verdict.reason if supervisor.verdict else ""),
+            ranks=tuple(self._rank(supervisor, seat, exit_code is not None) for seat in supervisor.seats),
+            incidents=tuple(_incident(incident) for incident in self._incidents.values()),
+        )
+
+    def _rank(self, supervisor: Supervisor, seat: Seat, has_ended: bool) -> RankStatus:
+        row = supervisor.board_row(seat)
+        phase = Phase(row[Field.PHASE])
+        if seat.is_finished:
+            state = "finished"
+        elif seat.is_lost or has_ended:
+            state = "lost"
+        elif not seat.is_present:
+            state = "starting"
+        else:
+            state = {Phase.REPLAYING: "replaying", Phase.REPAIRING: "repairing"}.get(phase, "running")
+        step = row[Field.APPLIED]
+        seen_s = (time.monotonic_ns() - row[Field.SEEN_NS]) / 1e9 if row[Field.SEEN_NS] else None
+        return RankStatus(
+            rank=seat.rank,
+            local_rank=seat.local_rank,
+            pid=seat.pid,
+            state=state,
+            step=step if step < FINISHED else None,
+            phase=phase.name.lower(),
+            last_seen_s=seen_s,
+        )
+
+
+def protection_of(job: Job) -> str:
+    """ "on", or why a lost rank cannot be replaced."""
+    if not job.settings.is_replace_enabled:
+        return "off: a lost rank restarts the whole group"
+    return job.unprotected_reason or "on"
+
+
+def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:
+    """End the status of a run that had no supervisor."""
+    status = read_status(run.status)
+    state: RunState = "done" if exit_code == 0 else "failed"
+    write_status(run.status, replace(status, state=state, exit_code=exit_code, reason=reason, updated_at=timestamp()))
+
+
+_INCIDENT_FIELDS = {field.name for field in fields(IncidentStatus)} & {field.name for field in fields(Incident)}
+
+
+def _incident(incident: Incident) -> IncidentStatus:
+    values = {name: getattr(incident, name) for name in _INCIDENT_FIELDS}
+    if values["outcome"] == "open":
+        values["outcome"] = "recovering"
+    return IncidentStatus(**values)

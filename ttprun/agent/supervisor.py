@@ -1,0 +1,557 @@
+"""The supervisor: a thread of the agent that notices what happens to the ranks and carries out what the machine decides.
+
+It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks, the control socket,
+and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out
+by the methods `_do_...`. If the supervisor itself breaks, the job goes on as under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import os
+import queue
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.control import ControlSocket
+from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.seat import Seat
+from ttprun.agent.standbys import Standbys
+from ttprun.agent.status import StatusPublisher
+from ttprun.board import FINISHED, Board, Field
+from ttprun.channel import Message
+from ttprun.config import Config
+from ttprun.faults import parse_fault
+from ttprun.observe.events import EventLog
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.rank.recorder import Recorder
+
+logger = logging.getLogger("ttprun")
+_STATUS_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the supervisor tells torch's agent when a group has come to its end.
+
+    kind          "done", "restart" or "fail"
+    reason        a sentence; empty for "done"
+    has_progress  False: the same fault came back, the scheduler should not requeue
+    """
+
+    kind: str
+    reason: str = ""
+    has_progress: bool = True
+
+
+class Supervisor:
+    """Supervises the ranks of one node.
+
+    verdict   set when the present group must be restarted, has failed or is done; None while it lives
+    """
+
+    def __init__(self, config: Config, run: RunDirectory, world_size: int, is_python: bool) -> None:
+        self.config = config
+        self.verdict: Verdict | None = None
+        self.is_python = is_python
+        self.run = run
+        self.first_failure: recovery.RankExited | None = None
+        self._events = EventLog(run.events)
+        self._log_lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._deadlines: list[tuple[float, int, int, str]] = []
+        self._count = itertools.count()
+        self._board: Board | None = None
+        self._board_fd = -1
+        self.seats: list[Seat] = []
+        self._replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
+        self._faults = [parse_fault(text) for text in config.faults]
+        self._is_stopping = False
+        self._is_paused = False
+        self._is_deciding = False
+        self._undecided: deque[recovery.Event] = deque()
+        limits = recovery.Limits(
+            freeze_s=config.freeze_timeout_s,
+            replay_s=config.replay_timeout_s,
+            transfer_s=config.transfer_timeout_s,
+            resume_s=config.resume_timeout_s,
+        )
+        settings = recovery.Settings(
+            world_size=world_size,
+            is_replace_enabled=config.replace and world_size > 1 and is_python,
+            limits=limits,
+        )
+        self.job = recovery.new_job(settings)
+        self.standbys = Standbys(config.standbys if settings.is_replace_enabled else 0, str(run.path))
+        self.status = StatusPublisher(run, config, world_size)
+        self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
+
+    # Called from torch's agent, on the main thread.
+
+    def start(self) -> None:
+        """Begin to supervise; no rank is there yet."""
+        self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
+        self._control = ControlSocket(self.run, self._answer_control)
+        self._selector.register(self._control.listener, selectors.EVENT_READ, self._control.accept)
+        self._thread.start()
+
+    def begin_group(self, ranks: list[tuple[int, int]], replace_handler: Callable[[int, RankHandler], None]) -> None:
+        """A group of ranks is about to be started: `ranks` is (global rank, local rank) of each."""
+        for seat in self.seats:
+            os.close(seat.record_fd)
+        if self._board_fd >= 0:
+            os.close(self._board_fd)
+        self._board_fd, self._board = Board.create(len(ranks))
+        slot_bytes = self.config.record_limit_mib << 20
+        unsat: Any = None
+        self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes)) for rank, local in ranks]
+        self._replace_handler = replace_handler
+        self.verdict = None
+        self.first_failure = None
+
+    def sit(self, local_rank: int, handler: RankHandler) -> None:
+        """The first process of a rank has been started."""
+        self.seats[local_rank].sit(handler)
+
+    def group_started(self, is_restart: bool) -> None:
+        """All processes of the group have been started."""
+
+        def begin() -> None:
+            self._is_paused = False
+            if is_restart:
+                self._advance(recovery.GroupRestarted(at_s=time.monotonic()))
+            for seat in self.seats:
+                self._welcome(seat, is_replacement=False)
+            self.standbys.refill(self._watch_standby)
+
+        self._call(begin)
+
+    def pause(self) -> None:
+        """The group is about to be ended on purpose: exits are no faults from now on."""
+        done = threading.Event()
+
+        def pause() -> None:
+            self._is_paused = True
+            for seat in self.seats:
+                self._forget(seat)
+            done.set()
+
+        self._call(pause)
+        done.wait(10)
+
+    def stop(self, exit_code: int, reason: str = "") -> None:
+        """End the thread, the standbys, and whatever a rank has left behind."""
+        self._is_stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self.standbys.end()
+        for seat in self.seats:
+            kill_session(seat.pid)
+        self._control.close()
+        self.status.end(self, exit_code, reason)
+        self.log("run_ended", exit_code=exit_code, reason=reason)
+
+    # The loop.
+
+    def _call(self, function: Callable[[], None]) -> None:
+        self._calls.put(function)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_w, b"x")
+
+    def _on_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _loop(self) -> None:
+        while not self._is_stopping:
+            now = time.monotonic()
+            wait_s = _STATUS_EVERY_S
+            if self._deadlines:
+                wait_s = min(wait_s, max(0.0, self._deadlines[0][0] - now))
+            try:
+                for key, _ in self._selector.select(wait_s):
+                    if key.fileobj in self._selector.get_map():
+                        key.data()
+                self._pass_deadlines()
+                self.status.publish(self)
+            except Exception as error:
+                logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
+                self.log("supervisor_failed", error=repr(error))
+                self._is_paused = True
+                self.verdict = self.verdict or self._verdict_of_processes()
+                time.sleep(_STATUS_EVERY_S)
+
+    def _verdict_of_processes(self) -> Verdict | None:
+        codes = [seat.handler.proc.poll() for seat in self.seats]
+        if any(codes):
+            return Verdict("restart", "a rank has failed and ttprun cannot repair it")
+        return Verdict("done") if all(code == 0 for code in codes) else None
+
+    def _pass_deadlines(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            at_s, _, generation, name = heapq.heappop(self._deadlines)
+            self._advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name))
+
+    # What happens to ranks.
+
+    def _welcome(self, seat: Seat, is_replacement: bool) -> None:
+        """Tell a process who it is, and listen to it."""
+        config = self.config
+        message = {
+            "op": "welcome",
+            "rank": seat.rank,
+            "local_rank": seat.local_rank,
+            "world_size": len(self.seats),
+            "local_world_size": len(self.seats),
+            "generation": self.job.generation,
+            "run_dir": str(self.run.path),
+            "is_replacement": is_replacement,
+            "faults": [str(fault) for fault in self._faults if fault.rank == seat.rank],
+            "options": {
+                "allow_faults": config.allow_faults,
+                "record_limit_mib": config.record_limit_mib,
+                "journal_limit_mib": config.journal_limit_mib,
+                "commit_timeout_s": config.commit_timeout_s,
+                "user_paths": config.user_paths,
+                "prints_traceback": bool(seat.handler.start["stderr"]),
+            },
+        }
+        fds = [self._board_fd, seat.record_fd]
+        handler = seat.handler
+        if isinstance(handler, StandbyHandler):
+            message["env"] = rank_environment(dict(os.environ) | handler.start["env"], str(self.run.path))
+            message["env"].pop("PYTHONPATH")
+            if "PYTHONPATH" in os.environ:
+                message["env"]["PYTHONPATH"] = os.environ["PYTHONPATH"]
+            message["arguments"] = command_of(handler.start)
+            fds += handler.outputs()
+        handler.channel.send(message, fds)
+        self._selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
+        self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
+        self.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
+        self._advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+
+    def _on_message(self, seat: Seat, handler: RankHandler) -> None:
+        try:
+            messages = handler.channel.read_available()
+        except (EOFError, OSError):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(handler.channel.sock)
+            return
+        for message in messages:
+            if seat.handler is handler:
+                self._on_rank_message(seat, message)
+
+    def _on_rank_message(self, seat: Seat, message: Message) -> None:
+        op = message["op"]
+        if op == "put":
+            for other in self.seats:
+                if other is not seat:
+                    other.pass_on(message)
+        elif op == "present":
+            seat.greet()
+        elif op == "script_error":
+            if not seat.script_error and message["traceback"] and not any(s.script_error for s in self.seats):
+                os.write(2, message["traceback"].encode())
+            seat.script_error = message["error"]
+        elif op == "fault_struck":
+            self._faults = [fault for fault in self._faults if str(fault) != message["fault"]]
+            self.log("fault_injected", rank=seat.rank, **{k: message[k] for k in ("fault", "phase", "step")})
+        elif op == "note":
+            self.log("note", rank=seat.rank, text=message["text"])
+            logger.warning("rank %d: %s", seat.rank, message["text"])
+        else:
+            self._on_report(seat, op, message)
+
+    def _on_report(self, seat: Seat, op: str, message: Message) -> None:
+        """A message that is an event of the state machine."""
+        fields: dict[str, Any] = {"at_s": time.monotonic(), "rank": seat.rank}
+        if op == "unprotected":
+            self.log("rank_unprotected", rank=seat.rank, reason=message["reason"])
+            for other in self.seats:
+                if other is not seat:
+                    other.tell({"op": "unprotected", "reason": message["reason"]})
+            self._advance(recovery.RankUnprotected(**fields, reason=message["reason"]))
+            return
+        if op == "protected":
+            seat.is_protected = True
+            self._advance(recovery.RankProtected(**fields))
+            return
+        fields["generation"] = message["generation"]
+        if op == "frozen":
+            seat.journal = message["journal"]
+            self._reset_lost_rows(seat, message["boundary"])
+            fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
+        elif op == "replayed":
+            fields["boundary"] = message["boundary"]
+        elif op in ("state_sent", "repaired"):
+            fields["digest"] = message["digest"]
+        elif op == "mismatch":
+            fields["reason"] = message["reason"]
+            if message.get("detail"):
+                self.log("mismatch_detail", rank=seat.rank, detail=message["detail"])
+        self._advance(_REPORTS[op](**fields))
+
+    def _reset_lost_rows(self, seat: Seat, boundary: int) -> None:
+        """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
+        assert self._board is not None
+        for other in self.seats:
+            if other.is_lost and self._board.get(other.local_rank, Field.RECORDED) > boundary:
+                self._board.set(other.local_rank, Field.RECORDED, boundary)
+
+    def _on_exit(self, seat: Seat) -> None:
+        assert self._board is not None
+        self._drain(seat)
+        self._selector.unregister(seat.pidfd)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(seat.handler.channel.sock)
+        event = seat.leave(self._board, None)
+        if seat.is_finished:
+            self._board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+        else:
+            kill_session(seat.pid)  # its DataLoader workers
+            if self.first_failure is None or self.job.incident is None:
+                self.first_failure = event
+        self.log("rank_exited", rank=seat.rank, pid=event.pid, code=event.code, signal=event.signal,
+                 boundary=event.boundary, reason=event.reason)
+        self._advance(event)
+
+    def _drain(self, seat: Seat) -> None:
+        """What a process has sent comes before its exit."""
+        channel = seat.handler.channel
+        with contextlib.suppress(EOFError, OSError):
+            channel.sock.setblocking(False)
+            while True:
+                for message in channel.read_available():
+                    self._on_rank_message(seat, message)
+
+    def _forget(self, seat: Seat) -> None:
+        for watched in (seat.pidfd, seat.handler.channel.sock):
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(watched)
+        if seat.pidfd >= 0:
+            os.close(seat.pidfd)
+            seat.pidfd = -1
+
+    def _watch_standby(self, standby: Any) -> None:
+        def on_message() -> None:
+            self._selector.unregister(standby.channel.sock)
+            with contextlib.suppress(EOFError, OSError):
+                standby.channel.read_available()
+                standby.is_ready = True
+
+        self._selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
+
+    def _answer_control(self, request: Message) -> Message:
+        """A request of `ttprun inject-fault`."""
+        if not self.config.allow_faults:
+            return {"ok": False, "error": "this run was started without --allow-faults"}
+        fault = parse_fault(str(request["fault"]))
+        if fault.rank >= len(self.seats):
+            return {"ok": False, "error": f"there is no rank {fault.rank}; this run has {len(self.seats)} ranks"}
+        if self.verdict is not None:
+            return {"ok": False, "error": "the run has ended"}
+        seat = self.seats[fault.rank]
+        if fault.kind == "kill" and fault.step is None and fault.phase is None:
+            self.log("fault_injected", rank=fault.rank, fault=str(fault), phase=None, step=None)
+            kill_session(seat.pid)
+            return {"ok": True, "message": f"rank {fault.rank} (pid {seat.pid}) has been killed"}
+        seat.tell({"op": "fault", "fault": str(fault)})
+        self.log("fault_armed", rank=fault.rank, fault=str(fault))
+        return {"ok": True, "message": f"armed in rank {fault.rank}: {fault}"}
+
+    # Decisions, and what they order.
+
+    def _advance(self, event: recovery.Event) -> None:
+        """Let the machine decide; what its actions bring about is decided after they are all carried out."""
+        self._undecided.append(event)
+        if self._is_deciding:
+            return
+        self._is_deciding = True
+        try:
+            while self._undecided and not self._is_paused:
+                self._decide(self._undecided.popleft())
+        finally:
+            self._is_deciding = False
+            self._undecided.clear()
+
+    def _decide(self, event: recovery.Event) -> None:
+        before = self.job
+        self.job, actions = recovery.advance(self.job, event)
+        if self.job.phase is not before.phase:
+            self.log(
+                "phase_changed",
+                generation=self.job.generation,
+                incident=self.job.incident.id if self.job.incident else before.incident.id if before.incident else None,
+                before=str(before.phase),
+                after=str(self.job.phase),
+                cause=type(event).__name__,
+            )
+        for action in actions:
+            getattr(self, f"_do_{_snake(type(action).__name__)}")(action)
+
+    def _do_freeze(self, action: recovery.Freeze) -> None:
+        survivors = [self.seats[rank].local_rank for rank in action.ranks]
+        for rank in action.ranks:
+            self.seats[rank].tell(
+                {"op": "freeze", "generation": action.generation, "lost": list(action.lost), "survivors": survivors}
+            )
+
+    def _do_spawn_rank(self, action: recovery.SpawnRank) -> None:
+        seat = self.seats[action.rank]
+        start = seat.handler.start
+        standby = self.standbys.take()
+        if standby is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(standby.channel.sock)
+            standby.channel.sock.setblocking(True)
+        handler = (
+            StandbyHandler(start, standby)
+            if standby is not None
+            else RankHandler(start, str(self.run.path), is_new=False, is_python=True)
+        )
+        self._replace_handler(seat.local_rank, handler)
+        seat.sit(handler)
+        self._welcome(seat, is_replacement=True)
+
+    def _do_replay(self, action: recovery.Replay) -> None:
+        seat = self.seats[action.rank]
+        seat.tell(
+            {
+                "op": "replay",
+                "generation": action.generation,
+                "boundary": action.boundary,
+                "skip_lines": self._lines_to_skip(seat, action.boundary),
+            }
+        )
+
+    def _lines_to_skip(self, seat: Seat, boundary: int) -> list[int]:
+        """Lines that the lost process had written since the boundary: they must not come out twice."""
+        lines = list(seat.lost_lines)
+        if seat.lost_boundary > boundary:
+            found = Recorder(seat.record_fd, self.config.record_limit_mib << 20).read(seat.lost_boundary)
+            if found is not None:
+                import msgpack
+
+                before = msgpack.unpackb(found[0], strict_map_key=False)["lines"]
+                lines = [now + then for now, then in zip(lines, before, strict=True)]
+        return lines
+
+    def _do_send_state(self, action: recovery.SendState) -> None:
+        order = {
+            "generation": action.generation,
+            "name": f"state-{action.generation}.sock",
+            "limit_s": self.config.transfer_timeout_s,
+        }
+        self.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
+        for rank in action.to:
+            self.seats[rank].tell(order | {"op": "fetch_state"})
+
+    def _do_resume(self, action: recovery.Resume) -> None:
+        assert self._board is not None
+        journals = [seat.journal for seat in self.seats if seat.journal]
+        for rank in action.ranks:
+            seat = self.seats[rank]
+            seat.tell(
+                {
+                    "op": "resume",
+                    "generation": action.generation,
+                    "boundary": action.boundary,
+                    "expected": expected_of(rank, journals),
+                    "skip_lines": self._lines_to_skip(seat, action.boundary),
+                }
+            )
+
+    def _do_set_deadline(self, action: recovery.SetDeadline) -> None:
+        at_s = time.monotonic() + action.after_s
+        heapq.heappush(self._deadlines, (at_s, next(self._count), action.generation, action.name))
+
+    def _do_kill_rank(self, action: recovery.KillRank) -> None:
+        seat = self.seats[action.rank]
+        self.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason)
+        self._forget(seat)
+        seat.is_lost = True
+        kill_session(seat.pid)
+
+    def _do_restart_group(self, action: recovery.RestartGroup) -> None:
+        self._end_group("restart", action.reason, action.has_progress)
+
+    def _do_fail_job(self, action: recovery.FailJob) -> None:
+        self._end_group("fail", action.reason)
+
+    def _do_finish_job(self, action: recovery.FinishJob) -> None:
+        self.verdict = Verdict("done")
+
+    def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
+        logger.warning("%s: %s", "restarting all ranks" if kind == "restart" else "the job has failed", reason)
+        self.log("group_given_up", kind=kind, reason=reason)
+        self.verdict = Verdict(kind, reason, has_progress)
+
+    def _do_record_incident(self, action: recovery.RecordIncident) -> None:
+        incident = action.incident
+        self.status.note_incident(incident)
+        self.log("incident", **asdict(incident))
+        told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
+        if incident.outcome == "open":
+            logger.info("%s: %s", told, incident.phase)
+            return
+        logger.warning(
+            "%s: %s in %.2f s%s", told, incident.outcome, incident.total_s or 0.0,
+            "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
+        )
+        if incident.outcome == "recovered":
+            for seat in self.seats:
+                seat.journal = {}
+            self.standbys.refill(self._watch_standby)
+
+    def board_row(self, seat: Seat) -> list[int]:
+        """A rank's row of the board."""
+        assert self._board is not None
+        return [self._board.get(seat.local_rank, field) for field in Field]
+
+    def log(self, event: str, **fields: object) -> None:
+        """Append to the event log."""
+        with self._log_lock:
+            self._events.append(event, **fields)
+
+
+_REPORTS: dict[str, Any] = {
+    "frozen": recovery.RankFrozen,
+    "replayed": recovery.RankReplayed,
+    "state_sent": recovery.StateSent,
+    "repaired": recovery.RankRepaired,
+    "rebuilt": recovery.RankRebuilt,
+    "reissued": recovery.RankReissued,
+    "mismatch": recovery.MismatchFound,
+}
+
+
+def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
+    expected: dict[str, list[str]] = {}
+    for journal in journals:
+        for name, group in journal.items():
+            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
+                expected[name] = group["issued"]
+    return expected
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,131 @@
+"""The board: one small page of shared memory per node, on which each rank writes how far it has come.
+
+Every field has one writer (the rank whose row it is; the agent only before a process starts and after it has ended),
+so no lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): this is
+the commit barrier in front of each optimizer step, see `ttprun.rank.boundary`.
+
+The board lives in a memfd that the agent makes and every rank inherits: nothing is left behind, however all of them die.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+import sys
+import time
+
+ROW_FIELDS = 16
+FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
+
+
+class Field(enum.IntEnum):
+    """Columns of a rank's row; all are int64."""
+
+    RECORDED = 0  # newest boundary whose record is complete
+    APPLIED = 1  # boundaries passed: optimizer steps that have run to their end
+    PHASE = 2  # value of Phase
+    COLLECTIVES = 3  # issued since the process started
+    SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
+    HELD = 5  # generation in which the rank last stopped in front of its commit
+    LINES_OUT = 6  # lines that the script has written to stdout since its newest boundary
+    LINES_ERR = 7  # the same for stderr
+
+
+class Phase(enum.IntEnum):
+    """What a rank's main thread is doing, as far as the hooks can tell."""
+
+    STARTING = 0
+    SETUP = 1
+    COMPUTING = 2
+    COLLECTIVE = 3
+    COMMITTING = 4
+    STEPPING = 5
+    FROZEN = 6
+    REPLAYING = 7
+    REPAIRING = 8
+    FINISHED = 9
+
+
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine, 202)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class Board:
+    """The rows of all ranks of this node, mapped.
+
+    fd     a memfd of at least `Board.size_bytes(n_ranks)` bytes
+    n_ranks  rows (local ranks)
+    """
+
+    def __init__(self, fd: int, n_ranks: int) -> None:
+        self.n_ranks = n_ranks
+        self._map = mmap.mmap(fd, self.size_bytes(n_ranks))
+        self.cells = memoryview(self._map).cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._syscall = libc.syscall
+        self._syscall.restype = ctypes.c_long
+
+    @staticmethod
+    def size_bytes(n_ranks: int) -> int:
+        """Bytes that a board of `n_ranks` rows takes."""
+        return max(1, n_ranks) * ROW_FIELDS * 8
+
+    @classmethod
+    def create(cls, n_ranks: int) -> tuple[int, Board]:
+        """Make a new board in a memfd; returns (fd, board)."""
+        fd = os.memfd_create("ttprun-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size_bytes(n_ranks))
+        return fd, cls(fd, n_ranks)
+
+    def get(self, rank: int, field: int) -> int:
+        """One field of a rank's row."""
+        return self.cells[rank * ROW_FIELDS + field]
+
+    def set(self, rank: int, field: int, value: int) -> None:
+        """Write one field; nobody is woken."""
+        self.cells[rank * ROW_FIELDS + field] = value
+
+    def announce(self, rank: int, field: int, value: int) -> None:
+        """Write one field and wake whoever waits for it."""
+        cell = rank * ROW_FIELDS + field
+        self.cells[cell] = value
+        self._syscall(SYS_FUTEX, ctypes.c_void_p(self._address + cell * 8), FUTEX_WAKE, 1 << 30, None, None, 0)
+
+    def wait_for_change(self, rank: int, field: int, seen: int, limit_s: float) -> None:
+        """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early."""
+        cell = rank * ROW_FIELDS + field
+        limit = _Timespec(int(limit_s), int((limit_s % 1.0) * 1e9))
+        self._syscall(
+            SYS_FUTEX,
+            ctypes.c_void_p(self._address + cell * 8),
+            FUTEX_WAIT,
+            ctypes.c_int(_low_word(seen)),
+            ctypes.byref(limit),
+            None,
+            0,
+        )
+
+    def clear_row(self, rank: int) -> None:
+        """Forget a process: the next one in this row starts at boundary 0."""
+        for field in range(ROW_FIELDS):
+            self.announce(rank, field, 0)
+
+    def touch(self, rank: int, phase: Phase) -> None:
+        """Note a phase and a sign of life."""
+        base = rank * ROW_FIELDS
+        self.cells[base + Field.PHASE] = phase
+        self.cells[base + Field.SEEN_NS] = time.monotonic_ns()
+
+
+def _low_word(value: int) -> int:
+    """The 32 bits on which the kernel compares, as a signed int."""
+    low = value & 0xFFFFFFFF if sys.byteorder == "little" else (value >> 32) & 0xFFFFFFFF
+    return low - (1 << 32) if low >= 1 << 31 else low

@@ -1,0 +1,80 @@
+"""The line between the agent and one rank: a socket pair, one JSON object a line, no pickle.
+
+The first message that a rank reads is its welcome; the file descriptors of the board and of its recorder come with it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+Message = dict[str, Any]
+MAX_FDS = 8
+
+
+class Channel:
+    """One end of the line. `send` may be called from any thread; reading belongs to one thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._sending = threading.Lock()
+        self._unread = b""
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for a selector."""
+        return self.sock.fileno()
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send one message. A reader that is gone is not an error: its end is noticed elsewhere."""
+        line = json.dumps(message).encode() + b"\n"
+        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
+            if fds:
+                rights = array.array("i", fds)
+                sent = self.sock.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                line = line[sent:]
+            self.sock.sendall(line)
+
+    def receive_with_fds(self) -> tuple[Message, list[int]]:
+        """Read one message and the descriptors that came with it. Raises EOFError if the other end is closed."""
+        fds: list[int] = []
+        while b"\n" not in self._unread:
+            data, found, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
+            fds += found
+            if not data:
+                raise EOFError("the agent has closed the line")
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line), fds
+
+    def read_available(self) -> list[Message]:
+        """Whole messages that one read brings. Raises EOFError at the end."""
+        data = self.sock.recv(1 << 16)
+        if not data:
+            raise EOFError("the other end has closed the line")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def messages(self) -> Iterator[Message]:
+        """All messages till the other end closes; blocks in between."""
+        *lines, self._unread = self._unread.split(b"\n")
+        yield from (json.loads(line) for line in lines)
+        while True:
+            try:
+                yield from self.read_available()
+            except (EOFError, OSError):
+                return
+
+    def close(self) -> None:
+        """Close this end."""
+        self.sock.close()
+
+
+def pair() -> tuple[Channel, Channel]:
+    """Two connected ends: the agent's and the rank's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return Channel(ours), Channel(theirs)

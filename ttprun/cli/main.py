@@ -1,0 +1,111 @@
+"""The `ttprun` command: finds out which command is meant and imports that one alone.
+
+Whatever does not begin with a command's name is `ttprun [options] script.py [script args]`, torchrun's command line;
+`run` is its long spelling, for a script that has the name of a command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+from ttprun.errors import ConfigError
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+# Command -> module, function. The function's docstring and signature are the command's help and options.
+COMMANDS = {
+    "status": ("ttprun.cli.status", "status"),
+    "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
+    "explain": ("ttprun.cli.explain", "explain"),
+}
+
+DESCRIPTION = """\
+ttprun train.py runs like torchrun train.py. When a rank dies, that rank alone is replaced in the middle of the step,
+nothing is lost, and the script is not changed.
+"""
+
+EXAMPLES = """\
+examples:
+  ttprun --standalone --nproc-per-node 4 train.py --lr 0.1     four ranks on this machine
+  ttprun --nproc-per-node 4 -m package.train                   a module instead of a file
+  ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overruled
+  ttprun --allow-faults --nproc-per-node 3 train.py            then, in another terminal:
+  ttprun inject-fault kill --rank 1 --phase backward           kill rank 1 in the next backward pass
+  ttprun status --watch                                        see how it recovers
+
+commands:
+  run            the same as no command; also for a script that has a command's name
+  status         ranks, generation and incidents of a run
+  inject-fault   cause a fault in a run that was started with --allow-faults
+  explain        what ttprun changes inside your process, and why
+
+Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are
+ttprun's, those after it the script's. Every option below is also a key of a YAML file and a variable: standbys,
+TTPRUN_STANDBYS. 'ttprun COMMAND --help' tells more of a command.
+
+exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128+N ended by signal N · 130 Ctrl-C
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit code. argv: without the program's name, default sys.argv[1:]."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print_help()
+            return 0 if arguments else USAGE_ERROR
+        if sys.platform != "linux":
+            raise ConfigError("ttprun runs on Linux only", "use torchrun here")
+        if arguments[0] in COMMANDS:
+            module, function = COMMANDS[arguments[0]]
+            return run_command(arguments[0], getattr(import_module(module), function), arguments[1:])
+        from ttprun.cli.run import run
+
+        return run(arguments[1:] if arguments[0] == "run" else arguments)
+    except ConfigError as error:
+        print(f"ttprun: error: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run_command(name: str, function: Callable[..., int], arguments: list[str]) -> int:
+    """Run a command that typer parses. Raises ConfigError, so that every usage error is one line of the same form."""
+    import typer
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command(name, context_settings={"help_option_names": ["-h", "--help"]})(function)
+    program = f"ttprun {name}"
+    try:
+        # Not "standalone": typer then returns what the function returns, and raises instead of printing.
+        code: int | None = app(arguments, prog_name=program, standalone_mode=False)
+    except typer.Abort:  # what it makes of Ctrl-C
+        return INTERRUPTED
+    except Exception as error:
+        # typer has click inside itself in some releases and beside itself in others, so its usage errors have no
+        # importable name; they are the exceptions that can format their message.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        message = " ".join(str(describe()).split()).rstrip(".")
+        raise ConfigError(message[:1].lower() + message[1:], f"see '{program} --help'") from None
+    return code or 0
+
+
+def print_help() -> None:
+    """The short help: teaches by examples, lists commands and our own options; torch is not imported."""
+    from argparse import ArgumentParser, RawDescriptionHelpFormatter
+
+    from ttprun.cli.options import add_options
+
+    parser = ArgumentParser(
+        "ttprun",
+        usage="ttprun [options] script.py [script args]\n       ttprun COMMAND [options]",
+        description=DESCRIPTION + "\n" + EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    parser.print_help()

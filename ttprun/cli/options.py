@@ -1,0 +1,45 @@
+"""Our own command line options: one for each key of `Config`, made from the model itself; no torch."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+
+from ttprun.config import Config, option_name
+
+# Keeps our values apart from torchrun's in the parsed namespace.
+_DEST = "ttprun_"
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """Add `--config` and an option for each key; none has a default, so the namespace holds only what was given.
+
+    `user_paths` and `launch` have no option: lists of directories and mappings belong in a file.
+    """
+    group = parser.add_argument_group("ttprun's own options")
+    group.add_argument(
+        "--config",
+        dest=_DEST + "config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file of settings, or a preset (default, debug, torchrun); may be repeated, the last one wins",
+    )
+    for key, field in Config.model_fields.items():
+        dest, name, text = _DEST + key, option_name(key), field.description
+        if field.annotation is bool:
+            group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
+        elif key == "faults":
+            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar="FAULT", help=text)
+        elif key not in ("user_paths", "launch"):
+            # The text is checked by the model, as that of a variable is.
+            metavar = key.rsplit("_", 1)[-1].upper()
+            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar, help=text)
+
+
+def take_options(arguments: Namespace) -> tuple[list[str], dict[str, object]]:
+    """Remove our options from a parsed namespace; returns (files of --config, key -> value as given)."""
+    values = {name: value for name, value in vars(arguments).items() if name.startswith(_DEST)}
+    for name in values:
+        delattr(arguments, name)
+    files: list[str] = values.pop(_DEST + "config")
+    return files, {name.removeprefix(_DEST): value for name, value in values.items()}

@@ -1,0 +1,156 @@
+"""Checks before anything starts: each finds one thing that would fail later, and says it in one line with the cure.
+
+`check_options` and `check_host` come before the run directory is made, `check_launch` after it. Imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+from argparse import Namespace
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from torch.distributed.elastic.events.handlers import get_logging_handler
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+from ttprun.config import Config, option_name
+from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.faults import parse_fault
+
+
+def check_options(torchrun: Namespace) -> None:
+    """Check the values of torchrun's options by themselves. Raises ConfigError naming the option."""
+    for name, read in _READERS.items():
+        value = getattr(torchrun, name)
+        try:
+            read(value)
+        except (ValueError, RuntimeError) as error:
+            what = f"{option_name(name)}: '{value}' will not do ({one_line(error)})"
+            raise ConfigError(what, "see 'ttprun run --help'") from None
+    for name, minimum in (("max_restarts", 0), ("node_rank", 0), ("shutdown_timeout", 0)):
+        value = getattr(torchrun, name)
+        if value is not None and value < minimum:
+            raise ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more")
+    if torchrun.monitor_interval <= 0:
+        raise ConfigError(f"--monitor-interval: {torchrun.monitor_interval} is no interval", "give seconds above 0")
+    check_rendezvous_backend(torchrun.rdzv_backend)
+
+
+def check_host(torchrun: Namespace, config: Config) -> None:
+    """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
+    check_script(torchrun)
+    for path in config.user_paths:
+        if not Path(path).is_dir():
+            raise ConfigError(f"user_paths: there is no directory '{path}'", "correct the path")
+    port = hosted_port(torchrun)
+    if port is not None:
+        check_port(port)
+
+
+def check_script(torchrun: Namespace) -> None:
+    """The script, or with --no-python the program, must be there; a module is left for Python to find."""
+    script = torchrun.training_script
+    if torchrun.module and not torchrun.run_path:
+        return
+    if torchrun.no_python and not torchrun.run_path:
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program '{script}'", "name one on PATH, or a file that may be executed")
+        return
+    path = Path(script)
+    if not path.exists():
+        beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
+        cure = f"did you mean '{path.parent / close[0]}'?" if close else f"it was looked for in {Path.cwd()}"
+        raise ConfigError(f"there is no script '{script}'", cure)
+
+
+def check_rendezvous_backend(backend: str) -> None:
+    """The backend must be one of torch's, or one that an installed package offers."""
+    known = ["static", "c10d", "etcd", "etcd-v2", *(entry.name for entry in entry_points(group="torchrun.handlers"))]
+    if backend not in known:
+        raise ConfigError(
+            f"--rdzv-backend: there is no '{backend}'", suggestion(backend, known, f"use one of {', '.join(known)}")
+        )
+
+
+def hosted_port(torchrun: Namespace) -> int | None:
+    """The TCP port that this agent alone would listen on; None if another may, or if the system will choose it.
+
+    With c10d and several nodes another agent of the same job may hold the port rightly, so only one node is judged.
+    """
+    if torchrun.rdzv_backend not in ("static", "c10d"):
+        return None
+    endpoint = torchrun.rdzv_endpoint
+    if torchrun.rdzv_backend == "static" and not endpoint:
+        endpoint = f"{torchrun.master_addr}:{torchrun.master_port}"
+    try:
+        host, port = parse_rendezvous_endpoint(endpoint, DEFAULT_PORT if torchrun.rdzv_backend == "c10d" else -1)
+    except ValueError as error:
+        raise ConfigError(f"rendezvous endpoint '{endpoint}': {one_line(error)}", "give HOST:PORT") from None
+    if port < 0:
+        raise ConfigError(f"rendezvous endpoint '{endpoint}' has no port", "give HOST:PORT, or --master-port")
+    if torchrun.rdzv_backend == "static":
+        is_ours = torchrun.node_rank == 0
+    else:
+        _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
+        is_named_local = host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+        is_ours = max_nodes == 1 and is_named_local and "is_host" not in torchrun.rdzv_conf
+    return port if is_ours and port != 0 else None
+
+
+def check_port(port: int) -> None:
+    """Listen for an instant where torch's store will; a listener on any address of this machine is in its way."""
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            return  # this machine's network is not as we think, which is no reason to refuse
+        raise ConfigError(
+            f"rendezvous port {port} cannot be used ({os.strerror(error.errno)})",
+            "choose another with --master-port or --rdzv-endpoint, or let --standalone find a free one",
+        ) from None
+
+
+def check_launch(launch: LaunchConfig, config: Config) -> None:
+    """Check what is known only after torch has worked out the numbers. Raises ConfigError."""
+    if launch.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node: {launch.nproc_per_node} ranks", "give 1 or more")
+    world_size = launch.nproc_per_node * launch.max_nodes
+    for text in config.faults:
+        rank = parse_fault(text).rank
+        if rank >= world_size:
+            raise ConfigError(f"fault '{text}': there are {world_size} ranks", f"use ranks 0 to {world_size - 1}")
+
+
+def _read_signals(names: str) -> None:
+    for name in names.split(","):
+        if name.strip() not in signal.Signals.__members__:
+            raise ValueError(f"there is no signal {name.strip()}")
+
+
+def _read_event_log_handler(name: str) -> None:
+    try:
+        get_logging_handler(name)
+    except KeyError:
+        raise ValueError("torch has no such handler") from None
+
+
+# torch reads these values late, and then without the option's name in its error; so they are read once before.
+_READERS: dict[str, Callable[[str], object]] = {
+    "nnodes": parse_min_max_nnodes,
+    "nproc_per_node": determine_local_world_size,
+    "redirects": Std.from_str,
+    "tee": Std.from_str,
+    "event_log_handler": _read_event_log_handler,
+    "signals_to_handle": _read_signals,
+}

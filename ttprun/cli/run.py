@@ -1,0 +1,161 @@
+"""The run command: `ttprun [options] script.py [script args]`.
+
+Reads the command line and the configuration, checks all that can be checked, makes the run directory, and hands over to
+the agent. Read `run` first. Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from secrets import token_hex
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, parse_min_max_nnodes
+
+from ttprun.cli.options import take_options
+from ttprun.cli.preflight import check_host, check_launch, check_options
+from ttprun.cli.script_config import take_script_config
+from ttprun.cli.torchrun_parser import SCRIPT, build_parser, launch_words, parse
+from ttprun.config import Config, LaunchValue, option_name, read_config_file, resolve
+from ttprun.errors import ConfigError, one_line
+from ttprun.observe.events import timestamp
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import RunStatus, write_status
+
+# torchrun's default; only static rendezvous uses it.
+MASTER_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What one command line asks for.
+
+    config    resolved, with a run id; `launch` holds torchrun's options as they are used
+    torchrun  torchrun's options as its own `config_from_args` takes them
+    notices   what the user must be told on stderr, one line each
+    """
+
+    config: Config
+    torchrun: Namespace
+    notices: tuple[str, ...]
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a script on all ranks; blocks until the job ends, and returns the exit code (design.md §9).
+
+    Raises ConfigError before anything is started.
+    """
+    invocation = read_command_line(words)
+    torchrun, config = invocation.torchrun, invocation.config
+    check_options(torchrun)
+    fill_rendezvous(torchrun)
+    check_host(torchrun, config)
+    assert config.run_id is not None
+    directory = RunDirectory.create(config.run_id, config.run_dir)
+    config = config.model_copy(update={"run_dir": str(directory.path)})
+    try:
+        launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
+        check_launch(launch_config, config)
+        # Escaped, since an argument may hold a line's end, or bytes that are no text.
+        command = shlex.join(["ttprun", *words]).encode("unicode_escape").decode("ascii")
+        directory.config.write_text(f"# {command}\n{config.to_yaml()}", encoding="utf-8")
+    except ConfigError:
+        directory.discard()
+        raise
+    except OSError as error:
+        directory.discard()
+        raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
+    for notice in invocation.notices:
+        print(f"ttprun: {notice}", file=sys.stderr)
+    write_first_status(directory, config, launch_config)
+
+    from ttprun.agent.launch import launch
+
+    return launch(config, launch_config, entrypoint, arguments, directory)
+
+
+def read_command_line(words: Sequence[str]) -> Invocation:
+    """Parse the command line and resolve the configuration. Raises ConfigError; touches nothing."""
+    parser = build_parser()
+    first_look = parse(parser, list(words))
+    names, options = take_options(first_look)
+    sections, script_arguments = take_script_config(first_look.training_script_args)
+    files = [*map(read_config_file, names), *sections]
+    config = resolve(files, os.environ, options)
+    # Once more, with what the files say in front: later words win, as the command line must.
+    from_files = [word for source in files for word in launch_words(parser, source)]
+    torchrun = parse(parser, [*from_files, *words])
+    take_options(torchrun)
+    torchrun.training_script_args = script_arguments
+    notices = [f"using the 'ttprun:' section of {section.name}" for section in sections]
+    for flag in ("no_python", "run_path"):
+        if getattr(torchrun, flag) and config.replace:
+            config = config.model_copy(update={"replace": False})
+            notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group")
+    config = config.model_copy(
+        update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
+    )
+    return Invocation(config, torchrun, tuple(notices))
+
+
+def used_launch_options(torchrun: Namespace) -> dict[str, LaunchValue]:
+    """torchrun's options as a `launch` mapping that gives the same again; empty ones are left out."""
+    options = vars(torchrun).items()
+    return {name: value for name, value in options if name not in SCRIPT and value not in (None, "", [])}
+
+
+def new_run_id() -> str:
+    """A name that sorts by time and that no other run has."""
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(2)}"
+
+
+def fill_rendezvous(torchrun: Namespace) -> None:
+    """Fill in what `torch.distributed.run.run` does before `config_from_args`: one node finds a free port by itself."""
+    _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
+    has_no_address = torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint and torchrun.master_port is None
+    if torchrun.standalone or (has_no_address and max_nodes == 1):
+        torchrun.rdzv_backend = "c10d"
+        torchrun.rdzv_endpoint = "localhost:0"
+        torchrun.rdzv_id = str(uuid.uuid4())
+    if torchrun.master_port is None:
+        torchrun.master_port = MASTER_PORT
+
+
+def launch_arguments(
+    torchrun: Namespace, directory: RunDirectory
+) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
+    """torch's own reading of its options: (LaunchConfig, program or function, its arguments).
+
+    Without --log-dir the ranks' logs go to the run directory, where torchrun makes a directory in /tmp for each run.
+    """
+    if torchrun.log_dir is None:
+        torchrun.log_dir = str(directory.logs)
+    try:
+        return config_from_args(torchrun)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        raise ConfigError(one_line(error), "see 'ttprun run --help'") from None
+
+
+def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
+    """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
+    now = timestamp()
+    status = RunStatus(
+        run_id=config.run_id or directory.path.name,
+        state="starting",
+        generation=0,
+        world_size=launch.nproc_per_node * launch.max_nodes,
+        agent_pid=os.getpid(),
+        started_at=now,
+        updated_at=now,
+        restarts_left=launch.max_restarts,
+        standbys=0,
+        protection="on" if config.replace else "off: a failure restarts the whole group",
+    )
+    write_status(directory.status, status)

@@ -1,0 +1,95 @@
+"""`ttprun status`: how a run stands, from the files in its directory, so also after its end; without torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import RunStatus, read_status
+
+REFRESH_S = 0.5
+EXIT_CODES = {"starting": 0, "healthy": 0, "done": 0, "recovering": 1, "restarting": 1, "failed": 2}
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again until the run ends.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line, for programs.")] = False,
+) -> int:
+    """Show a run's ranks, its generation and budgets, and its incidents with the time of each phase.
+
+    Exit code: 0 healthy or done (or starting), 1 recovering, 2 failed.
+    """
+    directory = RunDirectory.find(run)
+    shown = load(directory)
+    if not watch:
+        print_status(shown, as_json)
+    elif sys.stdout.isatty() and not as_json:
+        shown = watch_on_terminal(directory, shown)
+    else:
+        for change in changes(directory, shown):
+            shown = change
+            print_status(shown, as_json)
+    return EXIT_CODES[shown.state]
+
+
+def load(directory: RunDirectory) -> RunStatus:
+    """Read the status of a run. Raises ConfigError if it has none."""
+    try:
+        return read_status(directory.status)
+    except FileNotFoundError:
+        raise ConfigError(f"the run in '{directory.path}' has not written a status", "look again in a second") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"status cannot be read ({error})", "name another run") from None
+
+
+def changes(directory: RunDirectory, first: RunStatus) -> Iterator[RunStatus]:
+    """Yield the status, then again whenever more than steps and times has changed, until the run has ended."""
+    shown = first
+    yield shown
+    while not shown.has_ended:
+        time.sleep(REFRESH_S)
+        new = load(directory)
+        if _gist(new) != _gist(shown):
+            shown = new
+            yield shown
+
+
+def watch_on_terminal(directory: RunDirectory, first: RunStatus) -> RunStatus:
+    """Keep one picture up to date until the run has ended; returns the last status."""
+    from rich.live import Live
+
+    from ttprun.cli.status_picture import draw
+    from ttprun.cli.terminal import open_console
+
+    shown = first
+    console = open_console()
+    with Live(draw(console, shown), console=console, auto_refresh=False) as live:
+        while not shown.has_ended:
+            time.sleep(REFRESH_S)
+            shown = load(directory)
+            live.update(draw(console, shown), refresh=True)
+    return shown
+
+
+def print_status(shown: RunStatus, as_json: bool) -> None:
+    """Print one status, for people or as one line of JSON; at once, also into a pipe."""
+    if as_json:
+        print(shown.to_json(), flush=True)
+        return
+    from ttprun.cli.status_picture import draw
+    from ttprun.cli.terminal import open_console
+
+    console = open_console()
+    console.print(draw(console, shown))
+    console.file.flush()
+
+
+def _gist(shown: RunStatus) -> tuple[object, ...]:
+    return shown.state, shown.generation, shown.incidents, shown.protection, tuple(rank.pid for rank in shown.ranks)

@@ -1,0 +1,88 @@
+"""What `ttprun status` shows to people. Apart from the command, so that `--json` need not import rich."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from ttprun.cli.terminal import new_table
+from ttprun.observe.status import IncidentStatus, RunStatus
+
+STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
+PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
+
+
+def draw(console: Console, shown: RunStatus) -> RenderableType:
+    """The whole picture: headline, ranks, incidents."""
+    parts: list[RenderableType] = [draw_headline(shown)]
+    if shown.ranks:
+        parts.append(draw_ranks(console, shown))
+    if shown.incidents:
+        parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
+        parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
+        parts += [Text(f"incident {one.id}: {one.reason}") for one in shown.incidents if one.reason]
+    return Group(*parts)
+
+
+def draw_headline(shown: RunStatus) -> Text:
+    """State, generation and budgets, then what a person must know besides."""
+    facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
+    if not shown.has_ended:
+        facts += [f"standbys {shown.standbys}", f"restarts left {shown.restarts_left}"]
+    if shown.exit_code is not None:
+        facts.append(f"exit code {shown.exit_code}")
+    line = Text.assemble(
+        f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
+    )
+    if shown.reason:
+        line.append(f"\n{shown.reason}")
+    if shown.protection != "on":
+        line.append(f"\nprotection: {shown.protection}")
+    return line
+
+
+def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
+    """One line a rank."""
+    numbers = ("rank", "local", "pid", "step", "last seen")
+    table = new_table(console, "rank", "local", "pid", "state", "step", "phase", "last seen", right=numbers)
+    updated_at = datetime.fromisoformat(shown.updated_at)
+    since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
+    for rank in shown.ranks:
+        seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
+        cells = (rank.rank, rank.local_rank, rank.pid, rank.state, rank.step, rank.phase)
+        table.add_row(*map(_cell, cells), seen)
+    return table
+
+
+def draw_incidents(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
+    """One line an incident: what happened and how it ended."""
+    numbers = ("#", "boundary", "steps lost")
+    columns = ("#", "kind", "ranks", "rung", "outcome", "boundary", "steps lost")
+    table = new_table(console, *columns, right=numbers)
+    for one in incidents:
+        ranks = ",".join(map(str, one.ranks))
+        table.add_row(*map(_cell, (one.id, one.kind, ranks, one.rung, one.outcome, one.boundary, one.steps_lost)))
+    return table
+
+
+def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> RenderableType:
+    """One line an incident: its number, and the seconds of each phase."""
+    names = tuple(phase.removesuffix("_s") for phase in PHASES)
+    # A narrow first heading: with it the table fits into 80 columns.
+    table = new_table(console, "#", *names, right=("#", *names))
+    for one in incidents:
+        table.add_row(str(one.id), *(_seconds(getattr(one, phase)) for phase in PHASES))
+    return table
+
+
+def _seconds(value: float | None) -> str:
+    """Milliseconds matter below ten seconds only; a longer text would not fit its column."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
+def _cell(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,112 @@
+"""torchrun's own argument parser with our options added, and torchrun's options from the `launch` key of our files.
+
+The rule: whatever torchrun's parser understands, it decides. Our options, and their abbreviations, come after. Read
+`build_parser` first. Imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Action, ArgumentParser, Namespace
+from collections.abc import Mapping
+from typing import NoReturn
+
+from torch.distributed.run import get_args_parser
+
+from ttprun.cli.options import add_options
+from ttprun.config import Config, Source, option_name
+from ttprun.errors import ConfigError, one_line, suggestion
+
+SCRIPT = ("training_script", "training_script_args")
+
+
+class RunParser(ArgumentParser):
+    """torchrun's parser as parent. Errors are ConfigErrors; abbreviations are torchrun's first, then ours."""
+
+    def __init__(self, torchrun: ArgumentParser) -> None:
+        super().__init__(
+            "ttprun run",
+            usage="ttprun [run] [options] script.py [script args]",
+            description="Run a script on all ranks, as torchrun does, and replace a rank that dies.",
+            parents=[torchrun],
+            add_help=False,  # the parent has it
+        )
+        self._torchrun = torchrun
+
+    def _get_option_tuples(self, option_string: str) -> list[tuple[Action, str, str | None]]:
+        """What argparse asks when an option is not spelt out: all options that it may abbreviate.
+
+        A private method of argparse, but the only place to say that `--re` is torchrun's `--redirects` although we
+        have `--replace`. A test holds every prefix against torchrun's parser.
+        """
+        theirs = self._torchrun._get_option_tuples(option_string)
+        if theirs:
+            return theirs
+        name, equals, value = option_string.partition("=")
+        return super()._get_option_tuples(name.replace("_", "-") + equals + value)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(" ".join(message.split()), "see 'ttprun run --help'")
+
+
+def build_parser() -> RunParser:
+    """The parser of the run command. Raises ConfigError if a PET_* variable cannot be read."""
+    try:
+        torchrun = get_args_parser()
+    except ValueError as error:  # a flag such as PET_STANDALONE must be a number
+        raise ConfigError(f"a PET_* variable is no number ({one_line(error)})", "set flags to 0 or 1") from None
+    parser = RunParser(torchrun)
+    add_options(parser)
+    return parser
+
+
+def parse(parser: RunParser, words: list[str]) -> Namespace:
+    """Parse a command line. Raises ConfigError for whatever is wrong with it, with a suggestion for unknown options."""
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        name = unknown[0].split("=")[0]
+        known = [option_name(key) for key in (*torchrun_options(parser), *Config.model_fields)]
+        raise ConfigError(f"unknown option {name}", suggestion(name, known, "see 'ttprun run --help'"))
+    return arguments
+
+
+def torchrun_options(parser: RunParser) -> dict[str, object]:
+    """torchrun's options by name (underscores), with their defaults."""
+    defaults = vars(parser.parse_args(["script"]))
+    return {name: value for name, value in defaults.items() if name not in SCRIPT and not name.startswith("ttprun_")}
+
+
+def launch_words(parser: RunParser, source: Source) -> list[str]:
+    """A file's `launch` mapping as command line words, so that torchrun's own parser checks names, types and choices.
+
+    An option with a PET_* variable is left out, since the variable is stronger. Raises ConfigError naming the file.
+    """
+    launch = source.values.get("launch", {})
+    assert isinstance(launch, Mapping)  # checked with the rest of the file
+    options = torchrun_options(parser)
+    words = []
+    for spelling, value in launch.items():
+        name = spelling.replace("-", "_")
+        where = f"{source.where('launch')}.{spelling}"
+        if name not in options:
+            cure = suggestion(name, options, "see 'ttprun run --help'")
+            raise ConfigError(f"{where}: torchrun has no such option", cure)
+        option = option_name(name)
+        if isinstance(options[name], bool) != isinstance(value, bool):
+            rule = "give true or false" if isinstance(options[name], bool) else "give a value, not true or false"
+            raise ConfigError(f"{where}: {value!r} will not do", rule)
+        word = option if isinstance(value, bool) else f"{option}={_text(value)}"
+        if value is False:
+            continue
+        try:
+            parser.parse_args([word, "script"])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.what}", error.cure) from None
+        if "PET_" + name.upper() not in os.environ:
+            words.append(word)
+    return words
+
+
+def _text(value: object) -> str:
+    """A value as torchrun's command line has it: lists with commas, a comma inside an item doubled."""
+    return ",".join(str(item).replace(",", ",,") for item in value) if isinstance(value, list) else str(value)

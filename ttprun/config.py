@@ -1,0 +1,226 @@
+"""What the user can set: one typed configuration from files, TTPRUN_* variables and options, in rising precedence.
+
+A key that several sources set has the value of the last one; only `launch` is merged, option by option. Each source is
+checked by itself, so that an error can name the file, variable or option at fault. Read `Config` first, then `resolve`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.faults import parse_fault
+
+VARIABLE_PREFIX = "TTPRUN_"
+# Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
+_AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
+# One path component, since it names a directory: no slash, no leading dot or dash.
+RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+LaunchValue = bool | int | float | str | list[str]
+
+
+class Config(BaseModel):
+    """The resolved configuration. `configs/default.yaml` shows every key with its default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    standbys: int = Field(
+        1, ge=0, le=64, description="processes kept ready, torch imported, to replace a lost rank (per node)"
+    )
+    run_dir: str | None = Field(
+        None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/<run id>/"
+    )
+    run_id: str | None = Field(
+        None, pattern=RUN_ID_PATTERN, description="name of the run; default: date, time and a random part"
+    )
+    allow_faults: bool = Field(False, description="let 'ttprun inject-fault' and 'faults' break ranks of this run")
+    faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
+    replace: bool = Field(True, description="repair a dead rank in mid-step; off: restart the whole group, as torchrun")
+    freeze_timeout_s: Seconds = Field(60, description="seconds for the survivors of a fault to stop at a boundary")
+    replay_timeout_s: Seconds = Field(600, description="seconds for a replacement to run the script up to its boundary")
+    transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
+    resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
+    commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
+    record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
+    journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
+    user_paths: list[str] = Field([], description="further directories whose modules count as the user's code")
+    launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
+
+    @field_validator("faults")
+    @classmethod
+    def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
+        return [str(parse_fault(fault)) for fault in faults]
+
+    @field_validator("launch", mode="before")
+    @classmethod
+    def _launch_names_have_underscores(cls, launch: object) -> object:
+        """One spelling inside; and a type error of ours, since pydantic reports each member of the union."""
+        if not isinstance(launch, dict):
+            raise ValueError("is no mapping; write torchrun's options as 'name: value'")
+        for name, value in launch.items():
+            is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            if not (is_list or isinstance(value, bool | int | float | str)):
+                raise ValueError(f"{name} is {value!r}; give a number, a text, true, false or a list of texts")
+        return {str(name).replace("-", "_"): value for name, value in launch.items()}
+
+    def to_yaml(self) -> str:
+        """The same configuration as a file for `--config`."""
+        return yaml.safe_dump(self.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that sets some keys.
+
+    kind    says how a key is spelt there
+    name    the file's name; not used for the others
+    values  key -> value as found: typed from a file, text from variables and options
+    """
+
+    kind: Literal["file", "variable", "option"]
+    name: str
+    values: Mapping[str, object]
+
+    def spelling(self, key: str) -> str:
+        """How `key` is written in this kind of source."""
+        if self.kind == "file":
+            return key
+        return VARIABLE_PREFIX + key.upper() if self.kind == "variable" else option_name(key)
+
+    def where(self, key: str) -> str:
+        """Where the user finds `key`."""
+        return f"{self.name}: {key}" if self.kind == "file" else self.spelling(key)
+
+
+def option_name(key: str) -> str:
+    """The command line option that sets `key`; a repeatable option names one item."""
+    return "--fault" if key == "faults" else "--" + key.replace("_", "-")
+
+
+def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
+    """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
+
+    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range.
+    """
+    merged: dict[str, object] = {}
+    launch: dict[str, LaunchValue] = {}
+    for source in (*files, _variables(environment), Source("option", "", options)):
+        checked = _check(source)
+        launch |= checked.launch
+        merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
+    config = Config.model_validate(merged | {"launch": launch})
+    if config.faults and not config.allow_faults:
+        raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
+    return config
+
+
+def read_config_file(name: str) -> Source:
+    """Read a configuration file, or the built-in preset of that name if there is no such file.
+
+    A file with a top-level `ttprun:` mapping is somebody else's configuration with ours inside: only that part is read.
+    """
+    path = Path(name)
+    if not path.exists() or path.is_dir():
+        preset = next((path for path in _presets() if path.stem == name), None)
+        if preset is None:
+            known = [path.stem for path in _presets()]
+            otherwise = "give a file, or one of the presets " + ", ".join(known)
+            raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, known, otherwise))
+        path = preset
+    try:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: '{name}' cannot be read ({error})", "give a YAML file") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config: '{name}' is no YAML ({one_line(error)})", "correct the file") from None
+    section = ttprun_section(content)
+    values = section if section is not None else content
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: '{name}' is no mapping", "write one 'key: value' a line")
+    return Source("file", name, {str(key): value for key, value in values.items()})
+
+
+def ttprun_section(content: object) -> dict[object, object] | None:
+    """The `ttprun:` mapping of a parsed file that is not ours alone, None if it has none."""
+    section = content.get("ttprun") if isinstance(content, dict) else None
+    return section if isinstance(section, dict) else None
+
+
+def parse_yaml(text: str) -> object:
+    """Parse YAML without its sexagesimal numbers, in which `nnodes: 1:4` is 64. Raises yaml.YAMLError."""
+    return yaml.load(text, Loader=_Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader less the numbers with colons."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (a class attribute of yaml's, copied so that yaml's own stays whole)
+        first: [rule for rule in rules if rule[0] not in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$"),
+    list("-+.0123456789"),
+)
+
+
+def _variables(environment: Mapping[str, str]) -> Source:
+    """The TTPRUN_* variables; an empty one counts as not set. Lists are split: faults at spaces, paths at colons."""
+    values: dict[str, object] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(VARIABLE_PREFIX) or variable in _AGENT_MARKS or not text:
+            continue
+        key = variable.removeprefix(VARIABLE_PREFIX).lower()
+        if key == "launch":
+            raise ConfigError(f"{variable} is no variable of ours", "set torchrun's own, such as PET_NPROC_PER_NODE")
+        values[key] = {"faults": text.split(), "user_paths": text.split(os.pathsep)}.get(key, text)
+    return Source("variable", "", values)
+
+
+def _check(source: Source) -> Config:
+    """Validate one source by itself, so that what is wrong can be laid at its door."""
+    for key in source.values:
+        if key not in Config.model_fields:
+            known = [source.spelling(name) for name in Config.model_fields if name != "launch" or source.kind == "file"]
+            cure = suggestion(source.spelling(key), known, f"use one of {', '.join(known)}")
+            raise ConfigError(f"{source.where(key)}: unknown", cure)
+    try:
+        # A file has types, so "2" is not 2 there; variables and options are text.
+        return Config.model_validate(dict(source.values), strict=source.kind == "file")
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        if first["type"] == "value_error":  # from a validator of ours, which writes "what; cure"
+            what, _, cure = str(first["ctx"]["error"]).rpartition("; ")
+            raise ConfigError(f"{source.where(key)}: {what}", cure) from None
+        rule = first["msg"].replace("Input should", "it should").replace("String should", "it should")
+        raise ConfigError(
+            f"{source.where(key)}: {first['input']!r} will not do", f"{rule} ({Config.model_fields[key].description})"
+        ) from None
+
+
+def _presets() -> Iterable[Path]:
+    """Files of the built-in presets: in an installed package beside this module, in a checkout one level up."""
+    here = Path(__file__).resolve().parent
+    for folder in (here / "configs", here.parent / "configs"):
+        if folder.is_dir():
+            return sorted(folder.glob("*.yaml"))
+    return []

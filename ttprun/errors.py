@@ -1,0 +1,30 @@
+"""The error for what the user can fix; everything else that goes wrong is an event, or a bug of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class ConfigError(Exception):
+    """Something in the user's hands is wrong; the command line prints it as one line and exits with code 2.
+
+    what  the fact, and where it was found (file, variable, option)
+    cure  what to do about it
+    """
+
+    def __init__(self, what: str, cure: str) -> None:
+        super().__init__(f"{what}; {cure}")
+        self.what = what
+        self.cure = cure
+
+
+def one_line(error: BaseException) -> str:
+    """The text of somebody else's exception, fit to be part of a ConfigError."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+    """A cure for an unknown word: the known one that looks most like it, or `otherwise`."""
+    close = get_close_matches(word, list(known), n=1)
+    return f"did you mean '{close[0]}'?" if close else otherwise

@@ -1,0 +1,138 @@
+"""The run directory: everything that one run leaves behind, in files with fixed names, readable by its owner alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ttprun.errors import ConfigError, suggestion
+
+BASE = Path("ttprun-runs")
+
+
+class RunDirectory:
+    """Paths of one run. `create` makes a directory, `find` looks one up."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.config = self.path / "config.yaml"
+        self.status = self.path / "status.json"
+        self.events = self.path / "events.jsonl"
+        self.control_socket = self.path / "control.sock"
+        self.control_token = self.path / "control.token"
+        self.logs = self.path / "logs"
+        self._lock_fd: int | None = None
+        self._is_new = False
+
+    @classmethod
+    def create(cls, run_id: str, path: str | Path | None = None, base: Path = BASE) -> RunDirectory:
+        """Make `path`, or else `base`/`run_id`, with mode 0700 and a new control token, and keep it locked.
+
+        The directory of a run that has ended is used again: its status and token are replaced, events are appended,
+        logs stay. The lock lasts as long as this process.
+
+        Raises ConfigError if the directory cannot be written, belongs to a living run, or holds somebody's other files.
+        """
+        run = cls(path if path is not None else base / run_id)
+        try:
+            run._is_new = not run.path.exists()
+            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if any(run.path.iterdir()) and not run.control_token.is_file():
+                raise ConfigError(f"run directory '{run.path}' holds other files", "name a new one with --run-dir")
+            run._lock()
+            run.path.chmod(0o700)
+            for stale in (run.status, run.control_socket, run.control_token):
+                stale.unlink(missing_ok=True)
+            run.logs.mkdir(exist_ok=True)
+            token_fd = os.open(run.control_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(token_fd, "w", encoding="ascii") as token:
+                token.write(secrets.token_hex(16))
+        except OSError as error:
+            raise ConfigError(
+                f"run directory '{run.path}' cannot be written ({error.strerror})", "choose another with --run-dir"
+            ) from None
+        return run
+
+    @classmethod
+    def newest(cls, base: Path = BASE) -> RunDirectory | None:
+        """The run in `base` that was started last, None if there is none."""
+        return max(_runs_in(base), key=lambda run: run.started_at_s, default=None)
+
+    @classmethod
+    def find(cls, run: str | None = None, base: Path = BASE) -> RunDirectory:
+        """The run of that id in `base`, or in the directory of that name; with None the newest in `base`.
+
+        Raises ConfigError if there is none.
+        """
+        if run is None:
+            newest = cls.newest(base)
+            if newest is None:
+                raise ConfigError(f"there is no run in '{base}'", "name a run, or the directory that --run-dir named")
+            return newest
+        for candidate in (cls(base / run), cls(run)):
+            if candidate.is_run:
+                return candidate
+        known = [found.path.name for found in _runs_in(base)]
+        raise ConfigError(f"there is no run '{run}'", suggestion(run, known, f"see the names in '{base}'"))
+
+    @property
+    def is_run(self) -> bool:
+        """Whether a run was ever started here."""
+        return self.control_token.is_file() or self.status.is_file()
+
+    @property
+    def started_at_s(self) -> float:
+        """Unix time at which the run was started: its token is written once, at the start. 0 if it has none."""
+        with suppress(OSError):
+            return self.control_token.stat().st_mtime
+        return 0.0
+
+    @contextmanager
+    def control_address(self) -> Iterator[str]:
+        """A path of the control socket to bind or connect to, short enough for any run directory; valid inside `with`.
+
+        A socket's address holds 107 bytes, so it goes through a descriptor of the directory.
+        """
+        fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            yield f"/proc/self/fd/{fd}/{self.control_socket.name}"
+        finally:
+            os.close(fd)
+
+    def read_token(self) -> str:
+        """The secret that a control message must carry. Raises OSError if the run has none."""
+        return self.control_token.read_text(encoding="ascii").strip()
+
+    def release(self) -> None:
+        """Give the directory back before this process ends."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+    def discard(self) -> None:
+        """Remove a directory that `create` has just made, when the run cannot start after all."""
+        self.release()
+        if self._is_new:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def _lock(self) -> None:
+        """Take the directory for this process; the kernel gives it back when the process ends, however it ends."""
+        self._lock_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(f"run directory '{self.path}' belongs to a run that lives", "choose another") from None
+        except OSError:
+            pass  # a file system without locks; two runs in one directory are then the user's to avoid
+
+
+def _runs_in(base: Path) -> list[RunDirectory]:
+    if not base.is_dir():
+        return []
+    return [run for run in map(RunDirectory, sorted(base.iterdir())) if run.is_run]

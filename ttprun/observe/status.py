@@ -1,0 +1,184 @@
+"""How a run stands: written by the agent to `status.json`, read by `ttprun status` and by anybody's scripts.
+
+The JSON is the dataclasses below, field for field. It is stable: fields are added, never renamed or removed. Times in
+`*_s` are seconds; `*_at` are ISO 8601 in UTC; null means "not known" or "did not happen". Begin with `RunStatus`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
+logger = logging.getLogger(__name__)
+
+StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "RunStatus")
+ENDED: frozenset[str] = frozenset({"done", "failed"})
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank.
+
+    pid          of the process that is this rank now; null between a loss and its replacement
+    state        a word for people: starting, running, frozen, replaying, repairing, lost, finished, ...
+    step         optimizer steps done (the boundary it has passed)
+    phase        what its main thread does, null if not known
+    last_seen_s  seconds from its last sign of life to `updated_at`
+    """
+
+    rank: int
+    local_rank: int
+    pid: int | None
+    state: str
+    step: int | None = None
+    phase: str | None = None
+    last_seen_s: float | None = None
+
+
+@dataclass(frozen=True)
+class IncidentStatus:
+    """One fault and all that followed from it.
+
+    id          from 1, in the order in which they began
+    kind        what happened first: "signal 9", "exit 1", "exception", ...
+    ranks       the ranks that were lost
+    rung        the rung of the ladder that was tried last: replace, restart, ...
+    outcome     open, recovered, restarted or failed
+    reason      why this rung, or why not a better one; a sentence
+    *_s         what each phase took; null for one that was not reached
+    steps_lost  optimizer steps that have to be run again
+    boundary    the boundary from which everyone went on
+    """
+
+    id: int
+    kind: str
+    ranks: tuple[int, ...]
+    rung: str | None = None
+    outcome: str = "open"
+    reason: str = ""
+    detect_s: float | None = None
+    freeze_s: float | None = None
+    spawn_s: float | None = None
+    replay_s: float | None = None
+    transfer_s: float | None = None
+    rebuild_s: float | None = None
+    reissue_s: float | None = None
+    total_s: float | None = None
+    steps_lost: int | None = None
+    boundary: int | None = None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run, as its agent sees it.
+
+    state          starting, healthy, recovering, restarting, done or failed
+    generation     number of the communicator set; +1 whenever connections are rebuilt
+    restarts_left  whole-group restarts that may still happen
+    standbys       processes that stand ready now
+    protection     "on", or why a lost rank cannot be replaced
+    exit_code      of the launcher; null while the run lives
+    reason         why the run is in this state, "" if that needs no words
+    host           where the agent runs; only there can its pid be looked up
+    """
+
+    run_id: str
+    state: RunState
+    generation: int
+    world_size: int
+    agent_pid: int
+    started_at: str
+    updated_at: str
+    restarts_left: int = 0
+    standbys: int = 0
+    protection: str = "on"
+    exit_code: int | None = None
+    ranks: tuple[RankStatus, ...] = ()
+    incidents: tuple[IncidentStatus, ...] = ()
+    reason: str = ""
+    host: str = field(default_factory=lambda: os.uname().nodename)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen in this run."""
+        return self.state in ENDED
+
+    def to_json(self) -> str:
+        """The documented JSON, on one line."""
+        return json.dumps(asdict(self))
+
+
+def write_status(path: str | Path, status: RunStatus) -> bool:
+    """Replace the file at once: a reader sees the old status or the new one, never a part of it.
+
+    Never raises, since a full disk must not stop the job: it warns once, and returns whether the status was written.
+    """
+    target = Path(path)
+    draft = target.with_name(target.name + ".tmp")
+    try:
+        draft.write_text(status.to_json() + "\n", encoding="utf-8")
+        os.replace(draft, target)
+    except OSError as error:
+        _warn_once(target, error.strerror)
+        return False
+    return True
+
+
+def read_status(path: str | Path) -> RunStatus:
+    """Read what the agent wrote last. If that looks alive but the agent is dead, the state is "failed", with a reason.
+
+    Raises OSError if there is no such file, ValueError if it is no status.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
+        incidents = tuple(
+            _build(IncidentStatus, incident | {"ranks": tuple(incident["ranks"])})
+            for incident in raw.get("incidents", ())
+        )
+        status = _build(RunStatus, raw | {"ranks": ranks, "incidents": incidents})
+        is_orphaned = not (status.has_ended or _is_agent_alive(status))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no status of a run: {error}") from error
+    if not is_orphaned:
+        return status
+    # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
+    lost = tuple(rank if rank.state == "finished" else replace(rank, state="lost") for rank in ranks)
+    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0)
+
+
+@cache
+def _warn_once(target: Path, reason: str | None) -> None:
+    logger.warning("the status is not written to %s (%s); the job goes on", target, reason)
+
+
+def _build(kind: type[StatusT], raw: Mapping[str, Any]) -> StatusT:
+    """Make a dataclass of JSON; fields that this version does not know are left out."""
+    return kind(**{known.name: raw[known.name] for known in fields(kind) if known.name in raw})
+
+
+def _is_agent_alive(status: RunStatus) -> bool:
+    """Whether the process that wrote `status` still runs; from another host that cannot be told, and it is believed."""
+    if status.host != os.uname().nodename:
+        return True
+    try:
+        stat = Path(f"/proc/{status.agent_pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    # The name, in parentheses, may hold spaces; after it: state, then start time as the 20th field.
+    after_name = stat.rpartition(")")[2].split()
+    if after_name[0] in "ZX":
+        return False
+    uptime_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    age_s = uptime_s - int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    silent_s = datetime.now().timestamp() - datetime.fromisoformat(status.updated_at).timestamp()
+    # A process that is younger than the file has only got the agent's number. A second of grace for the clocks.
+    return age_s + 1 > silent_s

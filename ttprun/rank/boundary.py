@@ -1,0 +1,232 @@
+"""What happens at each optimizer step: the record, the commit, the step.
+
+Before `Optimizer.step` number N runs, the rank writes its record of boundary N and then waits until every rank of the
+node has written its own. This commit is what makes replacing a rank simple: no rank changes its weights before all have
+left the record that a replacement would need, so when a rank is lost all survivors stand at one boundary, and the lost
+rank has a record of it. The ranks have just met in the step's last all-reduce, so the wait is short.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from types import FrameType
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+
+from ttprun.board import Field, Phase
+from ttprun.rank import faults, files, loaders, loops, random_state
+from ttprun.rank.frames import place, user_frames
+from ttprun.rank.recorder import RecordTooLargeError
+from ttprun.rank.session import Session, current
+from ttprun.rank.values import Snapshot
+
+_optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+_wrapped_models: list[weakref.ref[Any]] = []
+_running: torch.optim.Optimizer | None = None
+_LOOK_AGAIN_S = 1.0
+
+
+def wrap_optimizer_init(original: Any) -> Any:
+    """Optimizer.__init__: know the optimizers in the order in which they were made, which is the same in every rank."""
+
+    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _optimizers.append(weakref.ref(self))
+
+    return init
+
+
+def wrap_ddp_init(original: Any) -> Any:
+    """DistributedDataParallel.__init__: know the wrapped models, for their buckets' order."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _wrapped_models.append(weakref.ref(self))
+
+    return init
+
+
+def optimizers() -> list[torch.optim.Optimizer]:
+    """All living optimizers, in the order in which they were made."""
+    return [found for ref in _optimizers if (found := ref()) is not None]
+
+
+def wrapped_models() -> list[Any]:
+    """All living DistributedDataParallel modules, in the order in which they were made."""
+    return [found for ref in _wrapped_models if (found := ref()) is not None]
+
+
+def stepped_storages() -> set[int]:
+    """Data pointers of the storages that optimizers update: parameters and the optimizers' own state."""
+    found = set()
+    for optimizer in optimizers():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.add(parameter.untyped_storage().data_ptr())
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        found.add(value.untyped_storage().data_ptr())
+    return found
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Global pre-hook of Optimizer.step."""
+    global _running
+    session = current()
+    if session is None or (_running is not None and _running is not optimizer):
+        return  # a step inside another optimizer's step belongs to that one
+    _running = optimizer
+    if session.replay is not None:
+        session.replay.before_step(sys._getframe(1))
+        return
+    faults.reached("before_step")
+    if session.world_size > 1 and session.groups and not session.unprotected:
+        for entry in session.journal.unfinished():
+            session.journal.wait(entry)
+        boundary = session.applied + 1
+        if _write_record(session, boundary, sys._getframe(1)):
+            _commit(session, boundary)
+        session.journal.clear()
+    with session.changed:
+        session.is_applying = True
+    session.touch(Phase.STEPPING)
+    faults.reached("in_step")
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Global post-hook of Optimizer.step: the boundary has been reached."""
+    global _running
+    session = current()
+    if session is None or _running is not optimizer:
+        return
+    _running = None
+    if session.replay is not None:
+        session.replay.after_step()
+        return
+    faults.reached_step_end()
+    pass_boundary(session)
+    faults.reached("after_step")
+
+
+def pass_boundary(session: Session) -> None:
+    """The optimizer step has run to its end."""
+    with session.changed:
+        session.applied += 1
+        session.is_applying = False
+        session.board.announce(session.local_rank, Field.APPLIED, session.applied)
+        session.changed.notify_all()
+    session.touch(Phase.COMPUTING)
+
+
+def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
+    try:
+        head, blobs = record_of(session, boundary, frame)
+        session.recorder.write(boundary, head, blobs)
+    except RecordTooLargeError as error:
+        session.give_up_protection(str(error))
+    except Exception as error:  # a script that we cannot record must go on as under torchrun
+        session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
+    session.board.set(session.local_rank, Field.LINES_OUT, 0)
+    session.board.set(session.local_rank, Field.LINES_ERR, 0)
+    session.board.announce(session.local_rank, Field.RECORDED, boundary)
+    return not session.unprotected
+
+
+def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
+    """The record of a boundary: (packed plain part, tensors to write behind it)."""
+    frames = user_frames(frame)
+    scopes = [user_frame.f_locals for user_frame in frames]
+    active = [loops.of_frame(scope) for scope in scopes]
+    unfollowed = [scope for scope in scopes if loops.has_unfollowed(scope)]
+    loops.note_steps([loop for of_frame in active for loop in of_frame], unfollowed)
+    loaders.note_boundary()
+    snapshot = Snapshot(stepped_storages())
+    record = {
+        "boundary": boundary,
+        "place": place(frames),
+        "unfollowed": bool(unfollowed),
+        "variables": [snapshot.variables(scope) for scope in scopes],
+        "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in active],
+        "generator_loops": snapshot.generator_loops,
+        "modules": {
+            name: snapshot.variables(vars(module))
+            for name, module in files.user_modules()
+            if not any(user_frame.f_globals is vars(module) and scope is user_frame.f_globals
+                       for user_frame, scope in zip(frames, scopes, strict=True))
+        },
+        "optimizers": [snapshot.node(optimizer, 0) for optimizer in optimizers()],
+        "rng": random_state.capture(),
+        "loaders": loaders.records(),
+        "results": session.results.begin_step(boundary),
+        "rebuilt": [bool(model._has_rebuilt_buckets) for model in wrapped_models()],
+        "files": files.positions(),
+        "has_steps": [site.key for site in loops.sites if site.has_steps],
+        "lines": [
+            session.board.get(session.local_rank, Field.LINES_OUT),
+            session.board.get(session.local_rank, Field.LINES_ERR),
+        ],
+        "weights": weights_sample(boundary),
+        "blobs": [blob.nbytes for blob in snapshot.blobs],
+    }
+    return msgpack.packb(record), snapshot.blobs
+
+
+def weights_sample(boundary: int) -> bytes:
+    """A hash of a part of one parameter, another one at each boundary: shows whether ranks hold the same weights."""
+    parameters = [p for optimizer in optimizers() for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        return b""
+    chosen = parameters[boundary % len(parameters)].detach().reshape(-1)[:1024].contiguous()
+    return xxhash.xxh3_64_digest(chosen.view(torch.uint8).numpy())
+
+
+def _commit(session: Session, boundary: int) -> None:
+    """Wait until every rank of the node has recorded the boundary.
+
+    The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
+    stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
+    """
+    session.touch(Phase.COMMITTING)
+    while True:
+        _wait_for_records(session, boundary)
+        with session.changed:
+            if session.is_holding and session.settle_at < boundary and not session.unprotected:
+                session.changed.wait(_LOOK_AGAIN_S)
+            elif _is_recorded_by_all(session, boundary):
+                session.is_applying = True
+                return
+
+
+def _wait_for_records(session: Session, boundary: int) -> None:
+    board = session.board
+    stuck_since = 0.0
+    for row in range(board.n_ranks):
+        while (recorded := board.get(row, Field.RECORDED)) < boundary:
+            if session.unprotected or session.settle_at >= boundary:
+                return
+            before = board.get(row, Field.COLLECTIVES)
+            board.wait_for_change(row, Field.RECORDED, recorded, _LOOK_AGAIN_S)
+            in_collective = board.get(row, Field.PHASE) == Phase.COLLECTIVE
+            if not in_collective or board.get(row, Field.COLLECTIVES) != before or session.is_holding:
+                stuck_since = 0.0
+            elif not stuck_since:
+                stuck_since = time.monotonic()
+            elif time.monotonic() - stuck_since > session.options["commit_timeout_s"]:
+                session.give_up_protection(
+                    f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
+                    "collective: the ranks do not step together"
+                )
+
+
+def _is_recorded_by_all(session: Session, boundary: int) -> bool:
+    board = session.board
+    if session.unprotected or session.settle_at >= boundary:
+        return True
+    return all(board.get(row, Field.RECORDED) >= boundary for row in range(board.n_ranks))

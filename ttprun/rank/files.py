@@ -1,0 +1,168 @@
+"""Files that the script writes: where each stood at a boundary, and how a replay keeps its hands off them.
+
+A replay runs the script from the top, and so would truncate the log that the lost rank had been writing, save garbage
+over a checkpoint, or rename files that are long in place. So in a replay what the user's own code writes goes nowhere:
+`open` for writing gives a file whose writes are dropped, `torch.save` and the calls in MUTED do nothing. When the
+replacement goes live, each file that was open for writing is set to where it stood at the boundary, and cut there: what
+the lost rank had written after the boundary is written again. Files opened for appending are only appended to.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import shutil
+import sys
+from types import FrameType, ModuleType
+from typing import Any
+
+from ttprun.rank.frames import is_user_file
+from ttprun.rank.session import current
+
+MUTED = {
+    os: ("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
+    shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
+}
+_real_open = builtins.open
+_tracked: list[tuple[str, Any]] = []  # (absolute path, file opened for writing by the user's code)
+
+
+def user_modules() -> list[tuple[str, ModuleType]]:
+    """The user's modules that are loaded, the script among them as `__main__`."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        filename = getattr(module, "__file__", None)
+        if isinstance(module, ModuleType) and filename and name != "__mp_main__" and is_user_file(filename):
+            found.append((name, module))
+    return found
+
+
+def _is_called_by_user(frame: FrameType) -> bool:
+    return is_user_file(frame.f_code.co_filename)
+
+
+def wrap_open(original: Any) -> Any:
+    """builtins.open: know the files that the script writes; drop what a replay writes to them."""
+    return lambda *args, **kwargs: _open_tracked(sys._getframe(1), *args, **kwargs)
+
+
+def _open_tracked(caller: FrameType, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    session = current()
+    writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
+    if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
+        return _real_open(file, mode, *args, **kwargs)
+    path = os.path.abspath(os.fspath(file))
+    if session.replay is not None and os.path.isfile(path):
+        opened = _open_muted(path, mode, *args, **kwargs)
+    else:
+        opened = _real_open(file, mode, *args, **kwargs)
+    _tracked[:] = [known for known in _tracked if not known[1].closed]
+    _tracked.append((path, opened))
+    return opened
+
+
+class _MutedFile(io.FileIO):
+    """A file whose writes are dropped until the replay is over."""
+
+    is_muted = True
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes if self.is_muted else super().write(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        return self.tell() if self.is_muted else super().truncate(size)
+
+
+def _open_muted(
+    path: str,
+    mode: str,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    *_: Any,
+) -> Any:
+    raw = _MutedFile(path, "a" if "a" in mode else "r+")
+    if "b" in mode and buffering == 0:
+        return raw
+    binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+    if "b" in mode:
+        return binary
+    return io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
+
+
+def positions() -> list[list[Any]]:
+    """[path, bytes written] of each file that is open for writing now; what was buffered is flushed."""
+    found = []
+    for path, opened in _tracked:
+        if not opened.closed:
+            try:
+                opened.flush()
+                found.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
+            except (OSError, ValueError):
+                continue
+    return found
+
+
+def unmute(recorded: list[list[Any]]) -> None:
+    """The replay is over: set each file to where it stood at the boundary."""
+    where = dict(map(tuple, recorded))
+    for path, opened in _tracked:
+        raw = getattr(getattr(opened, "buffer", opened), "raw", opened)
+        if opened.closed or not isinstance(raw, _MutedFile):
+            continue
+        opened.flush()
+        raw.is_muted = False
+        if "a" not in raw.mode and path in where:
+            opened.seek(where[path])
+            opened.truncate()
+        else:
+            opened.seek(0, os.SEEK_END)
+
+
+def mute_save(original: Any) -> Any:
+    """torch.save: does nothing in a replay, whoever calls it."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        return None if session is not None and session.replay is not None else original(*args, **kwargs)
+
+    return save
+
+
+def mute_all() -> None:
+    """Take their effect from the functions by which a replay could change files."""
+    for module, names in MUTED.items():
+        for name in names:
+            setattr(module, name, mute_in_replay(getattr(module, name)))
+    for name in ("mkdir", "makedirs"):
+        setattr(os, name, make_directory_in_replay(getattr(os, name)))
+
+
+def mute_in_replay(original: Any) -> Any:
+    """A function that changes files: does nothing if a replay calls it from the user's own code."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session is not None and session.replay is not None and _is_called_by_user(sys._getframe(1)):
+            return None
+        return original(*args, **kwargs)
+
+    call.__name__ = getattr(original, "__name__", "call")
+    return call
+
+
+def make_directory_in_replay(original: Any) -> Any:
+    """os.mkdir and os.makedirs: in a replay the directory may be there already."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except FileExistsError:
+            session = current()
+            if session is None or session.replay is None:
+                raise
+            return None
+
+    return call

@@ -1,0 +1,113 @@
+"""`init_process_group` and `new_group` as the script calls them: they make managed groups where gloo is asked for.
+
+A backend that we do not manage yet (nccl, mpi, ucc, a device map) is passed through to torch, and protection is off.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from ttprun.board import Phase
+from ttprun.rank import faults
+from ttprun.rank.process_group import INTERNAL_NAME, ManagedGroup
+from ttprun.rank.session import current
+
+MANAGED = ("gloo", "cpu:gloo")
+
+
+def _make(options: Any, _: Any) -> ManagedGroup:
+    """The creator that torch calls for our internal backend name."""
+    session = current()
+    assert session is not None
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    return ManagedGroup(session, session.exchange, options.group_id, ranks, options.group_rank, options.timeout)
+
+
+def register() -> None:
+    """Make the internal backend name known to torch."""
+    dist.Backend.register_backend(INTERNAL_NAME, _make, extended_api=True, devices=["cpu"])
+    dist.Backend.default_device_backend_map["cpu"] = "gloo"
+
+
+def _is_managed(backend: Any) -> bool:
+    import torch
+
+    if backend is None:
+        return not torch.accelerator.is_available()
+    return str(backend).lower() in MANAGED
+
+
+def _say_gloo(group: Any) -> None:
+    """`get_backend()` answers what the script asked for."""
+    if isinstance(group, ManagedGroup):
+        _, store = c10d._world.pg_map[group]
+        c10d._world.pg_map[group] = ("gloo", store)
+        c10d._world.pg_backend_config[group] = "cpu:gloo"
+
+
+def wrap_init_process_group(original: Any) -> Any:
+    """init_process_group: the default group is a managed one."""
+
+    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session is None:
+            return original(backend, *args, **kwargs)
+        faults.reached("init")
+        session.touch(Phase.SETUP)
+        if not _is_managed(backend):
+            session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")
+            return original(backend, *args, **kwargs)
+        if kwargs.get("world_size", -1) not in (-1, session.world_size):
+            session.give_up_protection("the script's process group is not the world that ttprun started")
+            return original(backend, *args, **kwargs)
+        result = original(INTERNAL_NAME, *args, **kwargs)
+        _say_gloo(dist.group.WORLD)
+        _connect(dist.group.WORLD)
+        return result
+
+    return init_process_group
+
+
+def wrap_new_group(original: Any) -> Any:
+    """new_group: further groups are managed ones too."""
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        session = current()
+        is_default_managed = isinstance(dist.group.WORLD, ManagedGroup)
+        if session is None or not is_default_managed or not (backend is None or _is_managed(backend)):
+            if session is not None and is_default_managed:
+                session.give_up_protection(f"backend {backend!r} of a group is not repaired yet, only gloo")
+            return original(ranks, timeout, backend, *args, **kwargs)
+        group = original(ranks, timeout, INTERNAL_NAME, *args, **kwargs)
+        _say_gloo(group)
+        _connect(group)
+        return group
+
+    return new_group
+
+
+def _connect(group: Any) -> None:
+    """Come together with the group's other members, as the script expects; a replay meets nobody."""
+    session = current()
+    if isinstance(group, ManagedGroup) and session is not None and session.replay is None:
+        group.connect()
+
+
+def wrap_destroy_process_group(original: Any) -> Any:
+    """destroy_process_group: our groups go with the script's."""
+
+    def destroy_process_group(group: Any = None) -> Any:
+        faults.reached("exit")
+        session = current()
+        if session is not None:
+            if group is None or group is dist.group.WORLD:
+                session.groups.clear()
+            elif isinstance(group, ManagedGroup):
+                session.groups.pop(group.group_name, None)
+        return original(group)
+
+    return destroy_process_group

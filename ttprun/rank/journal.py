@@ -1,0 +1,143 @@
+"""The journal: the collectives of the step that is under way, with copies of their inputs.
+
+When a rank is lost, the collectives that it took part in since the newest boundary are issued again with its
+replacement. gloo reduces in place, so the inputs must be copied before an operation is issued; the copies go into
+buffers that are used again from step to step. A commit (every rank has recorded the boundary) empties the journal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ttprun.rank.process_group import ManagedGroup
+
+Tensor = torch.Tensor
+SMALL_RESULT_BYTES = 64 << 10
+# How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
+PATIENCE_S = 15.0
+
+
+class Entry:
+    """One collective of one group.
+
+    op, args    the backend's method and its arguments, tensors being the user's own
+    outputs     the tensors that the operation writes
+    saved       (user's tensor, copy made before the operation was issued)
+    inner       the backend's work in the present generation; None while the rank is frozen
+    place       where in the script it was called, only if its result is small enough to be kept
+    """
+
+    __slots__ = ("args", "error", "future", "group", "inner", "is_done", "op", "outputs", "place", "saved", "signature")
+
+    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], signature: str) -> None:
+        self.group = group
+        self.op = op
+        self.args = args
+        self.signature = signature
+        self.outputs: list[Tensor] = []
+        self.saved: list[tuple[Tensor, Tensor]] = []
+        self.inner: Any = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.place = ""
+
+
+class Journal:
+    """All entries since the newest boundary, over all groups, in the order in which they were issued.
+
+    `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
+    stays in the journal for the recovery to issue.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self.news = threading.Condition(self.lock)
+        self.entries: list[Entry] = []
+        self.is_frozen = False
+        self.held_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
+        """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then)."""
+        size = sum(tensor.nbytes for tensor in inputs)
+        if self.held_bytes + size > self._limit_bytes:
+            return False
+        self.held_bytes += size
+        for tensor in inputs:
+            source = tensor.detach()
+            spare = self._spare[source.shape, source.dtype]
+            copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+            copy.copy_(source)
+            entry.saved.append((source, copy))
+        return True
+
+    def drop(self, entry: Entry) -> None:
+        """Take back an entry whose operation was refused by the backend (the script's own mistake)."""
+        with self.lock:
+            self.entries.remove(entry)
+            self._recycle(entry)
+
+    def clear(self) -> None:
+        """Every rank has recorded the boundary: nothing older will be issued again."""
+        with self.lock:
+            for entry in self.entries:
+                self._recycle(entry)
+            self.entries.clear()
+            self.held_bytes = 0
+
+    def _recycle(self, entry: Entry) -> None:
+        for source, copy in entry.saved:
+            self._spare[source.shape, source.dtype].append(copy)
+        entry.saved.clear()
+        entry.args = ()
+        entry.outputs = []
+
+    def unfinished(self) -> Iterator[Entry]:
+        """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
+        with self.lock:
+            return iter([entry for entry in self.entries if not entry.is_done])
+
+    def attach(self, entry: Entry, inner: Any) -> None:
+        """The entry has been issued (again): whoever waits for it waits for `inner` now."""
+        with self.news:
+            entry.inner = inner
+            self.news.notify_all()
+
+    def wait(self, entry: Entry) -> None:
+        """Block until the entry has completed, through any number of recoveries.
+
+        Raises the backend's error if no recovery takes the operation up within PATIENCE_S.
+        """
+        failed: Any = None
+        while not entry.is_done:
+            with self.news:
+                inner = entry.inner
+                if inner is None or inner is failed:
+                    self._wait_for_recovery(entry, failed)
+                    continue
+            try:
+                inner.wait()
+            except Exception as error:
+                failed = inner
+                with self.lock:
+                    entry.error = error
+            else:
+                entry.group.complete(entry, inner)
+
+    def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while entry.inner is None or entry.inner is failed:
+            if self.is_frozen:
+                end = time.monotonic() + PATIENCE_S
+            elif not entry.group.is_protected() or time.monotonic() > end:
+                raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
+            self.news.wait(0.5)

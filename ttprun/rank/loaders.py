@@ -1,0 +1,182 @@
+"""Positions of DataLoader iterators, and making one in a replay that begins there.
+
+An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
+sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler pass
+over the batches that were handed out, without loading them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch.utils.data.dataloader as torch_dataloader
+from torch.utils.data import DataLoader, Sampler
+
+from ttprun.rank import random_state
+from ttprun.rank.frames import location_key
+from ttprun.rank.session import current
+
+_iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_made: Counter[str] = Counter()
+_order = itertools.count()
+_positioned = 0
+
+
+def wrap_init(original: Any) -> Any:
+    """DataLoader.__init__: remember where in the script the loader was made; that names it in every rank."""
+
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        place = location_key()
+        _made[place] += 1
+        object.__setattr__(self, "_ttprun_name", [place, _made[place]])
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def wrap_iter(original: Any) -> Any:
+    """DataLoader.__iter__: note the state with which the iterator is made; in a replay, set it first."""
+
+    def make(self: DataLoader[Any]) -> Any:
+        session = current()
+        if session is None:
+            return original(self)
+        name = getattr(self, "_ttprun_name", ["", 0])
+        if session.replay is not None:
+            recorded = session.replay.iterator_to_make(name)
+            if recorded is not None:
+                return _make_at(original, self, recorded)
+        began = _beginning(self, name)
+        iterator = original(self)
+        _register(iterator, began)
+        return iterator
+
+    return make
+
+
+def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "rng": random_state.capture(),
+        "epochs": [getattr(sampler, "epoch", None) for sampler in _samplers(loader)],
+        "generators": [generator.get_state().numpy().tobytes() for generator in _generators(loader)],
+        "lead": 0,
+    }
+
+
+def _register(iterator: Any, began: dict[str, Any]) -> None:
+    iterator._ttprun = began
+    iterator._ttprun_order = next(_order)
+    _iterators.add(iterator)
+
+
+def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
+    global _positioned
+    for sampler, epoch in zip(_samplers(loader), recorded["epochs"], strict=False):
+        if epoch is not None and hasattr(sampler, "epoch"):
+            sampler.epoch = epoch
+    for generator, state in zip(_generators(loader), recorded["generators"], strict=False):
+        generator.set_state(random_state.tensor_from_bytes(state))
+    random_state.restore(recorded["rng"])
+    skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
+    is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
+    Skipping.batches = 0 if is_iterable else skip
+    iterator = original(loader)
+    if is_iterable:  # there is no sampler to advance: the batches have to be loaded
+        for _ in range(skip):
+            next(iterator)
+    iterator._num_yielded = skip
+    _register(iterator, {key: recorded[key] for key in ("name", "rng", "epochs", "generators", "lead")})
+    _positioned += 1
+    return iterator
+
+
+class Skipping:
+    """Batches that the next sampler iterator has to pass over; set while an iterator is made in a replay."""
+
+    batches = 0
+
+
+def wrap_next_index(original: Any) -> Any:
+    """_BaseDataLoaderIter._next_index, in a replay: pass over batches that were handed out."""
+
+    def next_index(self: Any) -> Any:
+        skip, Skipping.batches = Skipping.batches, 0
+        for _ in range(skip):
+            next(self._sampler_iter)
+        if skip and hasattr(self, "_worker_queue_idx_cycle"):  # batch k belongs to worker k mod n
+            for _ in range(skip % self._num_workers):
+                next(self._worker_queue_idx_cycle)
+        return original(self)
+
+    return next_index
+
+
+def iterator_types() -> tuple[type, ...]:
+    """The classes of DataLoader iterators."""
+    return (torch_dataloader._BaseDataLoaderIter,)
+
+
+def positioned() -> int:
+    """How many iterators a replay has put at their place so far."""
+    return _positioned
+
+
+def records() -> list[dict[str, Any]]:
+    """The iterators that are under way, oldest first."""
+    found = sorted((it for it in _iterators if _is_under_way(it)), key=lambda it: it._ttprun_order)
+    return [dict(iterator._ttprun, yielded=iterator._num_yielded) for iterator in found]
+
+
+def _is_under_way(iterator: Any) -> bool:
+    return bool(iterator._num_yielded) and not getattr(iterator, "_ttprun_ended", False)
+
+
+def note_boundary() -> None:
+    """The first boundary after an iterator was made tells how far its reader reads ahead."""
+    for iterator in _iterators:
+        if iterator._num_yielded and not iterator._ttprun["lead"]:
+            iterator._ttprun["lead"] = iterator._num_yielded
+
+
+def wrap_next(original: Any) -> Any:
+    """_BaseDataLoaderIter.__next__: an exhausted iterator is no longer under way."""
+
+    def advance(self: Any) -> Any:
+        try:
+            return original(self)
+        except StopIteration:
+            self._ttprun_ended = True
+            raise
+
+    return advance
+
+
+def wrap_reset(original: Any) -> Any:
+    """_BaseDataLoaderIter._reset: with persistent workers the same iterator begins again."""
+
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        self._ttprun_ended = False
+        original(self, loader, first_iter)
+
+    return reset
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    found: list[Any] = []
+    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        while isinstance(sampler, Sampler) and all(sampler is not known for known in found):
+            found.append(sampler)
+            sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _generators(loader: DataLoader[Any]) -> list[Any]:
+    found: list[Any] = []
+    for generator in (loader.generator, *(getattr(sampler, "generator", None) for sampler in _samplers(loader))):
+        if generator is not None and all(generator is not known for known in found):
+            found.append(generator)
+    return found

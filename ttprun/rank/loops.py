@@ -1,0 +1,232 @@
+"""Positions of the `for` loops in the user's code, and jumping to them in a replay.
+
+User modules are compiled with each loop
+
+    for x in EXPR: ...
+
+turned into
+
+    __ttp_loop_7__ = __ttprun_loop__(7, __ttprun_enter__(7), EXPR)
+    for x in __ttp_loop_7__: ...
+    __ttp_loop_7__ = None
+
+so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. `while` loops need
+nothing: what they depend on lives in variables.
+
+Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
+few times without a step inside, the loop runs over EXPR itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType, GeneratorType
+from typing import Any
+
+from ttprun.rank import random_state
+from ttprun.rank.frames import SCALARS
+
+VARIABLE_PREFIX = "__ttp_loop_"
+TRIALS = 8  # times that a loop is followed before it is taken for one without a step inside
+_END = object()
+
+
+class Site:
+    """One `for` statement of the user's code.
+
+    key          file:line:column, the same in every rank
+    has_steps    an optimizer step has been seen inside
+    is_outer     ... and inside of another loop that is inside of this one
+    """
+
+    __slots__ = ("began", "has_steps", "is_outer", "key")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.began = 0
+        self.has_steps = False
+        self.is_outer = False
+
+
+sites: list[Site] = []
+
+
+def new_site(filename: str, line: int, column: int) -> int:
+    """Register a loop; returns the number that the compiled code calls it by."""
+    sites.append(Site(f"{filename}:{line}:{column}"))
+    return len(sites) - 1
+
+
+class Loop:
+    """A loop that is under way.
+
+    position     items handed out so far
+    lead         items that had been handed out when the first boundary inside was reached; 0 before that
+    began_with   states of the random generators before EXPR was evaluated
+    over         EXPR, if it is a generator
+    item_rng     the same when the present item was handed out, for loops around other loops
+    """
+
+    __slots__ = ("began_with", "current", "item_rng", "items", "lead", "over", "position", "site")
+
+    def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
+        self.site = site
+        self.began_with = began_with
+        self.position = 0
+        self.lead = 0
+        self.item_rng: random_state.RngState | None = None
+        self.current: Any = None
+        self.over = iterable if isinstance(iterable, GeneratorType) else None
+        self.items: Iterator[Any] = self._follow(iterable)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.items
+
+    def _follow(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        site = self.site
+        for item in iterable:
+            self.position += 1
+            self.current = item if item.__class__ in SCALARS else None
+            if site.is_outer or self.position < 3:
+                self.item_rng = random_state.capture()
+            yield item
+            item = None
+
+    def record(self) -> dict[str, Any]:
+        """The loop as a part of a boundary's record."""
+        return {
+            "site": self.site.key,
+            "position": self.position,
+            "lead": self.lead,
+            "began_with": self.began_with,
+            "item_rng": self.item_rng if self.site.is_outer else None,
+            "current": self.current,
+        }
+
+
+class Jump(Loop):
+    """A loop of a replay that begins where the lost rank's record says."""
+
+    __slots__ = ("_positioned", "_record")
+
+    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any], positioned: Callable[[], int]) -> None:
+        self._record = record
+        self._positioned = positioned
+        super().__init__(site, record["began_with"], iterable)
+
+    def _follow(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        record = self._record
+        self.lead = record["lead"]
+        skip = record["position"] - max(1, record["lead"])
+        items, first = self._at(iterable, skip, record)
+        self.position = skip
+        if first is not _END:
+            self.position += 1
+            self.current = first if first.__class__ in SCALARS else None
+            if record["item_rng"] is not None:
+                random_state.restore(record["item_rng"])
+                self.item_rng = record["item_rng"]
+            yield first
+            first = None
+        for item in items:
+            self.position += 1
+            self.current = item if item.__class__ in SCALARS else None
+            if self.site.is_outer or self.position < 3:
+                self.item_rng = random_state.capture()
+            yield item
+            item = None
+
+    def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
+        """An iterator behind the first item to hand out, and that item."""
+        if isinstance(iterable, range | list | tuple | str):
+            values: Any = list(iterable) if isinstance(iterable, str) else iterable
+            # By value first: a script with its own resume code starts its loop elsewhere than the lost rank did.
+            if record["lead"] == 1 and record["current"] is not None and record["current"] in values:
+                skip = values.index(record["current"])
+            rest = iter(values[skip:])
+            return rest, next(rest, _END)
+        if isinstance(iterable, enumerate):
+            return self._at_enumerated(iterable, skip, record)
+        before = self._positioned()
+        items = iter(iterable)
+        first = next(items, _END)
+        if self._positioned() == before and not isinstance(iterable, _ALREADY_POSITIONED):
+            for _ in range(skip):
+                if first is _END:
+                    break
+                first = next(items, _END)
+        return items, first
+
+    def _at_enumerated(self, iterable: Any, skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
+        inner, start = iterable.__reduce__()[1]
+        plain = dict(record, current=None)
+        items, first = self._at(inner, skip, plain)
+        if first is _END:
+            return items, _END
+        counted = enumerate(items, start + skip + 1)
+        return counted, (start + skip, first)
+
+
+_ALREADY_POSITIONED: tuple[type, ...] = ()
+
+
+def positioned_by_themselves(kinds: tuple[type, ...]) -> None:
+    """Iterators of these types begin at the right place in a replay (DataLoader's)."""
+    global _ALREADY_POSITIONED
+    _ALREADY_POSITIONED = kinds
+
+
+# What the compiled code calls. A replay puts its own functions here for as long as it lasts.
+class Hooks:
+    """The two functions that a replay replaces."""
+
+    enter: Callable[[Site, FrameType], Any] | None = None
+    loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
+    is_followed: bool = True
+
+
+def enter(number: int) -> Any:
+    """Called before a loop's EXPR is evaluated."""
+    site = sites[number]
+    if Hooks.enter is not None:
+        return Hooks.enter(site, sys._getframe(1))
+    if not site.has_steps and site.began >= TRIALS or not Hooks.is_followed:
+        return None
+    site.began += 1
+    return random_state.capture()
+
+
+def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
+    """Called with a loop's EXPR; returns what the `for` runs over."""
+    if Hooks.loop is not None:
+        return Hooks.loop(sites[number], token, iterable)
+    return iterable if token is None else Loop(sites[number], token, iterable)
+
+
+def of_frame(scope: dict[str, Any]) -> list[Loop]:
+    """The loops that are under way in a frame, in the order in which they stand in the code."""
+    found = [value for name, value in scope.items() if name.startswith(VARIABLE_PREFIX) and value is not None]
+    return [value for value in found if isinstance(value, Loop)]
+
+
+def has_unfollowed(scope: dict[str, Any]) -> bool:
+    """Whether a loop is under way in a frame whose position is not known."""
+    return any(
+        name.startswith(VARIABLE_PREFIX) and value is not None and not isinstance(value, Loop)
+        for name, value in scope.items()
+    )
+
+
+def note_steps(active: list[Loop], unfollowed_scopes: list[dict[str, Any]]) -> None:
+    """An optimizer step has been reached inside these loops (outermost first)."""
+    for depth, loop_ in enumerate(active):
+        loop_.site.has_steps = True
+        if depth + 1 < len(active):
+            loop_.site.is_outer = True
+        if not loop_.lead:
+            loop_.lead = loop_.position
+    for scope in unfollowed_scopes:
+        for name, value in scope.items():
+            if name.startswith(VARIABLE_PREFIX) and value is not None and not isinstance(value, Loop):
+                sites[int(name[len(VARIABLE_PREFIX) : -2])].has_steps = True

@@ -1,0 +1,96 @@
+"""The script's stdout and stderr: each line comes out once, however often its rank was replaced.
+
+The lines that a rank has written since its newest boundary are counted on the board. A replacement writes to a replay
+log of its own till it goes live at the boundary, and then passes over as many lines as the lost rank had written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+from ttprun.board import Field
+from ttprun.rank.session import Session, current
+
+
+class _CountedRaw(io.RawIOBase):
+    """A stream to a descriptor, which counts lines and can pass over some."""
+
+    def __init__(self, fd: int, field: Field) -> None:
+        self._fd = fd
+        self._field = field
+        self.skip_lines = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def write(self, data: Any) -> int:
+        raw = bytes(data)
+        session = current()
+        if session is not None and session.replay is None:
+            cell = session.local_rank
+            session.board.set(cell, self._field, session.board.get(cell, self._field) + raw.count(b"\n"))
+        left = raw
+        while self.skip_lines and left:
+            line, end, left = left.partition(b"\n")
+            if not end:
+                return len(raw)
+            self.skip_lines -= 1
+        while left:
+            left = left[os.write(self._fd, left) :]
+        return len(raw)
+
+
+_streams: dict[str, _CountedRaw] = {}
+
+
+def count_lines() -> None:
+    """Put counted streams in the place of sys.stdout and sys.stderr."""
+    for name, field in (("stdout", Field.LINES_OUT), ("stderr", Field.LINES_ERR)):
+        old = getattr(sys, name)
+        try:
+            old.flush()
+            raw = _CountedRaw(old.fileno(), field)
+        except (AttributeError, OSError, ValueError):
+            continue
+        _streams[name] = raw
+        new = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)  # type: ignore[type-var]
+        new.mode = "w"  # type: ignore[attr-defined]
+        setattr(sys, name, new)
+
+
+def skip_lines(skip_out: int, skip_err: int) -> None:
+    """Pass over the next lines: the lost rank had written them already."""
+    for name, lines in (("stdout", skip_out), ("stderr", skip_err)):
+        if name in _streams:
+            _streams[name].skip_lines = lines
+
+
+class Diverted:
+    """Output goes to a replay log until `end`, at the level of descriptors: also what C++ and child processes write."""
+
+    def __init__(self, session: Session) -> None:
+        log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
+        os.makedirs(os.path.dirname(log), mode=0o700, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._saved = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(target, fd)
+        os.close(target)
+
+    def end(self, skip_out: int, skip_err: int) -> None:
+        """Output is the script's own again, but for the lines that the lost rank had written already."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for fd, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, fd)
+            os.close(saved)
+        skip_lines(skip_out, skip_err)

@@ -1,0 +1,160 @@
+"""Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`.
+
+The rows are applied as soon as the script has imported torch, never by importing torch ourselves. If an attribute is not
+there (another version of torch), that protection is off, and this is said once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change.
+
+    module, attribute  what is changed ("a.b" for a class's method)
+    ours               "module:function"; given the original, it returns what takes its place
+    why                one phrase
+    is_for_replay      applied only in a replacement
+    """
+
+    module: str
+    attribute: str
+    ours: str
+    why: str
+    is_for_replay: bool = False
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "init_process_group",
+        "ttprun.rank.groups:wrap_init_process_group",
+        "to give the script a process group whose connection can be replaced",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "new_group",
+        "ttprun.rank.groups:wrap_new_group",
+        "the same for further groups",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "destroy_process_group",
+        "ttprun.rank.groups:wrap_destroy_process_group",
+        "to forget a group with the script",
+    ),
+    Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel.__init__",
+        "ttprun.rank.boundary:wrap_ddp_init",
+        "to give a replacement the same order of gradient buckets",
+    ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.__init__",
+        "ttprun.rank.boundary:wrap_optimizer_init",
+        "to know what the optimizers update; a global hook marks each step",
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
+        "DataLoader.__init__",
+        "ttprun.rank.loaders:wrap_init",
+        "to name a loader by its place in the script",
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
+        "DataLoader.__iter__",
+        "ttprun.rank.loaders:wrap_iter",
+        "to record where its iterators stand",
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
+        "_BaseDataLoaderIter.__next__",
+        "ttprun.rank.loaders:wrap_next",
+        "to know when an iterator has ended",
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
+        "_BaseDataLoaderIter._reset",
+        "ttprun.rank.loaders:wrap_reset",
+        "to know when a persistent iterator begins again",
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
+        "_BaseDataLoaderIter._next_index",
+        "ttprun.rank.loaders:wrap_next_index",
+        "in a replay, to pass over batches that were used",
+        is_for_replay=True,
+    ),
+    Patch(
+        "torch.serialization",
+        "save",
+        "ttprun.rank.files:mute_save",
+        "in a replay, to save nothing",
+        is_for_replay=True,
+    ),
+    Patch(
+        "torch.autograd",
+        "backward",
+        "ttprun.rank.gradients:wrap_backward",
+        "in a replacement, once: to refuse gradients that are carried across a step",
+        is_for_replay=True,
+    ),
+    Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
+    Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
+)
+ALSO: tuple[tuple[str, str, str], ...] = (
+    ("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
+    ("sys", "excepthook", "to tell the agent that the script itself has failed"),
+    ("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
+    ("os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"),
+    ("torch.optim", "global step hooks", "to write a record in front of each optimizer step"),
+)
+
+
+def replacement_for(patch: Patch, original: Any) -> Any:
+    """What takes the original's place; its `__wrapped__` is the original."""
+    module, _, name = patch.ours.partition(":")
+    wrap: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    ours = wrap(original)
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+        if hasattr(original, attribute):
+            setattr(ours, attribute, getattr(original, attribute))
+    ours.__wrapped__ = original
+    return ours
+
+
+def apply_all(with_replay: bool) -> list[str]:
+    """Apply the table, torch being imported; returns what could not be applied."""
+    missing = []
+    for patch in PATCHES:
+        if patch.is_for_replay and not with_replay:
+            continue
+        *path, name = patch.attribute.split(".")
+        try:
+            owner: Any = importlib.import_module(patch.module)
+            for part in path:
+                owner = getattr(owner, part)
+            original = getattr(owner, name)
+        except (ImportError, AttributeError):
+            missing.append(f"{patch.module}.{patch.attribute}")
+            continue
+        ours = replacement_for(patch, original)
+        setattr(owner, name, ours)
+        if not path:
+            _replace_imported_names(patch, original, ours)
+    return missing
+
+
+def _replace_imported_names(patch: Patch, original: Any, ours: Any) -> None:
+    """torch gives its functions further names (torch.distributed.init_process_group); those are changed too."""
+    parent = patch.module.split(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == parent and vars(module).get(patch.attribute) is original:
+            setattr(module, patch.attribute, ours)

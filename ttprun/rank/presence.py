@@ -1,0 +1,73 @@
+"""A rank before it has imported torch: it is there, it can be lost, and it can answer for others that are lost.
+
+Standard library only. When the script imports torch, `install` takes the channel over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.channel import Channel, Message
+
+
+class Presence:
+    """What this process knows of itself, from the agent's welcome.
+
+    Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
+    answers that it has.
+    """
+
+    def __init__(self, channel: Channel, welcome: Message, fds: list[int]) -> None:
+        self.channel = channel
+        self.welcome = welcome
+        self.fds = fds
+        self.generation: int = welcome["generation"]
+        self._early: list[Message] = []
+        self.pid = os.getpid()
+        self._heir: Callable[[Message], None] | None = None
+        self._lock = threading.Lock()
+        self.may_start = threading.Event()
+        self.order: Message = {}
+
+    def start(self) -> None:
+        """Read the agent's messages on a thread of its own."""
+        threading.Thread(target=self._read, name="ttprun-channel", daemon=True).start()
+
+    def hand_over(self, heir: Callable[[Message], None]) -> None:
+        """From now on messages are the hooks' business, and those that had to wait for them."""
+        with self._lock:
+            for message in self._early:
+                heir(message)
+            self._heir = heir
+
+    def _read(self) -> None:
+        for message in self.channel.messages():
+            with self._lock:
+                heir = self._heir
+                if heir is None:
+                    self._answer(message)
+            if heir is not None:
+                heir(message)
+
+    def _answer(self, message: Message) -> None:
+        op = message["op"]
+        reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
+        if op == "freeze":
+            self.generation = message["generation"]
+            self.channel.send(reply | {"op": "frozen", "boundary": 0, "digest": "", "has_group": False, "journal": {}})
+        elif op == "resume":
+            self.generation = message["generation"]
+            self.channel.send(reply | {"op": "rebuilt"})
+            if not any(message["expected"].values()):
+                self.channel.send(reply | {"op": "reissued"})
+            self.order = message
+            self.may_start.set()
+        elif op == "replay":
+            self.generation = message["generation"]
+            self.order = message
+            self.may_start.set()
+        else:
+            self._early.append(message)

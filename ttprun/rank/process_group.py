@@ -1,0 +1,376 @@
+"""The process group that the script gets in place of torch's: the same calls, over a backend that can be replaced.
+
+`ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and the
+Python API all go through it. Each call is written into the journal and issued on the present generation's connection.
+The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the recovery has
+issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
+
+torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with a
+leading underscore. OPERATIONS holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from ttprun.board import Field, Phase
+from ttprun.rank import faults
+from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
+from ttprun.rank.frames import location_key
+from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
+from ttprun.rank.session import Session, current
+
+# operation: (argument that holds the inputs, argument that holds the outputs)
+OPERATIONS = {
+    "allreduce": (0, 0),
+    "allreduce_coalesced": (0, 0),
+    "broadcast": (0, 0),
+    "reduce": (0, 0),
+    "allgather": (1, 0),
+    "allgather_coalesced": (1, 0),
+    "_allgather_base": (1, 0),
+    "all_gather_single": (1, 0),
+    "allgather_into_tensor_coalesced": (1, 0),
+    "all_gather_single_coalesced": (1, 0),
+    "gather": (1, 0),
+    "scatter": (1, 0),
+    "reduce_scatter": (1, 0),
+    "_reduce_scatter_base": (1, 0),
+    "reduce_scatter_single": (1, 0),
+    "reduce_scatter_tensor_coalesced": (1, 0),
+    "reduce_scatter_single_coalesced": (1, 0),
+    "alltoall": (1, 0),
+    "alltoall_base": (1, 0),
+    "all_to_all_single": (1, 0),
+    "barrier": (None, None),
+}
+POINT_TO_POINT = ("send", "recv", "recv_anysource")
+INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in an operation's argument (a tensor, or nested lists of tensors)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
+    """The same argument over other tensors; `replacement` is keyed by id()."""
+    if isinstance(value, torch.Tensor):
+        return replacement[id(value)]
+    if isinstance(value, list):
+        return [with_tensors_replaced(item, replacement) for item in value]
+    if isinstance(value, tuple):
+        return tuple(with_tensors_replaced(item, replacement) for item in value)
+    return value
+
+
+class ManagedWork(Work):
+    """What a collective returns to the script, or to DDP's reducer."""
+
+    def __init__(self, journal: Journal, entry: Entry) -> None:
+        super().__init__()
+        self._journal = journal
+        self._entry = entry
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the collective has really completed; `timeout` is the backend's own."""
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        """As wait()."""
+        self._journal.wait(self._entry)
+        session = current()
+        if session is not None:
+            session.touch(Phase.COMPUTING)
+
+    def is_completed(self) -> bool:
+        """Whether the collective has completed."""
+        entry = self._entry
+        return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
+
+    def is_success(self) -> bool:
+        """As is_completed(): an operation that failed is still under way, in the next generation."""
+        return self.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors."""
+        return self._entry.outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the output tensors; it stays pending through a recovery."""
+        entry = self._entry
+        if entry.future is None:
+            entry.future = torch.futures.Future()
+            if entry.is_done:
+                entry.future.set_result(entry.outputs)
+            elif entry.inner is not None:
+                entry.group.bridge(entry, entry.inner)
+        return entry.future
+
+
+class ManagedGroup(ProcessGroup):
+    """A process group whose connection can be replaced under the script's feet.
+
+    ranks         global ranks of the members
+    rank          of this process among them
+    op_limit      the time-out that the script asked for
+    """
+
+    def __init__(
+        self, session: Session, exchange: Exchange, name: str, ranks: list[int], rank: int, op_limit: timedelta
+    ) -> None:
+        size = len(ranks)
+        super().__init__(rank, size)
+        self.ranks = ranks
+        self._session = session
+        self._exchange = exchange
+        self._name = name
+        self._description = ""
+        self._rank = rank
+        self._size = size
+        self._op_limit = op_limit
+        self._connection: Connection | None = None
+        self._native: Any = None
+        self._issued = 0
+        session.groups[name] = self
+
+    # What C++ and torch's Python code ask of a group.
+
+    def getBackendName(self) -> str:
+        return INTERNAL_NAME
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    def shutdown(self) -> None:
+        """The script has destroyed the group."""
+        self._session.groups.pop(self._name, None)
+        self._native = None
+
+    def abort(self) -> None:
+        """The script gives the group up: pending operations fail."""
+        self.cut()
+        self.shutdown()
+
+    # Connections.
+
+    def is_protected(self) -> bool:
+        """Whether a recovery would take up this group's operations."""
+        return not self._session.unprotected
+
+    def connect(self) -> None:
+        """Connect in the session's generation and block until all members have; goes on into later generations."""
+        while True:
+            try:
+                self.connect_in(self._session.generation)
+                return
+            except (GenerationOverError, RuntimeError):
+                if not self._wait_for_next_generation():
+                    raise
+
+    def _wait_for_next_generation(self) -> bool:
+        session = self._session
+        tried = session.generation
+        with session.changed:
+            return session.changed.wait_for(
+                lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
+                timeout=CONNECT_LIMIT.total_seconds(),
+            ) and not session.unprotected
+
+    def connect_in(self, generation: int) -> None:
+        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError."""
+        if self._connection is not None and self._connection.generation == generation:
+            return
+        connection = Connection(self._exchange, generation, self._name, self._rank, self._size, self._op_limit)
+        native = ProcessGroup(self._rank, self._size)
+        native._set_default_backend(ProcessGroup.BackendType.GLOO)
+        native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
+        native._set_group_name(self._name)
+        with self._session.journal.lock:
+            self._connection = connection
+            self._native = native
+
+    def cut(self) -> None:
+        """Break the connection: whatever is pending on it fails at once."""
+        if self._connection is not None:
+            self._connection.cut()
+
+    def forget_connection(self) -> None:
+        """Drop a broken connection; its operations have all failed or completed."""
+        self._connection = None
+        self._native = None
+
+    # Operations.
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> Work:
+        """Write an operation into the journal and issue it; the way of every collective."""
+        session = self._session
+        journal = session.journal
+        faults.reached("collective")
+        board, row = session.board, session.local_rank
+        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
+        session.touch(Phase.COLLECTIVE)
+        inputs_at, outputs_at = OPERATIONS[op]
+        entry = Entry(self, op, args, self._signature(op, args))
+        outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
+        entry.outputs = outputs
+        if sum(tensor.nbytes for tensor in outputs) <= SMALL_RESULT_BYTES:
+            entry.place = location_key()
+        if session.replay is not None:
+            session.replay.answer(entry)
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if session.is_applying:
+            session.give_up_protection("a collective is issued inside Optimizer.step (a closure?)")
+        if session.expected is not None:
+            session.expected.check(entry)
+        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
+        with journal.lock:
+            if not session.unprotected and not journal.save(entry, inputs):
+                session.give_up_protection("the journal of one step has reached journal_limit_mib")
+            journal.entries.append(entry)
+            if not journal.is_frozen:
+                try:
+                    entry.inner = self._call(op, args)
+                except Exception:
+                    journal.drop(entry)
+                    raise
+        return ManagedWork(journal, entry)
+
+    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
+        if self._native is None:
+            raise RuntimeError(f"process group {self._name!r} has been destroyed")
+        return getattr(self._native, op)(*args)
+
+    def _signature(self, op: str, args: tuple[Any, ...]) -> str:
+        """What must agree between ranks: the operation, and the tensors' shapes and types where all ranks give the same."""
+        options = args[-1] if args else None
+        reduce_op = getattr(options, "reduceOp", None)
+        root = getattr(options, "rootRank", None)
+        shapes = (
+            ",".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors_in(args[0]))
+            if op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+            else ""
+        )
+        return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root} {shapes}"
+
+    def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
+        """Only the root's tensors matter to a broadcast."""
+        return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
+
+    def bridge(self, entry: Entry, inner: Any) -> None:
+        """Complete the entry's future when `inner` completes; not from the caller's thread, or DDP loses its overlap."""
+
+        def completed(finished: torch.futures.Future[Any]) -> None:
+            try:
+                finished.value()
+            except Exception as error:
+                entry.error = error
+                return
+            self.complete(entry, inner)
+
+        inner.get_future().add_done_callback(completed)
+
+    def complete(self, entry: Entry, inner: Any) -> None:
+        """The operation has completed in the generation of `inner`."""
+        with self._session.journal.lock:
+            if entry.is_done or entry.inner is not inner:
+                return
+            entry.is_done = True
+        self._session.results.keep(entry)
+        if entry.future is not None:
+            entry.future.set_result(entry.outputs)
+
+    def issue_again(self, entry: Entry) -> Any:
+        """Issue a journal entry in the present generation; returns the backend's work.
+
+        An entry that has not completed gets its inputs back and works on the script's own tensors. One that has is
+        only served to the others, on scratch copies: the script may have changed its tensors since.
+        """
+        scratch = {}
+        if entry.is_done:
+            saved = {id(tensor): copy for tensor, copy in self._saved_by_tensor(entry)}
+            for tensor in tensors_in(list(entry.args)):
+                scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else torch.empty_like(tensor)
+            args = with_tensors_replaced(entry.args, scratch)
+        else:
+            for tensor, copy in entry.saved:
+                tensor.copy_(copy)
+            args = entry.args
+        return self._call(entry.op, args)
+
+    def _saved_by_tensor(self, entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        inputs_at, _ = OPERATIONS[entry.op]
+        if inputs_at is not None and entry.saved:
+            yield from zip(
+                tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True
+            )
+
+
+def _operation(op: str) -> Callable[..., Work]:
+    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
+        return self.issue(op, _positional(op, args, kwargs))
+
+    call.__name__ = op
+    return call
+
+
+def _positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings."""
+    full = args + tuple(kwargs.values())
+    if op in ("allreduce", "broadcast", "reduce") and isinstance(full[0], torch.Tensor):
+        if op == "allreduce":
+            options: Any = dist.AllreduceOptions()
+            if len(full) > 1 and not isinstance(full[1], dist.AllreduceOptions):
+                options.reduceOp = full[1]
+            elif len(full) > 1:
+                options = full[1]
+        else:
+            options = dist.BroadcastOptions() if op == "broadcast" else dist.ReduceOptions()
+            options.rootRank = full[1]
+            options.rootTensor = 0
+        return ([full[0]], options)
+    return full
+
+
+def _point_to_point(op: str) -> Callable[..., Work]:
+    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
+        self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
+        if self._session.replay is not None:
+            raise RuntimeError(f"{op} cannot be replayed")
+        work: Work = getattr(self._native, op)(*args, **kwargs)
+        return work
+
+    return call
+
+
+for _name in OPERATIONS:
+    setattr(ManagedGroup, _name, _operation(_name))
+for _name in POINT_TO_POINT:
+    setattr(ManagedGroup, _name, _point_to_point(_name))

@@ -1,0 +1,120 @@
+"""The recorder: what one rank leaves behind, in shared memory outside its process.
+
+A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest three
+boundaries (a fault can ask for the newest or the one before it, and a replay also needs the boundary before that), and a
+log of the results of small collectives, from which a replay answers calls whose peers have long gone on.
+
+A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older ones.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+
+import torch
+
+SLOTS = 3
+HEADER_BYTES = 4096
+LOG_BYTES = 16 << 20
+_SLOT = struct.Struct("<qqq")  # boundary, bytes of the head, bytes of the blobs
+_LOG = struct.Struct("<q")  # bytes used
+_ENTRY = struct.Struct("<i")  # bytes of one log entry
+_LOG_AT = HEADER_BYTES - 64
+NO_BOUNDARY = -1
+
+
+class RecordTooLargeError(RuntimeError):
+    """A record does not fit; the message names the setting that makes room."""
+
+
+class Recorder:
+    """One rank's shared record.
+
+    fd              the memfd
+    slot_bytes      room for one record
+    """
+
+    def __init__(self, fd: int, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
+        self._view = memoryview(self._map)
+
+    @staticmethod
+    def size_bytes(slot_bytes: int) -> int:
+        """Address space that a recorder takes; memory is taken only for what is written."""
+        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES
+
+    @classmethod
+    def create(cls, slot_bytes: int) -> int:
+        """Make an empty recorder in a memfd; returns its fd."""
+        fd = os.memfd_create("ttprun-record", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size_bytes(slot_bytes))
+        cls(fd, slot_bytes).clear()
+        return fd
+
+    def clear(self) -> None:
+        """Forget all records and the log."""
+        for slot in range(SLOTS):
+            _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
+        _LOG.pack_into(self._map, _LOG_AT, 0)
+
+    def write(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
+        """Write the record of a boundary over the oldest one.
+
+        head    the packed plain part
+        blobs   contiguous CPU tensors, written one behind the other
+
+        Raises RecordTooLargeError, with the older records untouched.
+        """
+        blob_bytes = sum(blob.nbytes for blob in blobs)
+        if len(head) + blob_bytes > self._slot_bytes:
+            raise RecordTooLargeError(
+                f"the record of a boundary takes {(len(head) + blob_bytes) >> 20} MiB, more than record_limit_mib "
+                f"= {self._slot_bytes >> 20} allows"
+            )
+        slot = boundary % SLOTS
+        at = HEADER_BYTES + slot * self._slot_bytes
+        _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
+        self._map[at : at + len(head)] = head
+        at += len(head)
+        for blob in blobs:
+            if blob.nbytes:
+                self._view[at : at + blob.nbytes] = memoryview(blob.reshape(-1).view(torch.uint8).numpy())
+                at += blob.nbytes
+        _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
+
+    def read(self, boundary: int) -> tuple[bytes, bytes] | None:
+        """Copies of (head, blobs) of a boundary's record, None if it is not there."""
+        slot = boundary % SLOTS
+        found, head_bytes, blob_bytes = _SLOT.unpack_from(self._map, slot * _SLOT.size)
+        if found != boundary:
+            return None
+        at = HEADER_BYTES + slot * self._slot_bytes
+        middle = at + head_bytes
+        return bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
+
+    def append_log(self, entry: bytes) -> bool:
+        """Append an entry to the log of results; False when it is full."""
+        (used,) = _LOG.unpack_from(self._map, _LOG_AT)
+        need = _ENTRY.size + len(entry)
+        if used + need > LOG_BYTES:
+            return False
+        at = HEADER_BYTES + SLOTS * self._slot_bytes + used
+        _ENTRY.pack_into(self._map, at, len(entry))
+        self._map[at + _ENTRY.size : at + need] = entry
+        _LOG.pack_into(self._map, _LOG_AT, used + need)
+        return True
+
+    def read_log(self) -> Iterator[bytes]:
+        """The log's entries, oldest first."""
+        (used,) = _LOG.unpack_from(self._map, _LOG_AT)
+        at = HEADER_BYTES + SLOTS * self._slot_bytes
+        end = at + used
+        while at < end:
+            (size,) = _ENTRY.unpack_from(self._map, at)
+            at += _ENTRY.size
+            yield bytes(self._view[at : at + size])
+            at += size

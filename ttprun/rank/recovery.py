@@ -1,0 +1,227 @@
+"""A rank's part in a recovery, on a thread of its own; the main thread need only wait.
+
+Messages of the agent: `freeze` (a rank is lost: stop in front of the next commit, break the connection, say where you
+stand), `send_state` and `fetch_state` (the repair), `resume` (connect in the new generation and issue the journal
+again). A newer generation overtakes an older one at every wait.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import queue
+import threading
+import time
+import traceback
+from typing import Any
+
+from ttprun.board import Field, Phase
+from ttprun.channel import Message
+from ttprun.faults import parse_fault
+from ttprun.rank import faults, repair
+from ttprun.rank.connection import GenerationOverError
+from ttprun.rank.expected import Expected
+from ttprun.rank.journal import Entry
+from ttprun.rank.session import Session
+
+_LOOK_AGAIN_S = 0.05
+
+
+class OvertakenError(RuntimeError):
+    """A newer generation has begun: what was being done is void."""
+
+
+class Recovery:
+    """Reads the agent's messages and carries them out."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._orders: queue.Queue[Message] = queue.Queue()
+        self._newest_generation = session.generation
+
+    def start(self) -> None:
+        """Start the thread that works and may block; `take` is called from the one that reads."""
+        threading.Thread(target=self._work, name="ttprun-recovery", daemon=True).start()
+
+    def take(self, message: Message) -> None:
+        """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
+        session = self._session
+        op = message["op"]
+        if op == "put":
+            session.exchange.deliver(message["generation"], message["key"], base64.b64decode(message["value"]))
+        elif op == "fault":
+            faults.arm(parse_fault(message["fault"]))
+        elif op == "unprotected":
+            with session.changed:
+                session.unprotected = session.unprotected or message["reason"]
+                session.changed.notify_all()
+        else:
+            self._newest_generation = max(self._newest_generation, message["generation"])
+            if op == "freeze":
+                session.exchange.end_before(message["generation"])
+            self._orders.put(message)
+
+    def _work(self) -> None:
+        session = self._session
+        while True:
+            message = self._orders.get()
+            if message["generation"] < self._newest_generation:
+                continue
+            try:
+                getattr(self, f"_on_{message['op']}")(message)
+            except (OvertakenError, GenerationOverError):
+                continue
+            except Exception as error:
+                if self._newest_generation > message["generation"]:
+                    continue
+                detail = "" if isinstance(error, repair.NotRepairableError) else traceback.format_exc()
+                session.channel.send(
+                    {
+                        "op": "mismatch",
+                        "generation": message["generation"],
+                        "reason": f"rank {session.rank}, {message['op']}: {error}",
+                        "detail": detail,
+                    }
+                )
+
+    def _check_overtaken(self) -> None:
+        if self._newest_generation > self._session.generation:
+            raise OvertakenError
+
+    # Freeze.
+
+    def _on_freeze(self, message: Message) -> None:
+        session = self._session
+        with session.journal.lock:
+            session.journal.is_frozen = True
+        with session.changed:
+            session.generation = message["generation"]
+            session.is_holding = True
+            session.settle_at = 0
+            session.changed.notify_all()
+        self._break_connections()
+        with session.changed:
+            while session.is_applying:
+                session.changed.wait(_LOOK_AGAIN_S)
+                self._check_overtaken()
+        self._settle(message["survivors"])
+        state = repair.digest() if session.applied else ""
+        session.channel.send(
+            {
+                "op": "frozen",
+                "generation": session.generation,
+                "boundary": session.applied,
+                "digest": state,
+                "has_group": bool(session.groups),
+                "journal": self._signatures(),
+            }
+        )
+
+    def _break_connections(self) -> None:
+        """Cut every connection, and wait until no operation of the old generation touches a tensor any more."""
+        session = self._session
+        groups = list(session.groups.values())
+        for group in groups:
+            group.cut()
+        for entry in list(session.journal.entries):
+            inner = entry.inner
+            if inner is not None:
+                with contextlib.suppress(Exception):
+                    inner.wait()
+                    entry.group.complete(entry, inner)
+        for entry in session.journal.unfinished():
+            session.journal.attach(entry, None)
+        for group in groups:
+            group.forget_connection()
+
+    def _settle(self, survivors: list[int]) -> None:
+        """Come to the one boundary at which all survivors stand.
+
+        Each has stopped in front of its next commit. If one of them has stepped already, every rank had recorded that
+        boundary, so those that wait in front of it may step too.
+        """
+        session = self._session
+        board = session.board
+        board.announce(session.local_rank, Field.HELD, session.generation)
+        for row in survivors:
+            while (held := board.get(row, Field.HELD)) < session.generation:
+                board.wait_for_change(row, Field.HELD, held, _LOOK_AGAIN_S)
+                self._check_overtaken()
+        boundary = max(board.get(row, Field.APPLIED) for row in survivors)
+        with session.changed:
+            session.settle_at = boundary
+            session.changed.notify_all()
+            while session.applied < boundary or session.is_applying:
+                session.changed.wait(_LOOK_AGAIN_S)
+                self._check_overtaken()
+
+    def _signatures(self) -> dict[str, Any]:
+        """By group: its ranks, and what it has issued since the boundary."""
+        found: dict[str, Any] = {}
+        with self._session.journal.lock:
+            for entry in self._session.journal.entries:
+                group = found.setdefault(entry.group.group_name, {"ranks": entry.group.ranks, "issued": []})
+                group["issued"].append(entry.signature)
+        return found
+
+    # Repair.
+
+    def _on_send_state(self, message: Message) -> None:
+        session = self._session
+        digest = repair.serve(session.run_dir, message["name"], message["receivers"], message["limit_s"])
+        session.channel.send({"op": "state_sent", "generation": message["generation"], "digest": digest})
+
+    def _on_fetch_state(self, message: Message) -> None:
+        session = self._session
+        session.touch(Phase.REPAIRING)
+        faults.reached("transfer")
+        digest = repair.fetch(session.run_dir, message["name"], message["limit_s"])
+        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": digest})
+
+    # Resume.
+
+    def _on_resume(self, message: Message) -> None:
+        session = self._session
+        if session.replay is not None:
+            self._go_live(message)
+            return
+        started = time.monotonic()
+        again: list[tuple[Entry, Any]] = []
+        for group in list(session.groups.values()):
+            group.connect_in(session.generation)
+        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        at = 0
+        while True:
+            with session.journal.lock:
+                if at == len(session.journal.entries):
+                    session.journal.is_frozen = False
+                    session.journal.news.notify_all()
+                    break
+                entry = session.journal.entries[at]
+                at += 1
+            inner = entry.group.issue_again(entry)
+            again.append((entry, inner))
+            if not entry.is_done:
+                session.journal.attach(entry, inner)
+                if entry.future is not None:
+                    entry.group.bridge(entry, inner)
+        with session.changed:
+            session.is_holding = False
+            session.changed.notify_all()
+        for entry, inner in again:
+            inner.wait()
+            entry.group.complete(entry, inner)
+        self._check_overtaken()
+        session.channel.send(
+            {"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started}
+        )
+
+    def _go_live(self, message: Message) -> None:
+        session = self._session
+        replay = session.replay
+        assert replay is not None
+        for group in list(session.groups.values()):
+            group.connect_in(session.generation)
+        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        session.expected = Expected(session.channel, session.generation, message["expected"])
+        replay.live.set()

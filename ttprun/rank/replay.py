@@ -1,0 +1,295 @@
+"""The replay: how a replacement gets to the place where the lost rank stood.
+
+The replacement runs the user's script from the top. Collectives do not communicate, output goes to a log, loops jump to
+the positions of the lost rank's records. It comes by the place of boundary N-1 first: there the variables and random
+states of that boundary are put in, and one more step is run, so that iterators and data fetched ahead are where they
+were at boundary N. There the variables of boundary N are put in, the optimizer steps (so that its state exists and it
+draws the random numbers that it draws), its tensors are overwritten by a survivor's, and the replacement goes live.
+
+What the replay cannot reproduce it refuses: every check that fails is told to the agent with a reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+
+from ttprun.board import Field, Phase
+from ttprun.rank import boundary, faults, files, loaders, loops, random_state
+from ttprun.rank.expected import report_mismatch
+from ttprun.rank.frames import place, user_frames
+from ttprun.rank.output import Diverted
+from ttprun.rank.results import Answers, as_result
+from ttprun.rank.session import Session
+from ttprun.rank.values import CannotRestoreError, Restore
+
+if TYPE_CHECKING:
+    from ttprun.rank.journal import Entry
+
+STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may pass before it comes by the place of boundary N-1
+
+
+class Record:
+    """A boundary's record, unpacked. Raises KeyError if the recorder does not hold it."""
+
+    def __init__(self, session: Session, number: int) -> None:
+        found = session.recorder.read(number)
+        if found is None:
+            raise KeyError(number)
+        head, blobs = found
+        self.fields: dict[str, Any] = msgpack.unpackb(head, strict_map_key=False)
+        self.blobs: list[memoryview] = []
+        at = 0
+        for size in self.fields["blobs"]:
+            self.blobs.append(memoryview(blobs)[at : at + size])
+            at += size
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+class _Skip:
+    """Token of a loop that is over in the lost rank, and would only train again."""
+
+
+class Replay:
+    """The state of a replay.
+
+    boundary    the boundary N to reach
+    live        set by the recovery thread once the tensors are in and the new generation is connected
+    skip_lines  lines of stdout and stderr that the lost rank had written since boundary N
+    """
+
+    def __init__(self, session: Session, number: int, skip_lines: tuple[int, int]) -> None:
+        self.session = session
+        self.boundary = number
+        self.live = threading.Event()
+        self.skip_lines = skip_lines
+        self._target = Record(session, number)
+        self._before = Record(session, number - 1) if number > 1 else None
+        self._has_arrived = self._before is None
+        self._is_at_target = False
+        self._steps_passed = 0
+        self._loops_used: set[int] = set()
+        self._iterators_used: set[int] = set()
+        recent = [as_result(packed) for record in (self._before, self._target) if record for packed in record["results"]]
+        self._answers = Answers(session.recorder.read_log(), recent)
+        self._output = Diverted(session)
+
+    def begin(self) -> None:
+        """Take over the loops' hooks; the script may start."""
+        if self._before is not None:
+            loops.Hooks.enter = self._enter
+            loops.Hooks.loop = self._loop
+
+    # Loops and iterators, on the way to boundary N-1.
+
+    def _enter(self, site: loops.Site, frame: FrameType) -> Any:
+        recorded = self._loop_to_jump(site, frame)
+        if recorded is None:
+            assert self._before is not None
+            return _Skip if site.key in self._before["has_steps"] else random_state.capture()
+        if recorded["began_with"] is not None:
+            random_state.restore(recorded["began_with"])
+        return recorded
+
+    def _loop_to_jump(self, site: loops.Site, frame: FrameType) -> dict[str, Any] | None:
+        assert self._before is not None
+        frames = user_frames(frame)
+        depth = len(frames) - 1
+        recorded_place = self._before["place"]
+        here = place(frames)
+        candidates: list[dict[str, Any]] = []
+        if (
+            depth < len(recorded_place)
+            and here[:depth] == recorded_place[:depth]
+            and here[depth][:2] == recorded_place[depth][:2]
+        ):
+            candidates += self._before["loops"][depth]
+        candidates += self._before["generator_loops"]
+        for candidate in candidates:
+            if candidate["site"] == site.key and id(candidate) not in self._loops_used:
+                self._loops_used.add(id(candidate))
+                return candidate
+        return None
+
+    def _loop(self, site: loops.Site, token: Any, iterable: Iterable[Any]) -> Any:
+        if token is _Skip:
+            return loops.Loop(site, None, ())
+        if isinstance(token, dict) and "site" in token:
+            assert self._before is not None
+            site.has_steps = site.has_steps or token["lead"] > 0
+            site.is_outer = token["item_rng"] is not None
+            return loops.Jump(site, token, iterable, loaders.positioned)
+        return loops.Loop(site, token, iterable)
+
+    def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
+        """The record of the DataLoader iterator that the lost rank had under way, for a loader of this name."""
+        if self._has_arrived or self._before is None:
+            return None
+        left = [(i, it) for i, it in enumerate(self._before["loaders"]) if i not in self._iterators_used]
+        same_name = [(i, it) for i, it in left if it["name"] == name]
+        same_place = [(i, it) for i, it in left if it["name"][0] == name[0]]
+        chosen = same_name[-1:] or (same_place if len(same_place) == 1 else [])
+        for index, iterator in chosen:
+            self._iterators_used.add(index)
+            found: dict[str, Any] = iterator
+            return found
+        return None
+
+    # Collectives.
+
+    def answer(self, entry: Entry) -> None:
+        """Fill a collective's outputs: with what it gave in the lost rank, if that was small, else with its own inputs."""
+        newest = self.boundary - 1 if self._has_arrived else self.boundary - 2
+        if not (entry.place and self._answers.answer(entry.place, entry.outputs, newest)):
+            _as_if_alone(entry)
+
+    # Boundaries.
+
+    def before_step(self, frame: FrameType) -> None:
+        """Pre-hook of Optimizer.step."""
+        if self._has_arrived:
+            difference = self._difference(self._target, frame)
+            if difference:
+                self.refuse(f"the replay has come to another place than boundary {self.boundary}: {difference}")
+            self._put_in(self._target, frame, is_comparing=True)
+            self._is_at_target = True
+            return
+        assert self._before is not None
+        difference = self._difference(self._before, frame)
+        if not difference:
+            self._put_in(self._before, frame, is_comparing=False)
+            self._has_arrived = True
+            loops.Hooks.enter = loops.Hooks.loop = None
+            return
+        self._steps_passed += 1
+        if self._steps_passed > STEPS_TO_LOOK_FOR:
+            self.refuse(f"the replay does not come by the place of boundary {self.boundary - 1}: {difference}")
+
+    def _difference(self, record: Record, frame: FrameType) -> str:
+        """Where this place differs from a record's, "" if it is the same."""
+        frames = user_frames(frame)
+        here = place(frames)
+        if here != record["place"]:
+            return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
+        for user_frame, recorded in zip(frames, record["loops"], strict=True):
+            positions = [[loop.site.key, loop.position] for loop in loops.of_frame(user_frame.f_locals)]
+            expected = [[loop["site"], loop["position"]] for loop in recorded]
+            if positions != expected:
+                return f"its loops stand at {positions}, the lost rank's at {expected}"
+        yielded = sorted([it["name"], it["yielded"]] for it in loaders.records())
+        expected = sorted([it["name"], it["yielded"]] for it in record["loaders"])
+        if [count for _, count in yielded] != [count for _, count in expected]:
+            return f"its DataLoaders have handed out {yielded}, the lost rank's {expected}"
+        if record["unfollowed"]:
+            return "a loop around the optimizer step was not followed in the lost rank"
+        return ""
+
+    def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> None:
+        restore = Restore(record.blobs, is_comparing)
+        try:
+            frames = user_frames(frame)
+            for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
+                restore.frame(user_frame, variables, f"{record['place'][depth][1]}: ")
+            for user_frame, recorded in zip(frames, record["loops"], strict=True):
+                for loop, fields in zip(loops.of_frame(user_frame.f_locals), recorded, strict=True):
+                    restore.value(loop.over, fields["over"], f"{loop.site.key}: ")
+            known = dict(files.user_modules())
+            for name, variables in record["modules"].items():
+                if name in known:
+                    restore.module(vars(known[name]), variables, f"{name}: ")
+            found = boundary.optimizers()
+            if len(found) != len(record["optimizers"]):
+                raise CannotRestoreError(
+                    f"the script has made {len(found)} optimizers in the replay, {len(record['optimizers'])} before"
+                )
+            for index, (optimizer, node) in enumerate(zip(found, record["optimizers"], strict=True)):
+                restore.value(optimizer, node, f"optimizer {index}")
+        except CannotRestoreError as error:
+            self.refuse(str(error))
+        if restore.mismatches:
+            self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
+        random_state.restore(record["rng"])
+
+    def after_step(self) -> None:
+        """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
+        if not self._is_at_target:
+            return
+        session = self.session
+        faults.reached("replay")
+        session.channel.send({"op": "replayed", "generation": session.generation, "boundary": self.boundary})
+        self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
+        for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
+            if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
+                model._has_rebuilt_buckets = True
+        poison_gradients()
+        self._output.end(*self.skip_lines)
+        files.unmute(self._target["files"])
+        session.results.begin_step(self.boundary)
+        for site in loops.sites:
+            site.has_steps = site.has_steps or site.key in self._target["has_steps"]
+        session.replay = None
+        session.applied = self.boundary
+        session.board.announce(session.local_rank, Field.APPLIED, self.boundary)
+        session.board.announce(session.local_rank, Field.RECORDED, self.boundary)
+        session.touch(Phase.COMPUTING)
+
+    def end_without_repair(self) -> None:
+        """Undo the diversion of output: the process is about to end."""
+        self._output.end(0, 0)
+
+    def refuse(self, reason: str) -> None:
+        """This replay has failed. Does not return."""
+        report_mismatch(self.session.channel, self.session.generation, reason)
+
+
+def poison_gradients() -> None:
+    """Make sure that no gradient of the replay is used: NaN, till the script zeroes it.
+
+    A script that carries gradients across an optimizer step would add to the wrong ones; `checked_backward` refuses it.
+    """
+    for optimizer in boundary.optimizers():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.fill_(float("nan"))
+
+
+def has_poisoned_gradient() -> bool:
+    """Whether a gradient of the replay has not been zeroed."""
+    return any(
+        parameter.grad is not None and bool(torch.isnan(parameter.grad).any())
+        for optimizer in boundary.optimizers()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+def _told(where: list[list[Any]]) -> str:
+    return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"
+
+
+def _as_if_alone(entry: Entry) -> None:
+    """Outputs of a collective as if all ranks had given what this one gives."""
+    op, args = entry.op, entry.args
+    if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
+        return
+    with torch.no_grad():
+        if op in ("allgather", "allgather_coalesced"):
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        elif op in ("_allgather_base", "all_gather_single"):
+            for chunk in args[0].chunk(entry.group.size()):
+                chunk.copy_(args[1].reshape(chunk.shape))
+        elif op in ("_reduce_scatter_base", "reduce_scatter_single"):
+            args[0].copy_(args[1].chunk(entry.group.size())[entry.group.rank()].reshape(args[0].shape))
+        elif op == "reduce_scatter":
+            for output, given in zip(args[0], args[1], strict=True):
+                output.copy_(given[entry.group.rank()])

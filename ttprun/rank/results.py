@@ -1,0 +1,96 @@
+"""Results of small collectives, kept so that a replay can answer the calls that it makes.
+
+A replacement runs the script from the top; its peers have long gone on and cannot take part in, say, the broadcast of a
+seed at start-up. So each rank keeps what its small collectives gave: those of calls that happen seldom (set-up, epoch
+starts) in the recorder's log, those of the newest steps in the record of each boundary. A result is found again by the
+place in the script from which the call was made, and by the step in which it was made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import torch
+
+if TYPE_CHECKING:
+    from ttprun.rank.journal import Entry
+    from ttprun.rank.recorder import Recorder
+
+# A place that has been called in so many different steps is part of the step, and lives in the records alone.
+SELDOM = 16
+Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
+
+
+class Results:
+    """What this rank's small collectives have given, newest steps only; older ones are in the recorder's log."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lock = threading.Lock()
+        self._of_step: dict[int, list[Result]] = {}
+        self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
+        self.step = 0
+
+    def keep(self, entry: Entry) -> None:
+        """Keep the outputs of a completed operation if they are small."""
+        if not entry.place:
+            return
+        outputs = [_raw(tensor) for tensor in entry.outputs]
+        with self._lock:
+            result = (self.step, entry.place, outputs)
+            self._of_step.setdefault(self.step, []).append(result)
+            last, steps = self._visits[entry.place]
+            if last != self.step:
+                steps += 1
+                self._visits[entry.place] = (self.step, steps)
+            if steps <= SELDOM:
+                self._recorder.append_log(msgpack.packb(result))
+
+    def begin_step(self, step: int) -> list[Result]:
+        """A boundary has been reached; returns the results of the step that it ends."""
+        with self._lock:
+            ended = self._of_step.pop(self.step, [])
+            self._of_step.clear()
+            self.step = step
+            return ended
+
+
+class Answers:
+    """What a replay answers to its collectives, from a lost rank's recorder."""
+
+    def __init__(self, log: Iterable[bytes], recent: Iterable[Result]) -> None:
+        self._by_place: defaultdict[str, dict[int, deque[list[bytes]]]] = defaultdict(dict)
+        seen = set()
+        for step, place, outputs in recent:
+            seen.add((step, place))
+            self._by_place[place].setdefault(step, deque()).append(outputs)
+        for packed in log:
+            step, place, outputs = msgpack.unpackb(packed)
+            if (step, place) not in seen:
+                self._by_place[place].setdefault(step, deque()).append(outputs)
+
+    def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
+        """Fill `outputs` as the call from `place` did last in a step up to `newest_step`; False if that is not known."""
+        steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
+        if not steps:
+            return False
+        kept = self._by_place[place][max(steps)].popleft()
+        if [len(raw) for raw in kept] != [tensor.nbytes for tensor in outputs]:
+            return False
+        for tensor, raw in zip(outputs, kept, strict=True):
+            if raw:
+                tensor.detach().copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
+        return True
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def as_result(packed: list[Any]) -> Result:
+    """A result as it comes out of a record."""
+    return (packed[0], packed[1], packed[2])

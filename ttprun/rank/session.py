@@ -1,0 +1,86 @@
+"""What this process knows of itself as a rank: one `Session`, made by the shim's hooks, None in any other process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ttprun.board import Board, Phase
+
+if TYPE_CHECKING:
+    from ttprun.channel import Channel
+    from ttprun.rank.connection import Exchange
+    from ttprun.rank.expected import Expected
+    from ttprun.rank.journal import Journal
+    from ttprun.rank.process_group import ManagedGroup
+    from ttprun.rank.recorder import Recorder
+    from ttprun.rank.replay import Replay
+    from ttprun.rank.results import Results
+
+
+@dataclass
+class Session:
+    """A rank's state as seen by its hooks.
+
+    generation    number of the communicator set; changed by the recovery thread alone
+    applied       optimizer steps that have run to their end (the boundary this rank has passed)
+    replay        set while a replacement runs the script up to its boundary, else None
+    unprotected   why this rank cannot be repaired or help to repair, "" if it can
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    run_dir: str
+    options: dict[str, Any]
+    channel: Channel
+    board: Board
+    recorder: Recorder
+    journal: Journal
+    results: Results
+    exchange: Exchange
+    generation: int = 0
+    applied: int = 0
+    unprotected: str = ""
+    is_holding: bool = False  # the recovery thread has stopped the main thread in front of its commit
+    settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
+    is_applying: bool = False  # Optimizer.step is running
+    groups: dict[str, ManagedGroup] = field(default_factory=dict)
+    replay: Replay | None = None
+    expected: Expected | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    pid: int = field(default_factory=os.getpid)
+
+    def touch(self, phase: Phase) -> None:
+        """Note on the board what the main thread does now."""
+        self.board.touch(self.local_rank, Phase.REPLAYING if self.replay is not None else phase)
+
+    def give_up_protection(self, reason: str) -> None:
+        """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""
+        if not self.unprotected:
+            self.unprotected = reason
+            self.channel.send({"op": "unprotected", "reason": reason})
+            with self.changed:
+                self.changed.notify_all()
+
+
+_session: Session | None = None
+
+
+def current() -> Session | None:
+    """This process's session, None in a process that is no rank (also in a rank's forked children)."""
+    return _session
+
+
+def begin(session: Session) -> None:
+    """Make `session` this process's own; forked children have none."""
+    global _session
+    _session = session
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    global _session
+    _session = None

@@ -1,0 +1,83 @@
+"""A process started beforehand, with torch imported, that waits to become a replacement: `python -m ttprun.rank.standby`.
+
+It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
+the rank come with the agent's welcome.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import socket
+import sys
+import types
+from typing import Any
+
+from ttprun.channel import Channel, Message
+from ttprun.rank import install, rewrite
+
+WARM = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch.utils.data.distributed",
+    "torch.optim.lr_scheduler",
+    "numpy",
+    "ttprun.rank.replay",
+    "ttprun.rank.recovery",
+    "ttprun.rank.groups",
+    "ttprun.rank.output",
+    "ttprun.rank.gradients",
+)
+
+
+def main() -> None:
+    """Wait for a welcome, then run the user's script as the rank that it names."""
+    agent = int(os.environ[install.AGENT_VARIABLE])
+    install.die_with_parent()
+    if os.getppid() != agent:
+        os._exit(1)
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    for name in WARM:
+        importlib.import_module(name)
+    channel.send({"op": "ready"})
+    try:
+        welcome, fds = channel.receive_with_fds()
+    except EOFError:
+        return
+    for output, target in zip(fds[2:], (1, 2), strict=False):
+        os.dup2(output, target)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(welcome["env"])
+    arguments: list[str] = welcome["arguments"]
+    rewrite.install()
+    is_module = arguments[0] == "-m"
+    script = arguments[1] if is_module else arguments[0]
+    directory = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
+    sys.path[0] = directory
+    install.enter(channel, welcome, fds[:2], directory)
+    install.take_over()
+    _run(script, is_module, arguments, welcome)
+
+
+def _run(script: str, is_module: bool, arguments: list[str], welcome: Message) -> None:
+    if is_module:
+        sys.argv = arguments[1:]
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+        return
+    sys.argv = list(arguments)
+    with open(script, "rb") as file:
+        code = rewrite.compile_followed(file.read(), script)
+    main_module: Any = types.ModuleType("__main__")
+    main_module.__file__ = script
+    main_module.__builtins__ = __builtins__
+    sys.modules["__main__"] = main_module
+    exec(code, main_module.__dict__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Actions: orders to the agent. Data only; each is carried out in the order in which it is given.
+
+A message to a rank that has not said hello yet is held by the agent, and a newer one takes its place. A message for a
+process that has ended is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttprun.recovery.incident import Incident
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze(Action):
+    """Tell the survivors to stand still and to answer with RankFrozen; those that stand still already answer again.
+
+    ranks        survivors
+    generation   that is being made
+    lost         ranks that are being replaced
+    """
+
+    ranks: tuple[int, ...]
+    generation: int
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRank(Action):
+    """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted.
+
+    generation   in which it was asked for; if ranks are lost meanwhile, Replay or Resume names a newer one
+    """
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replay(Action):
+    """Tell a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
+
+    source   survivor that has the results of the small collectives, and later the state
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendState(Action):
+    """Tell a survivor to send its state; it answers StateSent once, each replacement RankRepaired.
+
+    to   the replacements, all of which wait at `boundary`
+    """
+
+    source: int
+    to: tuple[int, ...]
+    generation: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(Action):
+    """Tell all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
+
+    ranks      survivors and replacements
+    boundary   at which all stand; 0: replacements run the script live from the top
+    """
+
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetDeadline(Action):
+    """Post DeadlinePassed with this generation and name after so many seconds; it need never be cancelled."""
+
+    generation: int
+    name: str
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KillRank(Action):
+    """End the rank's process and its children at once. Its exit is expected and will be dropped."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestartGroup(Action):
+    """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
+
+    If no restart is left, the agent ends the job and posts StopAsked.
+
+    reason         for the operator
+    has_progress   False if the same fault came back at the same boundary (exit code 93 of design.md §9)
+    """
+
+    reason: str
+    has_progress: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FailJob(Action):
+    """End all ranks; the job has failed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob(Action):
+    """All ranks have finished; the job is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordIncident(Action):
+    """Write the incident to the event log: it was opened, changed its phase, or ended."""
+
+    incident: Incident

@@ -1,0 +1,224 @@
+"""Events: what has happened, in the past tense. Data only.
+
+Every event carries `at_s`, seconds on a monotonic clock, stamped where the event came in: the machine has no clock.
+Those that a rank sends about a repair carry the generation they belong to; `machine.is_echo` drops those of another.
+
+For each rank the agent must keep the order of things: RankStarted before anything else of that process, then all that
+the process has sent, then its RankExited. After KillRank nothing of that process may come but its RankExited. Between
+ranks any order will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something happened.
+
+    at_s   seconds, monotonic, never less than that of the event before
+    """
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvent(Event):
+    """Something happened to one rank.
+
+    rank   0 .. world_size - 1
+    """
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepairEvent(RankEvent):
+    """A rank reports on a repair.
+
+    generation   that of the order which the rank has carried out
+    """
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStarted(RankEvent):
+    """A process has been started for a rank, or a standby has been given it.
+
+    pid   from now on the rank's present pid
+    """
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProtected(RankEvent):
+    """The rank's hooks have said hello."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUnprotected(RankEvent):
+    """From now on this rank cannot take part in a repair, so no rank of the job can be replaced.
+
+    reason   what the hooks met, for the operator
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited(RankEvent):
+    """A rank's process has ended.
+
+    pid                the process; an exit of any other than the rank's present one is an echo
+    code               exit code, None if a signal ended it; 0 says that the script has finished
+    signal             number of the signal, else None
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   seconds between the death and the agent's seeing it
+    is_script_error    the script's own uncaught exception ended it
+    reason             root cause if the agent knows it, else ""
+    """
+
+    pid: int
+    code: int | None
+    signal: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    is_script_error: bool = False
+    reason: str = ""
+
+    @property
+    def is_finish(self) -> bool:
+        """The script came to its end; everything else is a fault."""
+        return self.code == 0 and self.signal is None
+
+    @property
+    def kind(self) -> str:
+        """The fault in two words: "exception", "signal 9", "exit 3"."""
+        if self.is_script_error:
+            return "exception"
+        if self.signal is not None:
+            return f"signal {self.signal}"
+        return "exit" if self.code is None else f"exit {self.code}"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        if self.is_script_error:
+            how = "ended with an uncaught exception"
+        elif self.signal is not None:
+            how = f"was ended by signal {self.signal}"
+        else:
+            how = "ended" if self.code is None else f"exited with code {self.code}"
+        cause = f" ({self.reason})" if self.reason else ""
+        return f"rank {self.rank} {how} at boundary {self.boundary}{cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFrozen(RepairEvent):
+    """A survivor stands still.
+
+    boundary    optimizer steps that it has completed
+    digest      of its replicated state; "" if it has none
+    has_group   the script has made its process group
+    """
+
+    boundary: int
+    digest: str
+    has_group: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReplayed(RepairEvent):
+    """A replacement has come to the boundary in replay and waits for tensors.
+
+    boundary   where it stands
+    """
+
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSent(RepairEvent):
+    """The source has sent the state to every replacement.
+
+    digest   of what it has sent
+    """
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRepaired(RepairEvent):
+    """A replacement has loaded the state.
+
+    digest   of what it has loaded
+    """
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRebuilt(RepairEvent):
+    """A rank is connected in the new generation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReissued(RepairEvent):
+    """A survivor's journal is through; a replacement has issued as many collectives as the survivors had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MismatchFound(RepairEvent):
+    """A check failed in a rank: nobody may go on with its state.
+
+    reason   which check, and the two values
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlinePassed(Event):
+    """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
+
+    generation, name   as in the SetDeadline
+    """
+
+    generation: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRestarted(Event):
+    """The agent has ended all ranks and is starting them anew: a RankStarted for each follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopAsked(Event):
+    """The job must end now: the user asked, or the agent cannot carry out an order (no restart is left).
+
+    reason   who asked, and why
+    """
+
+    reason: str
+
+
+EVENT_TYPES: tuple[type[Event], ...] = (
+    RankStarted,
+    RankProtected,
+    RankUnprotected,
+    RankExited,
+    RankFrozen,
+    RankReplayed,
+    StateSent,
+    RankRepaired,
+    RankRebuilt,
+    RankReissued,
+    MismatchFound,
+    DeadlinePassed,
+    GroupRestarted,
+    StopAsked,
+)

@@ -1,0 +1,210 @@
+"""Handlers of faults: what an exit, a stop or a restart means in each phase, and whether ranks can be replaced.
+
+Read `answer_fault` first: its order of questions is the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttprun.recovery.actions import FinishJob, KillRank
+from ttprun.recovery.events import (
+    DeadlinePassed,
+    GroupRestarted,
+    MismatchFound,
+    RankExited,
+    RankProtected,
+    RankStarted,
+    RankUnprotected,
+    StopAsked,
+)
+from ttprun.recovery.job import Fault, Job, Life, Phase, fresh_members, name_ranks
+from ttprun.recovery.ladder import (
+    DEADLINE_NAMES,
+    Result,
+    begin_attempt,
+    drain,
+    enter,
+    fail_job,
+    open_incident,
+    reason_of,
+    restart_group,
+    unchanged,
+)
+from ttprun.recovery.repair import end_resuming, note_process
+
+
+def on_protected(job: Job, event: RankProtected) -> Result:
+    """The hooks have said hello."""
+    return job.with_member(event.rank, is_protected=True), ()
+
+
+def on_unprotected(job: Job, event: RankUnprotected) -> Result:
+    """Replacement is off from now on; the first reason is kept."""
+    return replace(job, unprotected_reason=job.unprotected_reason or sentence_of(event)), ()
+
+
+def on_unprotected_in_repair(job: Job, event: RankUnprotected) -> Result:
+    """The repair cannot be completed."""
+    job, _ = on_unprotected(job, event)
+    return restart_group(job, event.at_s, sentence_of(event))
+
+
+def sentence_of(event: RankUnprotected) -> str:
+    """The reason why no rank can be replaced, with the rank that gave it."""
+    return f"rank {event.rank} cannot take part in a repair ({event.reason})"
+
+
+def on_exit(job: Job, event: RankExited) -> Result:
+    """RUNNING: a rank has finished, or is lost."""
+    if not event.is_finish:
+        return answer_fault(job, event)
+    job = mark_finished(job, event)
+    if job.survivors:
+        return job, ()
+    return enter(job, Phase.DONE, event.at_s, (FinishJob(),))
+
+
+def on_exit_in_repair(job: Job, event: RankExited) -> Result:
+    """A survivor or a replacement has ended before the repair was complete."""
+    member = job.members[event.rank]
+    is_replacement = member.life is Life.LOST
+    if event.is_finish and is_replacement:
+        why = f"the replacement of rank {event.rank} came to the end of the script before it had caught up"
+        return restart_group(job, event.at_s, why)
+    if event.is_finish and member.has_reissued:
+        return end_resuming(mark_finished(job, event), event.at_s)
+    if event.is_finish:
+        why = f"rank {event.rank} finished during the repair, so the group cannot be built again"
+        return drain(mark_finished(job, event), event.at_s, why)
+    if event.is_script_error and is_replacement:
+        job = note_fault(job, event)
+        why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
+        return restart_group(job, event.at_s, why)
+    return answer_fault(job, event)
+
+
+def on_exit_while_draining(job: Job, event: RankExited) -> Result:
+    """One rank less to wait for; after the last one the group is restarted."""
+    job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
+    if job.survivors:
+        return job, ()
+    return restart_group(job, event.at_s, f"{name_ranks(job.lost)} did not finish, and no other rank runs any more")
+
+
+def on_started_while_draining(job: Job, event: RankStarted) -> Result:
+    """A replacement that was still being started is not needed any more; any other rank starts late."""
+    job = note_process(job, event)
+    member = job.members[event.rank]
+    if member.life is not Life.LOST:
+        return job, ()
+    return job.with_member(event.rank, pid=None), (KillRank(event.rank, "no repair is possible any more"),)
+
+
+def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
+    """Who has not finished by now waits for a lost rank."""
+    if event.name != DEADLINE_NAMES[Phase.DRAINING]:
+        return unchanged(job, event)
+    waited_s = event.at_s - job.phase_since_s
+    why = f"{name_ranks(job.survivors)} did not finish within {waited_s:.0f} s"
+    return restart_group(job, event.at_s, why)
+
+
+def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
+    """Ranks that should be alike are not, and which is right is not known."""
+    fault = f"rank {event.rank} found a mismatch ({event.reason})"
+    job = open_incident(job, event.at_s, "mismatch", fault, detect_s=0.0).with_incident(ranks=(event.rank,))
+    return restart_group(job, event.at_s, "the state of the ranks cannot be trusted")
+
+
+def on_stop(job: Job, event: StopAsked) -> Result:
+    """The job ends, whatever goes on."""
+    return fail_job(job, event.at_s, event.reason)
+
+
+def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
+    """All ranks are fresh: nothing that was known of the old ones holds any more."""
+    reason = reason_of(job, "the agent restarted the whole group")
+    if job.phase is Phase.RESTARTING and job.incident is not None:
+        reason = job.incident.reason
+    job = replace(
+        job,
+        generation=job.generation + 1,
+        members=fresh_members(job.settings),
+        unprotected_reason="",
+        faults=(),
+    )
+    return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
+
+
+def answer_fault(job: Job, event: RankExited) -> Result:
+    """A rank is lost: replace it, or say why not. The order of the questions matters.
+
+    An exception before the first step condemns the script only if nothing else has happened: survivors that are still
+    making their process group raise one when a peer is lost.
+    """
+    why_not = why_not_protected(job, event.rank)
+    was_survivor = job.members[event.rank].life is Life.LIVE
+    is_first_fault = job.incident is None
+    is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING)
+    attempt = (job.incident.attempt if job.incident else 1) + (0 if is_free else 1)
+    phase = job.phase
+    job = note_fault(job, event)
+    at_s = event.at_s
+    if why_not:
+        return restart_group(job, at_s, why_not)
+    if event.is_script_error and event.boundary == 0 and is_first_fault:
+        return fail_job(job, at_s, f"the script failed before its first step in rank {event.rank}", rung="fail")
+    if job.finished:
+        return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
+    if not job.survivors:
+        return restart_group(job, at_s, "all ranks of the group were lost")
+    if attempt > job.settings.max_attempts:
+        why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"
+        return restart_group(job, at_s, why)
+    if is_first_fault and has_come_back(job):
+        times = job.faults.count(job.faults[-1])
+        where = f"at boundary {event.boundary}"
+        why = f"rank {event.rank} had the same fault {where} {times} times, so that replacing it does not help"
+        return restart_group(job, at_s, why, has_progress=False)
+    return begin_attempt(job.with_incident(attempt=attempt), at_s)
+
+
+def why_not_protected(job: Job, lost: int) -> str:
+    """Why no rank of this job can be replaced; "" if they can.
+
+    lost   rank that has just ended, and is not marked as lost yet
+    """
+    if not job.settings.is_replace_enabled:
+        return "replacement is switched off"
+    if job.unprotected_reason:
+        return job.unprotected_reason
+    if job.settings.expects_protection:
+        return ""
+    silent = tuple(rank for rank in sorted({*job.survivors, lost}) if not job.members[rank].is_protected)
+    return f"the hooks of {name_ranks(silent)} have never said hello" if silent else ""
+
+
+def has_come_back(job: Job) -> bool:
+    """The newest fault has struck the same rank at the same boundary so often that replacing it does not help."""
+    return job.faults.count(job.faults[-1]) > job.settings.max_same_faults
+
+
+def note_fault(job: Job, event: RankExited) -> Job:
+    """The rank is lost; its incident is opened, or the open one has one fault more."""
+    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    if job.incident is None:
+        fault = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary)
+        job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
+        job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
+        return job.with_incident(ranks=(event.rank,))
+    ranks = job.incident.ranks
+    return job.with_incident(
+        ranks=ranks if event.rank in ranks else (*ranks, event.rank),
+        reason=f"{job.incident.reason}, then {event.sentence}",
+    )
+
+
+def mark_finished(job: Job, event: RankExited) -> Job:
+    """The rank's script has come to its end."""
+    return job.with_member(event.rank, pid=None, life=Life.FINISHED)

@@ -1,0 +1,197 @@
+"""The job as the machine sees it: settings, ranks, phase, open incident. Frozen data, no decisions.
+
+A repair keeps no record of its own: what has been done of it is what each `Member` has answered so far.
+Read `Phase`, `Member` and `Job` first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from typing import Any
+
+from ttprun.recovery.events import Event, RankFrozen
+from ttprun.recovery.incident import Incident
+
+
+class Phase(StrEnum):
+    """What is going on in the job."""
+
+    RUNNING = "RUNNING"  # ranks train, or have finished
+    FREEZING = "FREEZING"  # survivors come to a stand, replacements start
+    REPLAYING = "REPLAYING"  # replacements run the script up to the boundary
+    TRANSFERRING = "TRANSFERRING"  # the source sends its state
+    RESUMING = "RESUMING"  # all connect, and issue their journals
+    DRAINING = "DRAINING"  # no repair is possible; ranks that can finish may do so
+    RESTARTING = "RESTARTING"  # the agent restarts the whole group
+    DONE = "DONE"
+    FAILED = "FAILED"
+
+
+class Life(Enum):
+    """What a rank is worth."""
+
+    LIVE = "live"  # a full member of the group: it may be a survivor and a source
+    LOST = "lost"  # a fault ended its process; its replacement, if any, has not caught up yet
+    FINISHED = "finished"  # its script has come to the end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long each phase of a recovery may take, in seconds; what happens then is a fallback."""
+
+    freeze_s: float = 60.0
+    replay_s: float = 600.0
+    transfer_s: float = 300.0
+    resume_s: float = 300.0  # at boundary 0 replay_s more: the replacement must start up first
+    drain_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user and the agent have decided beforehand.
+
+    world_size           number of ranks, >= 1
+    is_replace_enabled   False: every fault restarts the group, as under torchrun
+    expects_protection   ranks that have not said hello yet are taken to do so
+    max_attempts         attempts per incident; survivors that die while all freeze cost none
+    max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
+    """
+
+    world_size: int
+    is_replace_enabled: bool = True
+    expects_protection: bool = True
+    max_attempts: int = 3
+    max_same_faults: int = 3
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank: its process, and what it has answered in the present attempt.
+
+    pid                 present process; None if there is none, or if it has been killed by us
+    is_protected        its hooks have said hello
+    spawn_asked_at_s    when a process was asked for that has not started yet
+    has_orders          a replacement that has been told where to go; a new attempt needs a new process
+    frozen              answer to Freeze
+    sent_digest         digest of StateSent; the source only
+    repaired_digest     digest of RankRepaired; replacements only
+    """
+
+    rank: int
+    pid: int | None = None
+    life: Life = Life.LIVE
+    is_protected: bool = False
+    spawn_asked_at_s: float | None = None
+    has_orders: bool = False
+    frozen: RankFrozen | None = None
+    has_replayed: bool = False
+    sent_digest: str | None = None
+    repaired_digest: str | None = None
+    has_rebuilt: bool = False
+    has_reissued: bool = False
+
+    def with_answers_forgotten(self) -> Member:
+        """The same process at the beginning of another attempt."""
+        return Member(
+            rank=self.rank,
+            pid=self.pid,
+            life=self.life,
+            is_protected=self.is_protected,
+            spawn_asked_at_s=self.spawn_asked_at_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """The fault that opened an incident, as far as it can come back: who, how and where."""
+
+    rank: int
+    kind: str
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Everything that the decisions depend on. Made by `new_job`, changed by `machine.advance` alone.
+
+    generation           of the communicators; in a recovery, that which is being made
+    members              one per rank, in order
+    phase_since_s        when the phase, or the present attempt in it, began
+    incident             the open one, None while all is well
+    incident_count       incidents so far, with the open one
+    unprotected_reason   why no rank can be replaced any more; "" if they can
+    faults               that opened incidents at the newest boundary, to see one that comes back
+    story                newest events that changed something, for errors of our own
+    """
+
+    settings: Settings
+    members: tuple[Member, ...]
+    phase: Phase = Phase.RUNNING
+    generation: int = 0
+    phase_since_s: float = 0.0
+    incident: Incident | None = None
+    incident_count: int = 0
+    unprotected_reason: str = ""
+    faults: tuple[Fault, ...] = ()
+    story: tuple[Event, ...] = ()
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """Ranks that are full members of the group."""
+        return self.ranks_that_are(Life.LIVE)
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks whose place a whole process has not taken yet."""
+        return self.ranks_that_are(Life.LOST)
+
+    @property
+    def finished(self) -> tuple[int, ...]:
+        """Ranks whose script has come to its end."""
+        return self.ranks_that_are(Life.FINISHED)
+
+    def ranks_that_are(self, life: Life) -> tuple[int, ...]:
+        """Ranks of one kind, in order."""
+        return tuple(member.rank for member in self.members if member.life is life)
+
+    @property
+    def replacements(self) -> tuple[Member, ...]:
+        """Members for the lost ranks, with or without a process yet."""
+        return tuple(member for member in self.members if member.life is Life.LOST)
+
+    @property
+    def source(self) -> RankFrozen | None:
+        """Answer of the lowest survivor that stands still; it is the source, its boundary the one to resume from."""
+        return next((member.frozen for member in self.members if member.frozen is not None), None)
+
+    def with_member(self, rank: int, **changes: Any) -> Job:
+        """The same job with one member changed."""
+        return self.with_members(replace(self.members[rank], **changes))
+
+    def with_members(self, *changed: Member) -> Job:
+        """The same job with some members exchanged."""
+        by_rank = {member.rank: member for member in (*self.members, *changed)}
+        return replace(self, members=tuple(by_rank[member.rank] for member in self.members))
+
+    def with_incident(self, **changes: Any) -> Job:
+        """The same job with its open incident changed, if there is one."""
+        return self if self.incident is None else replace(self, incident=replace(self.incident, **changes))
+
+
+def new_job(settings: Settings) -> Job:
+    """A job whose ranks are about to be started: a RankStarted for each is expected."""
+    if settings.world_size < 1:
+        raise ValueError(f"world_size is {settings.world_size}; a job has at least one rank")
+    return Job(settings=settings, members=fresh_members(settings))
+
+
+def fresh_members(settings: Settings) -> tuple[Member, ...]:
+    """Members none of which has a process yet."""
+    return tuple(Member(rank=rank) for rank in range(settings.world_size))
+
+
+def name_ranks(ranks: tuple[int, ...]) -> str:
+    """ "rank 2", or "ranks 0, 3"."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"

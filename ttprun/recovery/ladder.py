@@ -1,0 +1,139 @@
+"""The ways out of an incident: another attempt to replace, restart of the group, draining, failure.
+
+Each takes the job as it is, decides nothing, and returns the job in its new phase with the actions that bring it there.
+Every way down has a reason for the operator: why it is taken, and what it began with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ttprun.recovery.actions import (
+    Action,
+    FailJob,
+    Freeze,
+    KillRank,
+    RecordIncident,
+    RestartGroup,
+    SetDeadline,
+    SpawnRank,
+)
+from ttprun.recovery.events import Event
+from ttprun.recovery.incident import Incident
+from ttprun.recovery.job import Job, Life, Member, Phase
+
+Result = tuple[Job, tuple[Action, ...]]
+
+DEADLINE_NAMES = {
+    Phase.FREEZING: "freeze",
+    Phase.REPLAYING: "replay",
+    Phase.TRANSFERRING: "transfer",
+    Phase.RESUMING: "resume",
+    Phase.DRAINING: "drain",
+}
+
+
+def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
+    """The job with a new incident, in which no rank is lost yet.
+
+    fault   a sentence that goes on from "it began when"
+    """
+    incident = Incident(
+        id=job.incident_count + 1,
+        kind=kind,
+        ranks=(),
+        rung="replace",
+        outcome="open",
+        reason=fault,
+        phase=job.phase,
+        generation=job.generation,
+        opened_at_s=at_s,
+        detect_s=detect_s,
+    )
+    return replace(job, incident=incident, incident_count=incident.id)
+
+
+def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
+    """Begin a phase; the open incident is recorded as it then stands, and closed if its outcome is no longer open."""
+    job = replace(job, phase=phase, phase_since_s=at_s)
+    if job.incident is None:
+        return job, actions
+    incident = replace(job.incident, phase=phase, generation=job.generation, **incident_changes)
+    if incident.outcome == "open":
+        return replace(job, incident=incident), (*actions, RecordIncident(incident))
+    incident = replace(incident, total_s=(incident.detect_s or 0.0) + at_s - incident.opened_at_s)
+    return replace(job, incident=None), (*actions, RecordIncident(incident))
+
+
+def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
+    """The deadline with which a phase begins."""
+    name = DEADLINE_NAMES[phase]
+    limit_s: float = getattr(job.settings.limits, f"{name}_s")
+    return SetDeadline(job.generation, name, limit_s + extra_s)
+
+
+def begin_attempt(job: Job, at_s: float) -> Result:
+    """Rung "replace": a new generation; survivors freeze, and each lost rank gets a process.
+
+    A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
+    that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary.
+    """
+    job = replace(job, generation=job.generation + 1)
+    spawns: list[Action] = []
+    members: list[Member] = []
+    for member in job.members:
+        if member.life is Life.LOST and member.has_orders and member.pid is not None:
+            spawns.append(KillRank(member.rank, f"the repair begins again as generation {job.generation}"))
+            member = replace(member, pid=None, is_protected=False)
+        if member.life is Life.LOST and member.pid is None and member.spawn_asked_at_s is None:
+            spawns.append(SpawnRank(member.rank, job.generation))
+            member = replace(member, spawn_asked_at_s=at_s)
+        members.append(member.with_answers_forgotten())
+    job = replace(job, members=tuple(members))
+    freeze = Freeze(job.survivors, job.generation, job.lost)
+    actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
+    undone = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
+    return enter(job, Phase.FREEZING, at_s, actions, **undone)
+
+
+def drain(job: Job, at_s: float, why: str) -> Result:
+    """No repair is possible, but ranks still run: those that do not need the lost ones may finish before the restart.
+
+    Ranks that do need them wait in a collective that will never complete, hence the deadline.
+    """
+    if not job.survivors:
+        return restart_group(job, at_s, why)
+    reason = reason_of(job, why)
+    useless = tuple(member for member in job.replacements if member.pid is not None)
+    job = job.with_members(*(replace(member, pid=None, is_protected=False) for member in useless))
+    kills = (KillRank(member.rank, "it is no longer needed: " + why) for member in useless)
+    actions = (*kills, deadline_of(job, Phase.DRAINING))
+    return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
+
+
+def restart_group(job: Job, at_s: float, why: str, has_progress: bool = True) -> Result:
+    """Rung "restart": the agent restarts the whole group, or ends the job if no restart is left."""
+    reason = reason_of(job, why)
+    order = RestartGroup(reason, has_progress)
+    return enter(job, Phase.RESTARTING, at_s, (order,), rung="restart", reason=reason)
+
+
+def fail_job(job: Job, at_s: float, why: str, **incident_changes: Any) -> Result:
+    """Nothing is left to try, or nothing should be: the job ends."""
+    reason = reason_of(job, why)
+    return enter(job, Phase.FAILED, at_s, (FailJob(reason),), outcome="failed", reason=reason, **incident_changes)
+
+
+def reason_of(job: Job, why: str) -> str:
+    """Why a rung is left, then why the one before it was, back to what the incident began with."""
+    if job.incident is None:
+        return why
+    if job.incident.rung == "replace":
+        return f"{why}; it began when {job.incident.reason}"
+    return f"{why}; {job.incident.reason}"
+
+
+def unchanged(job: Job, event: Event) -> Result:
+    """The event needs no answer; its row says why."""
+    return job, ()

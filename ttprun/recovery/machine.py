@@ -1,0 +1,193 @@
+"""The machine: `advance(job, event) -> (job, actions)`.
+
+TRANSITIONS says for each phase and each event which handler answers, and to which phases that can lead. Pairs that
+change nothing are written down too, with the reason; a pair that is not there is a bug of ours and raises.
+
+Read TRANSITIONS first, then `faults.answer_fault`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ttprun.recovery import faults, repair
+from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
+from ttprun.recovery.events import (
+    DeadlinePassed,
+    Event,
+    GroupRestarted,
+    MismatchFound,
+    RankEvent,
+    RankExited,
+    RankFrozen,
+    RankProtected,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankStarted,
+    RankUnprotected,
+    RepairEvent,
+    StateSent,
+    StopAsked,
+)
+from ttprun.recovery.job import Job
+from ttprun.recovery.job import Phase as P
+from ttprun.recovery.ladder import Result, unchanged
+
+STORY_LENGTH = 40
+
+Handler = Callable[[Job, Any], Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one event does in one phase.
+
+    handler    answers it
+    leads_to   phases in which the job can be afterwards
+    why        for a row that changes nothing: why not
+    """
+
+    handler: Handler
+    leads_to: tuple[P, ...]
+    why: str = ""
+
+
+Key = tuple[P, type[Event]]
+
+
+def row(handler: Handler, *leads_to: P) -> Row:
+    """One line of the table."""
+    return Row(handler, leads_to)
+
+
+def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
+    """Lines of the table that change nothing.
+
+    why   the reason, for all of them
+    """
+    return {(phase, event_type): Row(unchanged, (phase,), why) for event_type in event_types}
+
+
+# Where a fault can lead: another attempt, or one of the ways down.
+ANSWERS = (P.FREEZING, P.DRAINING, P.RESTARTING)
+
+TRANSITIONS: dict[Key, Row] = {
+    (P.RUNNING, RankStarted): row(repair.on_started, P.RUNNING),
+    (P.RUNNING, RankProtected): row(faults.on_protected, P.RUNNING),
+    (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
+    (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, P.FAILED, *ANSWERS),
+    (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, P.RESTARTING),
+    (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RUNNING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.RUNNING, "said twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    **ignored(P.RUNNING, "said twice: its repair is over", RankRebuilt, RankReissued),
+    **ignored(P.RUNNING, "a deadline of a repair that is over", DeadlinePassed),
+    #
+    (P.FREEZING, RankStarted): row(repair.on_started_in_freezing, P.FREEZING, P.RESUMING),
+    (P.FREEZING, RankProtected): row(faults.on_protected, P.FREEZING),
+    (P.FREEZING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.FREEZING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
+    (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, P.RESTARTING),
+    (P.FREEZING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.FREEZING, DeadlinePassed): row(repair.on_deadline, P.FREEZING, P.RESTARTING),
+    (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.FREEZING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
+    #
+    (P.REPLAYING, RankStarted): row(repair.on_started_in_replaying, P.REPLAYING),
+    (P.REPLAYING, RankProtected): row(faults.on_protected, P.REPLAYING),
+    (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
+    (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, P.RESTARTING),
+    (P.REPLAYING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.REPLAYING, DeadlinePassed): row(repair.on_deadline, P.REPLAYING, P.RESTARTING),
+    (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.REPLAYING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.REPLAYING, "said twice: all survivors stand still", RankFrozen),
+    **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
+    #
+    (P.TRANSFERRING, RankStarted): row(repair.on_started, P.TRANSFERRING),
+    (P.TRANSFERRING, RankProtected): row(faults.on_protected, P.TRANSFERRING),
+    (P.TRANSFERRING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.TRANSFERRING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
+    (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
+    (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
+    (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.TRANSFERRING, DeadlinePassed): row(repair.on_deadline, P.TRANSFERRING, P.RESTARTING),
+    (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.TRANSFERRING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.TRANSFERRING, "said twice: its phase is over", RankFrozen, RankReplayed),
+    **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
+    #
+    (P.RESUMING, RankStarted): row(repair.on_started, P.RESUMING),
+    (P.RESUMING, RankProtected): row(faults.on_protected, P.RESUMING),
+    (P.RESUMING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.RESUMING, RankExited): row(faults.on_exit_in_repair, P.RESUMING, P.RUNNING, P.DONE, *ANSWERS),
+    (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING),
+    (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING),
+    (P.RESUMING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.RESUMING, DeadlinePassed): row(repair.on_deadline, P.RESUMING, P.RESTARTING),
+    (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RESUMING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    #
+    (P.DRAINING, RankStarted): row(faults.on_started_while_draining, P.DRAINING),
+    (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.RESTARTING),
+    (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, P.RESTARTING),
+    (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
+    **ignored(P.DRAINING, "the repair was given up", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    **ignored(P.DRAINING, "the repair was given up", RankRebuilt, RankReissued),
+    #
+    (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, RankExited, RankProtected),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
+    **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
+    #
+    **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
+    **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
+    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
+    #
+    **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
+    **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
+    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
+}
+
+
+def advance(job: Job, event: Event) -> Result:
+    """Answer one event.
+
+    returns   the job afterwards, and the orders to carry out; the very same job and no orders if nothing changes
+
+    Raises MachineError on a bug of ours: a pair without a row, a phase that its row does not allow, a rank that is not
+    there, a start of a process that the rank does not need.
+    """
+    if isinstance(event, RankEvent) and not 0 <= event.rank < len(job.members):
+        raise MachineError(f"the job has no rank {event.rank}", job, event)
+    if is_echo(job, event):
+        return job, ()
+    found = TRANSITIONS.get((job.phase, type(event)))
+    if found is None:
+        raise MissingTransition(f"no row for {type(event).__name__} in {job.phase}", job, event)
+    after, actions = found.handler(job, event)
+    if after.phase not in found.leads_to:
+        raise ForbiddenTransition(f"{type(event).__name__} led from {job.phase} to {after.phase}", job, event)
+    if after == job and not actions:
+        return job, ()
+    return replace(after, story=(*after.story, event)[-STORY_LENGTH:]), actions
+
+
+def is_echo(job: Job, event: Event) -> bool:
+    """The event is about something that is over: another generation, or a process that the rank no longer has."""
+    if isinstance(event, RepairEvent | DeadlinePassed):
+        return event.generation != job.generation
+    if isinstance(event, RankExited):
+        return event.pid != job.members[event.rank].pid
+    return False

@@ -1,0 +1,242 @@
+"""Handlers of a repair that goes well, phase by phase, and of the checks that may stop it.
+
+FREEZING -> REPLAYING -> TRANSFERRING -> RESUMING -> RUNNING; from boundary 0 straight to RESUMING. A function `end_...`
+looks at what the ranks have answered, and goes on to the next phase once nothing is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttprun.recovery.actions import FinishJob, Replay, Resume, SendState
+from ttprun.recovery.errors import UnexpectedStart
+from ttprun.recovery.events import (
+    DeadlinePassed,
+    MismatchFound,
+    RankFrozen,
+    RankRebuilt,
+    RankReissued,
+    RankRepaired,
+    RankReplayed,
+    RankStarted,
+    StateSent,
+)
+from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
+from ttprun.recovery.ladder import DEADLINE_NAMES, Result, deadline_of, enter, restart_group, unchanged
+
+
+def note_process(job: Job, event: RankStarted) -> Job:
+    """The rank has a process. Raises UnexpectedStart if it needs none."""
+    member = job.members[event.rank]
+    if member.pid == event.pid:
+        return job
+    if member.pid is not None or member.life is Life.FINISHED:
+        raise UnexpectedStart(f"rank {event.rank} was started, but it needs no process", job, event)
+    if member.spawn_asked_at_s is not None and job.incident is not None:
+        spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
+        job = job.with_incident(spawn_s=spawn_s)
+    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None)
+
+
+def on_started(job: Job, event: RankStarted) -> Result:
+    """A rank has a process, and nothing waits for it."""
+    return note_process(job, event), ()
+
+
+def on_started_in_freezing(job: Job, event: RankStarted) -> Result:
+    """A replacement is there; at boundary 0 it may be the last one that was waited for."""
+    return end_freezing(note_process(job, event), event.at_s)
+
+
+def on_frozen(job: Job, event: RankFrozen) -> Result:
+    """A survivor stands still; its first answer counts."""
+    member = job.members[event.rank]
+    if member.life is not Life.LIVE or member.frozen is not None:
+        return unchanged(job, event)
+    job = job.with_member(event.rank, frozen=event)
+    if is_anyone_moving(job):
+        return job, ()
+    job = job.with_incident(freeze_s=event.at_s - job.phase_since_s)
+    disagreement = why_survivors_disagree(job)
+    if disagreement:
+        return restart_group(job, event.at_s, disagreement)
+    return end_freezing(job.with_incident(boundary=event.boundary), event.at_s)
+
+
+def end_freezing(job: Job, at_s: float) -> Result:
+    """Once all survivors stand still: replay, or at boundary 0 run the replacements live from the top.
+
+    A Resume is sent to all at once, so at boundary 0 every replacement must have a process first.
+    """
+    source = job.source
+    if source is None or is_anyone_moving(job):
+        return job, ()
+    if source.boundary > 0:
+        job, replays = order_replays(job)
+        return enter(job, Phase.REPLAYING, at_s, (*replays, deadline_of(job, Phase.REPLAYING)))
+    if any(member.pid is None for member in job.replacements):
+        return job, ()
+    return begin_resuming(job, at_s, boundary=0, extra_s=job.settings.limits.replay_s)
+
+
+def is_anyone_moving(job: Job) -> bool:
+    """Some survivor has not said yet that it stands still."""
+    return any(job.members[rank].frozen is None for rank in job.survivors)
+
+
+def why_survivors_disagree(job: Job) -> str:
+    """Why no repair can start from where the survivors stand; "" if they agree."""
+    frozen = [member.frozen for member in job.members if member.frozen is not None]
+    if len({answer.boundary for answer in frozen}) > 1:
+        places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
+        return f"the survivors stand at different boundaries: {places}"
+    if len({answer.digest for answer in frozen}) > 1:
+        digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in frozen)
+        return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
+    alone = tuple(answer.rank for answer in frozen if answer.boundary > 0 and not answer.has_group)
+    return f"{name_ranks(alone)} trained without a process group, so there is nobody to repair from" if alone else ""
+
+
+def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
+    """Tell the replacements that have a process, and have not been told yet, up to where to replay."""
+    source = job.source
+    ready = tuple(member for member in job.replacements if member.pid is not None and not member.has_orders)
+    if source is None:
+        return job, ()
+    orders = tuple(Replay(member.rank, job.generation, source.boundary, source.rank) for member in ready)
+    return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
+
+
+def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
+    """A replacement is there, and the boundary is known."""
+    return order_replays(note_process(job, event))
+
+
+def on_replayed(job: Job, event: RankReplayed) -> Result:
+    """A replacement has come to the boundary; after the last one the source sends its state."""
+    source = job.source
+    member = job.members[event.rank]
+    if source is None or member.life is not Life.LOST or not member.has_orders:
+        return unchanged(job, event)
+    if event.boundary != source.boundary:
+        why = f"rank {event.rank} replayed up to boundary {event.boundary}, and not to {source.boundary}"
+        return restart_group(job, event.at_s, why)
+    job = job.with_member(event.rank, has_replayed=True)
+    if not all(replacement.has_replayed for replacement in job.replacements):
+        return job, ()
+    job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
+    actions = (
+        SendState(source.rank, job.lost, job.generation, source.boundary),
+        deadline_of(job, Phase.TRANSFERRING),
+    )
+    return enter(job, Phase.TRANSFERRING, event.at_s, actions)
+
+
+def on_state_sent(job: Job, event: StateSent) -> Result:
+    """The source has sent its state to all replacements."""
+    if job.source is None or event.rank != job.source.rank:
+        return unchanged(job, event)
+    return end_transferring(job.with_member(event.rank, sent_digest=event.digest), event.at_s)
+
+
+def on_repaired(job: Job, event: RankRepaired) -> Result:
+    """A replacement has loaded the state."""
+    if job.members[event.rank].life is not Life.LOST:
+        return unchanged(job, event)
+    return end_transferring(job.with_member(event.rank, repaired_digest=event.digest), event.at_s)
+
+
+def end_transferring(job: Job, at_s: float) -> Result:
+    """Once the state is sent and loaded everywhere, and is the same everywhere: all resume."""
+    source = job.source
+    if source is None:
+        return job, ()
+    sent_digest = job.members[source.rank].sent_digest
+    if sent_digest is None or any(member.repaired_digest is None for member in job.replacements):
+        return job, ()
+    if sent_digest != source.digest:
+        why = f"rank {source.rank} froze with state {source.digest or 'none'}, but sent {sent_digest or 'none'}"
+        return restart_group(job, at_s, why)
+    wrong = [member for member in job.replacements if member.repaired_digest != sent_digest]
+    if wrong:
+        loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
+        return restart_group(job, at_s, f"rank {source.rank} sent state {sent_digest or 'none'}, but {loaded}")
+    job = job.with_incident(transfer_s=at_s - job.phase_since_s)
+    return begin_resuming(job, at_s, source.boundary)
+
+
+def begin_resuming(job: Job, at_s: float, boundary: int, extra_s: float = 0.0) -> Result:
+    """All connect in the new generation, and issue their journals.
+
+    extra_s   added to the deadline
+    """
+    job = job.with_members(*(replace(member, has_orders=True) for member in job.replacements))
+    ranks = tuple(sorted((*job.survivors, *job.lost)))
+    actions = (Resume(ranks, job.generation, boundary), deadline_of(job, Phase.RESUMING, extra_s))
+    return enter(job, Phase.RESUMING, at_s, actions)
+
+
+def on_rebuilt(job: Job, event: RankRebuilt) -> Result:
+    """A rank is connected."""
+    return end_resuming(job.with_member(event.rank, has_rebuilt=True), event.at_s)
+
+
+def on_reissued(job: Job, event: RankReissued) -> Result:
+    """A rank has caught up. A replacement is a full member from now on: it may survive, and be a source."""
+    return end_resuming(job.with_member(event.rank, has_reissued=True, life=Life.LIVE), event.at_s)
+
+
+def end_resuming(job: Job, at_s: float) -> Result:
+    """Once all ranks that have not finished are connected and have caught up: the job runs again."""
+    working = [member for member in job.members if member.life is not Life.FINISHED]
+    incident = job.incident
+    if incident is None or not all(member.has_rebuilt for member in working):
+        return job, ()
+    rebuild_s = at_s - job.phase_since_s if incident.rebuild_s is None else incident.rebuild_s
+    job = job.with_incident(rebuild_s=rebuild_s)
+    if not all(member.has_reissued for member in working):
+        return job, ()
+    reissue_s = at_s - job.phase_since_s - rebuild_s
+    job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
+    phase, actions = (Phase.RUNNING, ()) if working else (Phase.DONE, (FinishJob(),))
+    return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=0, reissue_s=reissue_s)
+
+
+def on_mismatch(job: Job, event: MismatchFound) -> Result:
+    """Another attempt would find the same, so there is none."""
+    return restart_group(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
+
+
+def on_deadline(job: Job, event: DeadlinePassed) -> Result:
+    """The phase has taken too long, if it is the present phase's deadline."""
+    if event.name != DEADLINE_NAMES[job.phase]:
+        return unchanged(job, event)
+    took_s = event.at_s - job.phase_since_s
+    return restart_group(job, event.at_s, f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}")
+
+
+def missing_from(job: Job) -> str:
+    """What the present phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
+    missing = ((member.rank, what_is_missing(job, member)) for member in job.members)
+    return ", ".join(f"rank {rank} {what}" for rank, what in missing if what)
+
+
+def what_is_missing(job: Job, member: Member) -> str:
+    """What the present phase waits for from one rank; "" if for nothing."""
+    is_replacement = member.life is Life.LOST
+    if is_replacement and member.pid is None:
+        return "to start"
+    match job.phase:
+        case Phase.FREEZING if not is_replacement and member.frozen is None:
+            return "to freeze"
+        case Phase.REPLAYING if is_replacement and not member.has_replayed:
+            return "to replay"
+        case Phase.TRANSFERRING if job.source and member.rank == job.source.rank and member.sent_digest is None:
+            return "to send its state"
+        case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
+            return "to load its state"
+        case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
+            return "to connect"
+        case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:
+            return "to issue its journal"
+    return ""
