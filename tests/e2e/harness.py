@@ -63,7 +63,7 @@ class Run:
     @property
     def incidents(self) -> list[dict[str, Any]]:
         """The incidents of the status, in the order in which they began."""
-        return self.status.get("incidents", [])
+        return list(self.status.get("incidents", ()))
 
     @property
     def hashes(self) -> dict[int, list[str]]:
@@ -234,12 +234,23 @@ class References:
         self._runs: dict[tuple[str, int, tuple[str, ...]], Run] = {}
 
     def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = ()) -> Run:
-        """The reference for a script with that number of ranks and those arguments."""
+        """The reference for a script with that number of ranks and those arguments.
+
+        Plain torchrun is not under test here, and torch 2.13 was seen, once in some hundred runs, to abort a rank while
+        its interpreter exits ("terminate called without an active exception"): a failed reference is made once again.
+        """
         key = (script, ranks, tuple(script_args))
         if key not in self._runs:
-            folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
-            self._runs[key] = start_torchrun(script, ranks, folder, script_args).finish()
+            run = self._make(script, ranks, script_args)
+            if run.exit_code != 0:
+                run = self._make(script, ranks, script_args)
+            assert run.exit_code == 0, run.story()
+            self._runs[key] = run
         return self._runs[key]
+
+    def _make(self, script: str, ranks: int, script_args: Sequence[str]) -> Run:
+        folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
+        return start_torchrun(script, ranks, folder, script_args).finish()
 
 
 def assert_same_outcome(result: Run, reference: Run) -> None:
@@ -316,7 +327,7 @@ def _attempt(path: Path) -> tuple[int, str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 

@@ -19,7 +19,8 @@ import torch
 import xxhash
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, loaders, loops, random_state
+from ttprun.rank import faults, files, gradients, loaders, loops, random_state
+from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
@@ -87,6 +88,13 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         session.replay.before_step(sys._getframe(1))
         return
     faults.reached("before_step")
+    if session.expected is not None and gradients.are_carried_over(optimizer):
+        report_mismatch(
+            session.channel,
+            session.generation,
+            "the script carries gradients across an optimizer step, and those of the lost rank are not known "
+            "(or they have become NaN)",
+        )
     if session.world_size > 1 and session.groups and not session.unprotected:
         for entry in session.journal.unfinished():
             session.journal.wait(entry)

@@ -80,6 +80,19 @@ def _strike_inside_step(fault: Fault) -> None:
     sys.setprofile(count)
 
 
+def reached_collective() -> None:
+    """A collective is about to be issued: that tells backward passes and set-up."""
+    session = current()
+    if not _armed or session is None:
+        return
+    import torch
+
+    if torch._C._current_graph_task_id() != -1:  # autograd is at work
+        reached("backward")
+    elif session.applied == 0:
+        reached("setup")
+
+
 def watch_modules() -> None:
     """Make forward passes moments that a fault can wait for; only on runs that allow faults."""
     from torch.nn.modules.module import register_module_forward_pre_hook

@@ -1,32 +1,35 @@
-"""In a replacement's first live step: refuse a script that carries gradients across an optimizer step."""
+"""Gradients of a replay must not be used: a replacement refuses a script that carries gradients across a step.
+
+Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. Those that
+the replay has left are made NaN, so that using them cannot pass unseen; if some are left when their optimizer steps for
+the first time, the script has added to gradients that nobody knows any more.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ttprun.rank.expected import report_mismatch
-from ttprun.rank.session import current
+import torch
 
-_is_checked = False
+_poisoned: list[torch.optim.Optimizer] = []
 
 
-def wrap_backward(original: Any) -> Any:
-    """torch.autograd.backward: at its first live call, no gradient of the replay may be left."""
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[Any] = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [gradient for gradient in found if gradient is not None]
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        global _is_checked
-        session = current()
-        if not _is_checked and session is not None and session.replay is None and session.expected is not None:
-            _is_checked = True
-            from ttprun.rank.replay import has_poisoned_gradient
 
-            if has_poisoned_gradient():
-                report_mismatch(
-                    session.channel,
-                    session.generation,
-                    "the script carries gradients across an optimizer step (no zero_grad in between): "
-                    "those of the lost rank are not known",
-                )
-        return original(*args, **kwargs)
+def poison(optimizers: list[torch.optim.Optimizer]) -> None:
+    """The replay is over: its gradients become NaN."""
+    for optimizer in optimizers:
+        for gradient in _gradients(optimizer):
+            gradient.detach().fill_(float("nan"))
+        _poisoned.append(optimizer)
 
-    return backward
+
+def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that is about to step has gradients of the replay; asked once an optimizer."""
+    if not any(optimizer is known for known in _poisoned):
+        return False
+    _poisoned[:] = [known for known in _poisoned if known is not optimizer]
+    return any(bool(torch.isnan(gradient).any()) for gradient in _gradients(optimizer))

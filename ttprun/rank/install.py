@@ -179,7 +179,7 @@ def _install_hooks(presence: Presence) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ttprun.faults import parse_fault
-    from ttprun.rank import boundary, connection, faults, files, groups, loaders, loops, output, patches
+    from ttprun.rank import boundary, connection, faults, files, groups, loaders, loops, output, patches, workers
     from ttprun.rank.journal import Journal
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.recovery import Recovery
@@ -207,6 +207,7 @@ def _install_hooks(presence: Presence) -> None:
     is_replay = bool(order) and order["op"] == "replay"
     loops.positioned_by_themselves(loaders.iterator_types())
     groups.register()
+    workers.keep_in(recorder)
     missing = patches.apply_all(with_replay=welcome["is_replacement"])
     if missing:
         presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})

@@ -12,12 +12,14 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import torch
 import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import DataLoader, Sampler
 
-from ttprun.rank import random_state
+from ttprun.rank import random_state, workers
 from ttprun.rank.frames import location_key
 from ttprun.rank.session import current
+from ttprun.rank.values import fingerprint
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _made: Counter[str] = Counter()
@@ -50,11 +52,23 @@ def wrap_iter(original: Any) -> Any:
             if recorded is not None:
                 return _make_at(original, self, recorded)
         began = _beginning(self, name)
+        began["workers"] = _workers_key(self)
+        workers.will_make(workers.Making(tuple(began["workers"])))
         iterator = original(self)
+        workers.will_make(None)
         _register(iterator, began)
         return iterator
 
     return make
+
+
+def _workers_key(loader: DataLoader[Any]) -> list[int]:
+    """[number of the iterator that has the workers, epoch that they work on]."""
+    persistent = getattr(loader, "_iterator", None)
+    if persistent is not None and hasattr(persistent, "_ttprun"):
+        number, epoch = persistent._ttprun["workers"]
+        return [number, epoch + 1]
+    return [next(_order), 0]
 
 
 def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
@@ -84,12 +98,15 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
     Skipping.batches = 0 if is_iterable else skip
+    workers.will_make(workers.Making(tuple(recorded["workers"]), Skipping.batches))
     iterator = original(loader)
+    workers.will_make(None)
     if is_iterable:  # there is no sampler to advance: the batches have to be loaded
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
-    _register(iterator, {key: recorded[key] for key in ("name", "rng", "epochs", "generators", "lead")})
+    began = ("name", "rng", "epochs", "generators", "lead", "workers")
+    _register(iterator, {key: recorded[key] for key in began})
     _positioned += 1
     return iterator
 
@@ -128,7 +145,21 @@ def positioned() -> int:
 def records() -> list[dict[str, Any]]:
     """The iterators that are under way, oldest first."""
     found = sorted((it for it in _iterators if _is_under_way(it)), key=lambda it: it._ttprun_order)
-    return [dict(iterator._ttprun, yielded=iterator._num_yielded) for iterator in found]
+    return [
+        dict(iterator._ttprun, yielded=iterator._num_yielded, batch=_fingerprints(iterator._ttprun_batch))
+        for iterator in found
+    ]
+
+
+def _fingerprints(batch: Any) -> list[bytes]:
+    """Hashes of a batch's tensors: a replay must come to the same data."""
+    if isinstance(batch, torch.Tensor):
+        return [fingerprint(batch)] if batch.layout is torch.strided else []
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return [found for item in batch[:8] for found in _fingerprints(item)]
+    return []
 
 
 def _is_under_way(iterator: Any) -> bool:
@@ -143,13 +174,15 @@ def note_boundary() -> None:
 
 
 def wrap_next(original: Any) -> Any:
-    """_BaseDataLoaderIter.__next__: an exhausted iterator is no longer under way."""
+    """_BaseDataLoaderIter.__next__: know the newest batch, and when there is none any more."""
 
     def advance(self: Any) -> Any:
         try:
-            return original(self)
+            self._ttprun_batch = original(self)
+            return self._ttprun_batch
         except StopIteration:
             self._ttprun_ended = True
+            self._ttprun_batch = None
             raise
 
     return advance

@@ -93,17 +93,16 @@ PATCHES: tuple[Patch, ...] = (
         is_for_replay=True,
     ),
     Patch(
+        "torch.utils.data._utils.worker",
+        "_worker_loop",
+        "ttprun.rank.workers:wrap_worker_loop",
+        "to keep the random states of DataLoader workers",
+    ),
+    Patch(
         "torch.serialization",
         "save",
         "ttprun.rank.files:mute_save",
         "in a replay, to save nothing",
-        is_for_replay=True,
-    ),
-    Patch(
-        "torch.autograd",
-        "backward",
-        "ttprun.rank.gradients:wrap_backward",
-        "in a replacement, once: to refuse gradients that are carried across a step",
         is_for_replay=True,
     ),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),

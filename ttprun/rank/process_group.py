@@ -232,7 +232,7 @@ class ManagedGroup(ProcessGroup):
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
         journal = session.journal
-        faults.reached("collective")
+        faults.reached_collective()
         board, row = session.board, session.local_rank
         board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
         session.touch(Phase.COLLECTIVE)
@@ -261,6 +261,7 @@ class ManagedGroup(ProcessGroup):
                 except Exception:
                     journal.drop(entry)
                     raise
+        faults.reached("collective")
         return ManagedWork(journal, entry)
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:

@@ -1,8 +1,9 @@
 """The recorder: what one rank leaves behind, in shared memory outside its process.
 
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest three
-boundaries (a fault can ask for the newest or the one before it, and a replay also needs the boundary before that), and a
-log of the results of small collectives, from which a replay answers calls whose peers have long gone on.
+boundaries (a fault can ask for the newest or the one before it, and a replay also needs the boundary before that), a log
+of the results of small collectives, from which a replay answers calls whose peers have long gone on, and a ring of the
+random states of DataLoader workers.
 
 A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older ones.
 """
@@ -19,6 +20,10 @@ import torch
 SLOTS = 3
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
+WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
+WORKER_ENTRY_BYTES = 16 << 10
+WORKER_BYTES = WORKER_ITERATORS * WORKERS * WORKER_BATCHES * WORKER_ENTRY_BYTES
+_WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
 _SLOT = struct.Struct("<qqq")  # boundary, bytes of the head, bytes of the blobs
 _LOG = struct.Struct("<q")  # bytes used
 _ENTRY = struct.Struct("<i")  # bytes of one log entry
@@ -45,7 +50,7 @@ class Recorder:
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
         """Address space that a recorder takes; memory is taken only for what is written."""
-        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES
+        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES + WORKER_BYTES
 
     @classmethod
     def create(cls, slot_bytes: int) -> int:
@@ -118,3 +123,24 @@ class Recorder:
             at += _ENTRY.size
             yield bytes(self._view[at : at + size])
             at += size
+
+    def _worker_at(self, place: tuple[int, int, int, int]) -> int:
+        iterator, _, worker, batch = place
+        ring = (iterator % WORKER_ITERATORS) * WORKERS + worker % WORKERS
+        entry = ring * WORKER_BATCHES + batch % WORKER_BATCHES
+        return HEADER_BYTES + SLOTS * self._slot_bytes + LOG_BYTES + entry * WORKER_ENTRY_BYTES
+
+    def write_worker(self, place: tuple[int, int, int, int], state: bytes) -> None:
+        """Keep a worker's random states; `place` is (iterator, epoch, worker, batch of this worker)."""
+        if len(state) + _WORKER.size > WORKER_ENTRY_BYTES:
+            return
+        at = self._worker_at(place)
+        _WORKER.pack_into(self._map, at, *place, 0)
+        self._map[at + _WORKER.size : at + _WORKER.size + len(state)] = state
+        _WORKER.pack_into(self._map, at, *place, len(state))
+
+    def read_worker(self, place: tuple[int, int, int, int]) -> bytes | None:
+        """What was kept for this place, None if the ring has gone on."""
+        at = self._worker_at(place)
+        *found, size = _WORKER.unpack_from(self._map, at)
+        return bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None

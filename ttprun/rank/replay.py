@@ -20,7 +20,7 @@ import msgpack
 import torch
 
 from ttprun.board import Field, Phase
-from ttprun.rank import boundary, faults, files, loaders, loops, random_state
+from ttprun.rank import boundary, faults, files, gradients, loaders, loops, random_state
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.output import Diverted
@@ -187,6 +187,10 @@ class Replay:
         expected = sorted([it["name"], it["yielded"]] for it in record["loaders"])
         if [count for _, count in yielded] != [count for _, count in expected]:
             return f"its DataLoaders have handed out {yielded}, the lost rank's {expected}"
+        if record is self._target:
+            batches = [it["batch"] for it in loaders.records()]
+            if batches != [it["batch"] for it in record["loaders"]]:
+                return "a DataLoader has handed out another batch than in the lost rank"
         if record["unfollowed"]:
             return "a loop around the optimizer step was not followed in the lost rank"
         return ""
@@ -228,7 +232,7 @@ class Replay:
         for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
-        poison_gradients()
+        gradients.poison(boundary.optimizers())
         self._output.end(*self.skip_lines)
         files.unmute(self._target["files"])
         session.results.begin_step(self.boundary)
@@ -247,28 +251,6 @@ class Replay:
     def refuse(self, reason: str) -> None:
         """This replay has failed. Does not return."""
         report_mismatch(self.session.channel, self.session.generation, reason)
-
-
-def poison_gradients() -> None:
-    """Make sure that no gradient of the replay is used: NaN, till the script zeroes it.
-
-    A script that carries gradients across an optimizer step would add to the wrong ones; `checked_backward` refuses it.
-    """
-    for optimizer in boundary.optimizers():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.fill_(float("nan"))
-
-
-def has_poisoned_gradient() -> bool:
-    """Whether a gradient of the replay has not been zeroed."""
-    return any(
-        parameter.grad is not None and bool(torch.isnan(parameter.grad).any())
-        for optimizer in boundary.optimizers()
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
 
 
 def _told(where: list[list[Any]]) -> str:
