@@ -1,7 +1,7 @@
 """The recorder: what one rank leaves behind, in shared memory outside its process.
 
-A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest three
-boundaries (a fault can ask for the newest or the one before it, and a replay also needs the boundary before that), a log
+A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
+boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), a log
 of the results of small collectives, from which a replay answers calls whose peers have long gone on, and a ring of the
 random states of DataLoader workers.
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-SLOTS = 3
+SLOTS = 4
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
 WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each

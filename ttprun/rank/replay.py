@@ -1,9 +1,10 @@
 """The replay: how a replacement gets to the place where the lost rank stood.
 
 The replacement runs the user's script from the top. Collectives do not communicate, output goes to a log, loops jump to
-the positions of the lost rank's records. It comes by the place of boundary N-1 first: there the variables and random
-states of that boundary are put in, and one more step is run, so that iterators and data fetched ahead are where they
-were at boundary N. There the variables of boundary N are put in, the optimizer steps (so that its state exists and it
+the positions of the lost rank's records. It comes by the place of an earlier boundary first, mostly N-1: there the
+variables and random states of that boundary are put in, and one more step is run, so that iterators and data fetched
+ahead are where they were at boundary N. (With optimizers that step in turn, it begins at the newest boundary of the same
+optimizer, so that the whole turn is run.) There the variables of boundary N are put in, the optimizer steps (so that its state exists and it
 draws the random numbers that it draws), its tensors are overwritten by a survivor's, and the replacement goes live.
 
 What the replay cannot reproduce it refuses: every check that fails is told to the agent with a reason.
@@ -24,6 +25,7 @@ from ttprun.rank import boundary, faults, files, gradients, loaders, loops, rand
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.output import Diverted
+from ttprun.rank.recorder import SLOTS
 from ttprun.rank.results import Answers, as_result
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore
@@ -31,7 +33,7 @@ from ttprun.rank.values import CannotRestoreError, Restore
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
 
-STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may pass before it comes by the place of boundary N-1
+STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may pass before it comes by the place of the first recorded boundary
 
 
 class Record:
@@ -53,6 +55,16 @@ class Record:
         return self.fields[name]
 
 
+def _record_to_begin_at(session: Session, target: Record) -> Record | None:
+    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary."""
+    number = target["boundary"]
+    for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
+        record = Record(session, earlier)
+        if record["place"] == target["place"]:
+            return record
+    return Record(session, number - 1) if number > 1 else None
+
+
 class _Skip:
     """Token of a loop that is over in the lost rank, and would only train again."""
 
@@ -71,13 +83,16 @@ class Replay:
         self.live = threading.Event()
         self.skip_lines = skip_lines
         self._target = Record(session, number)
-        self._before = Record(session, number - 1) if number > 1 else None
+        self._before = _record_to_begin_at(session, self._target)
+        self._passed = 0  # newest boundary that the replay has come by
         self._has_arrived = self._before is None
         self._is_at_target = False
         self._steps_passed = 0
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
-        recent = [as_result(packed) for record in (self._before, self._target) if record for packed in record["results"]]
+        first = self._before["boundary"] if self._before else number
+        records = [Record(session, known) for known in range(first, number + 1)]
+        recent = [as_result(packed) for record in records for packed in record["results"]]
         self._answers = Answers(session.recorder.read_log(), recent)
         self._output = Diverted(session)
 
@@ -87,7 +102,7 @@ class Replay:
             loops.Hooks.enter = self._enter
             loops.Hooks.loop = self._loop
 
-    # Loops and iterators, on the way to boundary N-1.
+    # Loops and iterators, on the way to the first recorded boundary.
 
     def _enter(self, site: loops.Site, frame: FrameType) -> Any:
         recorded = self._loop_to_jump(site, frame)
@@ -146,7 +161,7 @@ class Replay:
 
     def answer(self, entry: Entry) -> None:
         """Fill a collective's outputs: with what it gave in the lost rank, if that was small, else with its own inputs."""
-        newest = self.boundary - 1 if self._has_arrived else self.boundary - 2
+        newest = self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
         if not (entry.place and self._answers.answer(entry.place, entry.outputs, newest)):
             _as_if_alone(entry)
 
@@ -155,22 +170,26 @@ class Replay:
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step."""
         if self._has_arrived:
-            difference = self._difference(self._target, frame)
+            self._passed += 1
+            is_target = self._passed == self.boundary
+            record = self._target if is_target else Record(self.session, self._passed)
+            difference = self._difference(record, frame)
             if difference:
-                self.refuse(f"the replay has come to another place than boundary {self.boundary}: {difference}")
-            self._put_in(self._target, frame, is_comparing=True)
-            self._is_at_target = True
+                self.refuse(f"the replay has come to another place than boundary {self._passed}: {difference}")
+            self._put_in(record, frame, is_comparing=is_target)
+            self._is_at_target = is_target
             return
         assert self._before is not None
         difference = self._difference(self._before, frame)
         if not difference:
             self._put_in(self._before, frame, is_comparing=False)
             self._has_arrived = True
+            self._passed = self._before["boundary"]
             loops.Hooks.enter = loops.Hooks.loop = None
             return
         self._steps_passed += 1
         if self._steps_passed > STEPS_TO_LOOK_FOR:
-            self.refuse(f"the replay does not come by the place of boundary {self.boundary - 1}: {difference}")
+            self.refuse(f"the replay does not come by the place of boundary {self._before['boundary']}: {difference}")
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """Where this place differs from a record's, "" if it is the same."""
@@ -188,8 +207,11 @@ class Replay:
         if [count for _, count in yielded] != [count for _, count in expected]:
             return f"its DataLoaders have handed out {yielded}, the lost rank's {expected}"
         if record is self._target:
-            batches = [it["batch"] for it in loaders.records()]
-            if batches != [it["batch"] for it in record["loaders"]]:
+            used = {tuple(it["name"]): it["yielded"] for it in self._before["loaders"]} if self._before else {}
+            pairs = zip(loaders.records(), record["loaders"], strict=True)
+            if any(
+                mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"])) for mine, lost in pairs
+            ):
                 return "a DataLoader has handed out another batch than in the lost rank"
         if record["unfollowed"]:
             return "a loop around the optimizer step was not followed in the lost rank"
