@@ -79,6 +79,7 @@ class Supervisor:
         self._faults = [parse_fault(text) for text in config.faults]
         self._is_stopping = False
         self._is_paused = False
+        self._is_broken = False
         self._is_deciding = False
         self._undecided: deque[recovery.Event] = deque()
         limits = recovery.Limits(
@@ -194,9 +195,9 @@ class Supervisor:
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
                 self.log("supervisor_failed", error=repr(error))
-                self._is_paused = True
-                self.verdict = self.verdict or self._verdict_of_processes()
-                time.sleep(_STATUS_EVERY_S)
+                self._is_broken = self._is_paused = True
+            if self._is_broken and self.verdict is None:
+                self.verdict = self._verdict_of_processes()
 
     def _verdict_of_processes(self) -> Verdict | None:
         codes = [seat.handler.proc.poll() for seat in self.seats]
@@ -265,6 +266,8 @@ class Supervisor:
             for other in self.seats:
                 if other is not seat:
                     other.pass_on(message)
+        elif op == "ready":
+            pass  # a standby that was needed before it was ready
         elif op == "present":
             seat.greet()
         elif op == "script_error":

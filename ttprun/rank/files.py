@@ -17,6 +17,7 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
+from ttprun.rank import faults
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import current
 
@@ -121,12 +122,15 @@ def unmute(recorded: list[list[Any]]) -> None:
             opened.seek(0, os.SEEK_END)
 
 
-def mute_save(original: Any) -> Any:
+def wrap_save(original: Any) -> Any:
     """torch.save: does nothing in a replay, whoever calls it."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
         session = current()
-        return None if session is not None and session.replay is not None else original(*args, **kwargs)
+        if session is not None and session.replay is not None:
+            return None
+        faults.reached("checkpoint")
+        return original(*args, **kwargs)
 
     return save
 

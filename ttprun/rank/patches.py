@@ -101,9 +101,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.serialization",
         "save",
-        "ttprun.rank.files:mute_save",
+        "ttprun.rank.files:wrap_save",
         "in a replay, to save nothing",
-        is_for_replay=True,
     ),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),

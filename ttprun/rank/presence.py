@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ttprun.board import Board, Field
 from ttprun.channel import Channel, Message
 
 
@@ -57,6 +58,8 @@ class Presence:
         reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
         if op == "freeze":
             self.generation = message["generation"]
+            board = Board(self.fds[0], self.welcome["local_world_size"])
+            board.announce(self.welcome["local_rank"], Field.HELD, self.generation)
             self.channel.send(reply | {"op": "frozen", "boundary": 0, "digest": "", "has_group": False, "journal": {}})
         elif op == "resume":
             self.generation = message["generation"]

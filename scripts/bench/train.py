@@ -1,0 +1,168 @@
+"""The script that the benchmarks run: data-parallel training as people write it, with checkpoints of its own.
+
+    torchrun --nproc-per-node 2 train.py --steps 110 --step-logs logs --checkpoint last.pt --report reports
+
+It saves every 50 steps, and begins behind the newest checkpoint. Each step's batch is drawn from the step's own seed,
+so a run that was resumed trains on what an undisturbed one does. Begin with main().
+"""
+
+import os
+import time
+
+STARTED_AT_S = time.time()
+
+import argparse  # noqa: E402
+import hashlib  # noqa: E402
+import json  # noqa: E402
+import statistics  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
+
+IMPORTED_AT_S = time.time()
+SAMPLES, CLASSES, SEED = 4096, 10, 1234
+
+
+class Log:
+    """One line per completed step: `step <number> <time> <pid>`; and how far the process is: `<word> - <time> <pid>`.
+
+    path   appended to, so that a restarted run goes on in it; None: nothing is written
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.file = open(path, "a", buffering=1) if path is not None else None  # noqa: SIM115
+
+    def write(self, word: str, at_s: float, step: int | None = None) -> None:
+        if self.file is not None:
+            self.file.write(f"{word} {'-' if step is None else step} {at_s:.6f} {os.getpid()}\n")
+
+
+def build_model(width: int, depth: int) -> nn.Module:
+    """A perceptron of `depth` hidden layers of `width` x `width` weights."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+def draw_batch(data: Tensor, labels: Tensor, size: int, step: int) -> tuple[Tensor, Tensor]:
+    """The samples of this step and rank: inputs [size, width] and labels [size]."""
+    generator = torch.Generator().manual_seed(SEED + 1 + step * dist.get_world_size() + dist.get_rank())
+    chosen = torch.randint(len(data), (size,), generator=generator)
+    return data[chosen], labels[chosen]
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+    """Rank 0 writes the checkpoint, and puts it in the place of the last one; the others wait."""
+    if dist.get_rank() == 0:
+        draft = path.with_suffix(".tmp")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps_done": steps_done}, draft)
+        os.replace(draft, path)
+    dist.barrier()
+
+
+def load_checkpoint(path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Go on from the checkpoint, if there is one; returns the steps that it has done."""
+    if path is None or not path.exists():
+        return 0
+    state = torch.load(path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["steps_done"])
+
+
+def sha256_of(model: nn.Module) -> str:
+    """SHA-256 over the bytes of all tensors, in the order of their names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(model.state_dict().items()):
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def memory_bytes() -> dict[str, int]:
+    """This process' peak memory, and what is resident of memory files that it shares with other processes (Linux)."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    shared, is_memory_file = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word = line.split(None, 1)[0]
+        if not word.endswith(":"):
+            is_memory_file = "/memfd:" in line
+        elif word == "Rss:" and is_memory_file:
+            shared += int(line.split()[1]) << 10
+    return {"peak_bytes": int(status["VmHWM"].split()[0]) << 10, "memory_file_bytes": shared}
+
+
+def write_report(folder: Path, model: nn.Module, step_s: list[float]) -> None:
+    """What this rank has measured, as JSON in `folder`; step_s are the seconds of the steps after the warm-up."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    quantiles = statistics.quantiles(step_s, n=10)
+    report = {
+        "pid": os.getpid(),
+        "steps": len(step_s),
+        "median_step_s": statistics.median(step_s),
+        "p10_step_s": quantiles[0],
+        "p90_step_s": quantiles[-1],
+        "parameters": sum(parameter.numel() for parameter in trained),
+        "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        **memory_bytes(),
+    }
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--depth", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of one rank in one step")
+    parser.add_argument("--step-logs", type=Path, help="existing directory for one log a rank")
+    parser.add_argument("--checkpoint", type=Path, help="file to save to and to go on from")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps from one checkpoint to the next")
+    parser.add_argument("--report", type=Path, help="existing directory for one report of step time and memory a rank")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps that the report leaves out")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    dist.init_process_group("gloo")
+    log = Log(args.step_logs / f"rank{dist.get_rank()}.log" if args.step_logs is not None else None)
+    log.write("start", STARTED_AT_S)
+    log.write("imported", IMPORTED_AT_S)
+
+    torch.manual_seed(SEED)
+    data, labels = torch.randn(SAMPLES, args.width), torch.randint(CLASSES, (SAMPLES,))
+    model = build_model(args.width, args.depth)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    steps_done = load_checkpoint(args.checkpoint, model, optimizer)
+    ddp_model = DDP(model)
+
+    step_s: list[float] = []
+    for step in range(steps_done, args.steps):
+        began_s = time.perf_counter()
+        inputs, targets = draw_batch(data, labels, args.batch_size, step)
+        loss = F.cross_entropy(ddp_model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        log.write("step", time.time(), step)
+        if step - steps_done >= args.warm_up:
+            step_s.append(time.perf_counter() - began_s)
+        if dist.get_rank() == 0 and step % 50 == 0:
+            print(f"step {step:4d}  loss {loss.item():.6f}", flush=True)
+        if args.checkpoint is not None and (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(args.checkpoint, model, optimizer, step + 1)
+
+    if args.report is not None:
+        write_report(args.report, model, step_s)
+    if dist.get_rank() == 0:
+        print(f"sha256 {sha256_of(model)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
