@@ -94,6 +94,7 @@ class Seat:
             board.get(self.local_rank, Field.LINES_OUT),
             board.get(self.local_rank, Field.LINES_ERR),
         )
+        board.set(self.local_rank, Field.LEAVING, int(self.is_finished))
         now = time.monotonic()
         return RankExited(
             at_s=now,

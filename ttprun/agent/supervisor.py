@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgpack
+
 from ttprun import recovery
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
@@ -436,6 +438,20 @@ class Supervisor:
 
     def _do_replay(self, action: recovery.Replay) -> None:
         seat = self.seats[action.rank]
+        lost, source = (self._recorded(self.seats[rank], action.boundary) for rank in (action.rank, action.source))
+        if not lost or lost.get("weights") != source.get("weights"):
+            reason = (
+                f"rank {action.rank} and rank {action.source} held different weights at boundary {action.boundary}: "
+                "they do not replicate each other"
+                if lost
+                else f"rank {action.rank} has left no record of boundary {action.boundary}"
+            )
+            self._advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
+                )
+            )
+            return
         seat.tell(
             {
                 "op": "replay",
@@ -445,16 +461,18 @@ class Supervisor:
             }
         )
 
+    def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
+        found = Recorder(seat.record_fd, self.config.record_limit_mib << 20).read(boundary)
+        fields: dict[str, Any] = {} if found is None else msgpack.unpackb(found[0], strict_map_key=False)
+        return fields
+
     def _lines_to_skip(self, seat: Seat, boundary: int) -> list[int]:
         """Lines that the lost process had written since the boundary: they must not come out twice."""
         lines = list(seat.lost_lines)
         if seat.lost_boundary > boundary:
-            found = Recorder(seat.record_fd, self.config.record_limit_mib << 20).read(seat.lost_boundary)
-            if found is not None:
-                import msgpack
-
-                before = msgpack.unpackb(found[0], strict_map_key=False)["lines"]
-                lines = [now + then for now, then in zip(lines, before, strict=True)]
+            before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
+            lines = [now + then for now, then in zip(lines, before, strict=True)]
         return lines
 
     def _do_send_state(self, action: recovery.SendState) -> None:

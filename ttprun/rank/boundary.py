@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, gradients, loaders, loops, random_state
+from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.recorder import RecordTooLargeError
@@ -181,6 +181,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
             session.board.get(session.local_rank, Field.LINES_ERR),
         ],
         "weights": weights_sample(boundary),
+        "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }
     return msgpack.packb(record), snapshot.blobs

@@ -5,17 +5,19 @@ A backend that we do not manage yet (nccl, mpi, ucc, a device map) is passed thr
 
 from __future__ import annotations
 
-import sys
+import time
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ttprun.board import Phase
+from ttprun.board import FINISHED, Field, Phase
 from ttprun.rank import faults
+from ttprun.rank.journal import PATIENCE_S
 from ttprun.rank.process_group import INTERNAL_NAME, ManagedGroup
-from ttprun.rank.session import current
+from ttprun.rank.session import Session, current
 
+_LOOK_AGAIN_S = 1.0
 MANAGED = ("gloo", "cpu:gloo")
 
 
@@ -105,9 +107,34 @@ def wrap_destroy_process_group(original: Any) -> Any:
         session = current()
         if session is not None:
             if group is None or group is dist.group.WORLD:
+                leave_together(session)
+            if group is None or group is dist.group.WORLD:
                 session.groups.clear()
             elif isinstance(group, ManagedGroup):
                 session.groups.pop(group.group_name, None)
         return original(group)
 
     return destroy_process_group
+
+
+def leave_together(session: Session) -> None:
+    """Wait until every rank is done with its process group: till then each may be needed to repair another.
+
+    A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends after
+    PATIENCE_S then.
+    """
+    if session.unprotected or not session.groups or session.world_size == 1:
+        return
+    board = session.board
+    board.announce(session.local_rank, Field.LEAVING, 1)
+    session.touch(Phase.FINISHED)
+    stuck_since_s = time.monotonic()
+    for row in range(board.n_ranks):
+        while not board.get(row, Field.LEAVING) and board.get(row, Field.RECORDED) != FINISHED and not session.unprotected:
+            before = board.get(row, Field.COLLECTIVES)
+            board.wait_for_change(row, Field.LEAVING, 0, _LOOK_AGAIN_S)
+            is_stuck = board.get(row, Field.PHASE) == Phase.COLLECTIVE and board.get(row, Field.COLLECTIVES) == before
+            if not is_stuck or session.is_holding:
+                stuck_since_s = time.monotonic()
+            elif time.monotonic() - stuck_since_s > PATIENCE_S:
+                return

@@ -104,6 +104,7 @@ PATCHES: tuple[Patch, ...] = (
         "ttprun.rank.files:wrap_save",
         "in a replay, to save nothing",
     ),
+    Patch("os", "urandom", "ttprun.rank.entropy:wrap_urandom", "to notice randomness that cannot be replayed"),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
 )

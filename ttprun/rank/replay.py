@@ -213,6 +213,8 @@ class Replay:
                 mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"])) for mine, lost in pairs
             ):
                 return "a DataLoader has handed out another batch than in the lost rank"
+        if record["entropy"] and record is not self._before:
+            return "the script draws from os.urandom in its steps, and other numbers come out each time"
         if record["unfollowed"]:
             return "a loop around the optimizer step was not followed in the lost rank"
         return ""

@@ -355,6 +355,7 @@ _BY_BASE: list[tuple[type, Handler]] = [
     (torch.utils.data.Sampler, _object(frozenset({"dataset", "data_source"}))),
     (torch.utils.data.DataLoader, _object(frozenset({"_iterator", "collate_fn", "worker_init_fn"}))),
     (torch.Generator, _torch_generator),
+    (random.SystemRandom, _opaque),  # has no state: `entropy` counts what is drawn from it
     (random.Random, _python_random),
     (types.GeneratorType, _running_generator),
     (types.SimpleNamespace, _object()),
