@@ -4,8 +4,9 @@
 
 Two sizes of model, with steps of about 50 ms and of about 5 ms; two ranks of one thread. The launchers take turns
 (torchrun, ttprun, torchrun, ...), and each run under ttprun is compared with the one under torchrun before it. The
-script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run under
-torchrun takes from one time to the next is printed too: a ratio within that range says nothing. Begin with measure().
+script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run
+under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Neighbours on the
+machine disturb the processor time of a step less than its wall time. Begin with measure().
 """
 
 from __future__ import annotations
@@ -97,7 +98,10 @@ def measure(launcher: str, size: Size, options: argparse.Namespace, repeat: int,
 
 
 def watch_memory(run: Run) -> dict[int, int]:
-    """Peak memory in bytes of the launcher and its descendants by pid, looked at each second until the launcher ends."""
+    """Peak memory in bytes of the launcher and its descendants, by pid.
+
+    Looks each second, until the launcher ends or LIMIT_S have passed.
+    """
     peaks: dict[int, int] = {}
     give_up_at_s = time.monotonic() + LIMIT_S
     while run.process.poll() is None and time.monotonic() < give_up_at_s:
@@ -137,6 +141,7 @@ def summarize(size: Size, measurements: list[Measurement]) -> dict[str, Any]:
         "gradient_bytes": gradient_bytes,
         "steps": ours[0].reports[0]["steps"],
         "ratio": spread(one.step_s / base.step_s for one, base in pairs),
+        "cpu_ratio": spread(one.over_ranks("cpu_step_s") / base.over_ranks("cpu_step_s") for one, base in pairs),
         "torchrun_ratio": spread(after.step_s / before.step_s for before, after in pairwise(theirs)),
         "extra_bytes": extra,
         "allowed_extra_bytes": gradient_bytes + ALLOWED_BYTES,
@@ -144,6 +149,7 @@ def summarize(size: Size, measurements: list[Measurement]) -> dict[str, Any]:
         **{
             launcher: {
                 "step_s": spread(one.step_s for one in found),
+                "cpu_step_s": spread(one.over_ranks("cpu_step_s") for one in found),
                 "p90_step_s": spread(one.over_ranks("p90_step_s") for one in found),
                 "peak_bytes": spread(one.peak_bytes for one in found),
                 "memory_file_bytes": spread(one.over_ranks("memory_file_bytes") for one in found),
@@ -162,6 +168,8 @@ def show(summary: dict[str, Any]) -> None:
     rows.append(["median step, ms", *(scaled(one["step_s"], 1e3, 3) for one in both), told(summary["ratio"], 4)])
     rows.append(["  torchrun from turn to turn", "", "", told(summary["torchrun_ratio"], 4)])
     rows.append(["90th percentile of steps, ms", *(scaled(one["p90_step_s"], 1e3, 3) for one in both), ""])
+    cpu = (scaled(one["cpu_step_s"], 1e3, 3) for one in both)
+    rows.append(["processor time of a step, ms", *cpu, told(summary["cpu_ratio"], 4)])
     for label, name in (
         ("peak memory of a rank, MiB", "peak_bytes"),
         ("  shared memory files in it, MiB", "memory_file_bytes"),
@@ -200,6 +208,7 @@ def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> l
         measurements.append(found)
         print(
             f"[{number}/{len(turns)}] {launcher:8} {size.label:>5}: median step {found.step_s * 1e3:.3f} ms, "
+            f"processor {found.over_ranks('cpu_step_s') * 1e3:.3f} ms, "
             f"peak {found.peak_bytes / MIB:.1f} MiB a rank, load {found.load:.1f}",
             flush=True,
         )

@@ -96,8 +96,12 @@ def memory_bytes() -> dict[str, int]:
     return {"peak_bytes": int(status["VmHWM"].split()[0]) << 10, "memory_file_bytes": shared}
 
 
-def write_report(folder: Path, model: nn.Module, step_s: list[float]) -> None:
-    """What this rank has measured, as JSON in `folder`; step_s are the seconds of the steps after the warm-up."""
+def write_report(folder: Path, model: nn.Module, step_s: list[float], cpu_s: float) -> None:
+    """What this rank has measured, as JSON in `folder`.
+
+    step_s   seconds of each step after the warm-up
+    cpu_s    processor time that these steps took together, in all threads
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     quantiles = statistics.quantiles(step_s, n=10)
     report = {
@@ -106,6 +110,7 @@ def write_report(folder: Path, model: nn.Module, step_s: list[float]) -> None:
         "median_step_s": statistics.median(step_s),
         "p10_step_s": quantiles[0],
         "p90_step_s": quantiles[-1],
+        "cpu_step_s": cpu_s / len(step_s),
         "parameters": sum(parameter.numel() for parameter in trained),
         "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
         **memory_bytes(),
@@ -142,6 +147,7 @@ def main() -> None:
     ddp_model = DDP(model)
 
     step_s: list[float] = []
+    cpu_before_s = time.process_time()
     for step in range(steps_done, args.steps):
         began_s = time.perf_counter()
         inputs, targets = draw_batch(data, labels, args.batch_size, step)
@@ -152,13 +158,15 @@ def main() -> None:
         log.write("step", time.time(), step)
         if step - steps_done >= args.warm_up:
             step_s.append(time.perf_counter() - began_s)
+        else:
+            cpu_before_s = time.process_time()
         if dist.get_rank() == 0 and step % 50 == 0:
             print(f"step {step:4d}  loss {loss.item():.6f}", flush=True)
         if args.checkpoint is not None and (step + 1) % args.checkpoint_every == 0:
             save_checkpoint(args.checkpoint, model, optimizer, step + 1)
 
     if args.report is not None:
-        write_report(args.report, model, step_s)
+        write_report(args.report, model, step_s, time.process_time() - cpu_before_s)
     if dist.get_rank() == 0:
         print(f"sha256 {sha256_of(model)}", flush=True)
     dist.destroy_process_group()

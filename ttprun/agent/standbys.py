@@ -14,6 +14,13 @@ class Standbys:
         self._wanted = wanted
         self._run_dir = run_dir
         self._waiting: list[Standby] = []
+        self._modules: list[str] = []
+
+    def warm_up(self, modules: list[str]) -> None:
+        """Have the standbys import what the ranks have imported of torch by their first step."""
+        self._modules = modules
+        for standby in self._waiting:
+            standby.channel.send({"op": "warm", "modules": modules})
 
     @property
     def ready(self) -> int:
@@ -25,6 +32,8 @@ class Standbys:
         self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
         while len(self._waiting) < self._wanted:
             standby = Standby(self._run_dir)
+            if self._modules:
+                standby.channel.send({"op": "warm", "modules": self._modules})
             self._waiting.append(standby)
             watch(standby)
 

@@ -270,6 +270,8 @@ class Supervisor:
                     other.pass_on(message)
         elif op == "ready":
             pass  # a standby that was needed before it was ready
+        elif op == "modules":
+            self.standbys.warm_up(message["modules"])
         elif op == "present":
             seat.greet()
         elif op == "script_error":

@@ -131,6 +131,9 @@ def pass_boundary(session: Session) -> None:
         session.board.announce(session.local_rank, Field.APPLIED, session.applied)
         session.changed.notify_all()
     session.touch(Phase.COMPUTING)
+    if session.applied == 1 and session.local_rank == 0:
+        modules = [name for name in sys.modules if name.startswith("torch.")]
+        session.channel.send({"op": "modules", "modules": modules})
 
 
 def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:

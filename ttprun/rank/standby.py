@@ -6,12 +6,14 @@ the rank come with the agent's welcome.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import runpy
 import socket
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from ttprun.channel import Channel, Message
@@ -21,6 +23,7 @@ WARM = (
     "torch",
     "torch.distributed",
     "torch.nn.parallel.distributed",
+    "torch._dynamo",  # DistributedDataParallel imports it when it is made, which takes longer than all the rest
     "torch.utils.data.distributed",
     "torch.optim.lr_scheduler",
     "numpy",
@@ -41,11 +44,13 @@ def main() -> None:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
-    for name in WARM:
-        importlib.import_module(name)
+    warm_up(WARM)
     channel.send({"op": "ready"})
     try:
         welcome, fds = channel.receive_with_fds()
+        while welcome["op"] == "warm":
+            warm_up(welcome["modules"])
+            welcome, fds = channel.receive_with_fds()
     except EOFError:
         return
     for output, target in zip(fds[2:], (1, 2), strict=False):
@@ -62,6 +67,14 @@ def main() -> None:
     install.enter(channel, welcome, fds[:2], directory)
     install.take_over()
     _run(script, is_module, arguments, welcome)
+
+
+def warm_up(modules: Sequence[str]) -> None:
+    """Import modules beforehand; one that cannot be imported is the script's business, if it needs it."""
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 def _run(script: str, is_module: bool, arguments: list[str], welcome: Message) -> None:

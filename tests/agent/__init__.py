@@ -1,0 +1,1 @@
+"""Tests of the agent's edges: real sockets and processes."""

@@ -1,0 +1,1 @@
+"""Tests of what runs inside a rank: with torch on CPU, in one or two processes."""

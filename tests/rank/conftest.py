@@ -1,0 +1,25 @@
+"""Fixtures of the rank tests. The machine is small and shared: one thread is enough for tensors of this size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis.configuration import set_hypothesis_home_dir
+
+from ttprun.rank import loops
+
+torch.set_num_threads(1)
+set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_are_left() -> Iterator[None]:
+    """A replay's loop hooks and known loops do not outlive a test."""
+    known = len(loops.sites)
+    yield
+    loops.Hooks.enter = loops.Hooks.loop = None
+    del loops.sites[known:]

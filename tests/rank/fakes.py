@@ -1,0 +1,75 @@
+"""Small stand-ins with the real thing's interface, and a rank's session made of real parts."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from ttprun.board import Board
+from ttprun.channel import Channel, Message
+from ttprun.rank import session as sessions
+from ttprun.rank.connection import Exchange
+from ttprun.rank.journal import Journal
+from ttprun.rank.recorder import Recorder
+from ttprun.rank.results import Results
+from ttprun.rank.session import Session
+
+RECORD_BYTES = 1 << 20
+OPTIONS: dict[str, Any] = {
+    "allow_faults": False,
+    "record_limit_mib": 1,
+    "journal_limit_mib": 64,
+    "commit_timeout_s": 5.0,
+    "user_paths": [],
+    "prints_traceback": True,
+}
+
+
+class FakeChannel(Channel):
+    """A rank's end of the line that notes what is sent, with nobody at the other end."""
+
+    def __init__(self) -> None:
+        ours, self._theirs = socket.socketpair()
+        super().__init__(ours)
+        self.sent: list[Message] = []
+
+    def send(self, message: Message, fds: Any = ()) -> None:
+        self.sent.append(message)
+
+
+def make_session(run_dir: str = "/tmp", channel: Channel | None = None, board: Board | None = None, **known: Any) -> Session:
+    """A session of rank 0 of two, unless `known` says otherwise; it is not made the process's own."""
+    recorder = Recorder(Recorder.create(RECORD_BYTES), RECORD_BYTES)
+    line = FakeChannel() if channel is None else channel
+    world_size = known.pop("world_size", 2)
+    return Session(
+        rank=known.pop("rank", 0),
+        local_rank=known.pop("local_rank", 0),
+        world_size=world_size,
+        run_dir=run_dir,
+        options=dict(OPTIONS),
+        channel=line,
+        board=Board.create(world_size)[1] if board is None else board,
+        recorder=known.pop("recorder", recorder),
+        journal=known.pop("journal", Journal(64 << 20)),
+        results=known.pop("results", Results(recorder)),
+        exchange=known.pop("exchange", Exchange(line)),
+        **known,
+    )
+
+
+def become(session: Session | None) -> None:
+    """Make a session this process's own, without the hooks at fork."""
+    sessions._session = session
+
+
+def open_descriptors() -> set[str]:
+    """This process's descriptors and what they are."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue
+    return found
