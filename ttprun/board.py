@@ -4,8 +4,8 @@ Every field has one writer (the rank whose row it is; the agent only before a pr
 so no lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): this is
 the commit barrier in front of each optimizer step, see `ttprun.rank.boundary`.
 
-The board lives in a memfd that the agent makes and every rank inherits: nothing is left behind, however all of them die.
-"""
+The board lives in a memfd that the agent makes and every rank inherits: nothing is left behind, however all of them
+die."""
 
 from __future__ import annotations
 

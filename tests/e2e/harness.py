@@ -45,6 +45,7 @@ class Run:
     pids       rank -> the pids that it had according to status.json, in order
     faults     as they were ordered
     final      SHA-256 of final.pt, None if the script has written none
+    shared_memory  names that came into /dev/shm while it ran, of whatever process
     """
 
     script: str
@@ -282,15 +283,18 @@ def assert_survivors_kept_their_pids(result: Run) -> None:
 
 
 def assert_no_orphans(result: Run) -> None:
-    """No process of the run is alive and nothing of it is left in /dev/shm. Waits at most ORPHAN_LIMIT_S."""
+    """No process of the run is alive and nothing of it is left in /dev/shm. Waits at most ORPHAN_LIMIT_S.
+
+    What came into /dev/shm during the run and no process has mapped any more is taken to be the run's.
+    """
     give_up_at_s = time.monotonic() + ORPHAN_LIMIT_S
     while (alive := processes_of(result.folder / "run")) and time.monotonic() < give_up_at_s:
         time.sleep(0.1)
     described = [f"{process.pid} {_command_of(process)}" for process in alive]
     assert not described, "still alive: " + "; ".join(described)
-    own_pids = {str(pid) for pids in result.pids.values() for pid in pids}
-    left = {name for name in result.shared_memory if "ttp" in name or own_pids & set(name.split("_"))}
-    assert not left & set(os.listdir("/dev/shm")), f"left in /dev/shm: {left}"
+    while (left := _unmapped(result.shared_memory)) and time.monotonic() < give_up_at_s:
+        time.sleep(0.1)
+    assert not left, f"left in /dev/shm: {left}"
 
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
@@ -337,6 +341,16 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError):
         return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     return []
+
+
+def _unmapped(names: set[str]) -> set[str]:
+    """Those of the names in /dev/shm that are there and in nobody's memory."""
+    left = names & set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
+        with contextlib.suppress(OSError):
+            mapped = maps.read_text(errors="replace")
+            left = {name for name in left if f"/dev/shm/{name}" not in mapped}
+    return left
 
 
 def _command_of(process: psutil.Process) -> str:

@@ -7,17 +7,19 @@ is being replaced is part of a healthy group.
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed.elastic.multiprocessing.api as torch_multiprocessing
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.supervisor import Supervisor
+
+torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
 
 class ReplacingAgent(LocalElasticAgent):
@@ -38,7 +40,7 @@ class ReplacingAgent(LocalElasticAgent):
             pids = super()._start_workers(worker_group)
         supervisor.group_started(is_restart=self._groups_started > 0)
         self._groups_started += 1
-        return pids
+        return dict(pids)
 
     def _make_handler(self, **start: Any) -> RankHandler:
         handler = RankHandler(start, str(self.supervisor.run.path), is_new=True, is_python=self.supervisor.is_python)
@@ -56,7 +58,8 @@ class ReplacingAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
         if verdict.kind == "done":
-            return super()._monitor_workers(worker_group)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
         if verdict.kind == "fail" or not verdict.has_progress:
             self._remaining_restarts = 0
         return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group))

@@ -53,7 +53,7 @@ def launch(
         is_python,
     )
     ReplacingAgent.supervisor = supervisor
-    torch_launcher.LocalElasticAgent = ReplacingAgent  # type: ignore[misc]
+    setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
     supervisor.start()
     code, reason = 1, "the launcher failed"
     try:
@@ -72,7 +72,7 @@ def _run(
     except ChildFailedError as error:
         verdict = supervisor.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
-        print(error.format_msg(), file=sys.stderr)
+        print(error, file=sys.stderr)
         if reason:
             print(f"ttprun: {reason}", file=sys.stderr)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason

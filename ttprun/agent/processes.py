@@ -88,7 +88,7 @@ class StandbyHandler(RankHandler):
 
 def open_logs(start: dict[str, Any]) -> list[Any]:
     """Open a rank's log files at their ends; None where its output is not redirected."""
-    return [open(path, "a") if path else None for path in (start["stdout"], start["stderr"])]  # noqa: SIM115
+    return [open(path, "a") if path else None for path in (start["stdout"], start["stderr"])]
 
 
 def command_of(start: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""The supervisor: a thread of the agent that notices what happens to the ranks and carries out what the machine decides.
+"""The supervisor: a thread of the agent that notices what happens to ranks and carries out what the machine decides.
 
-It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks, the control socket,
-and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out
-by the methods `_do_...`. If the supervisor itself breaks, the job goes on as under torchrun.
+It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks, the control
+socket, and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are
+carried out by the methods `_do_...`. If the supervisor itself breaks, the job goes on as under torchrun.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Supervisor:
     def _welcome(self, seat: Seat, is_replacement: bool) -> None:
         """Tell a process who it is, and listen to it."""
         config = self.config
-        message = {
+        message: Message = {
             "op": "welcome",
             "rank": seat.rank,
             "local_rank": seat.local_rank,
@@ -336,8 +336,15 @@ class Supervisor:
             kill_session(seat.pid)  # its DataLoader workers
             if self.first_failure is None or self.job.incident is None:
                 self.first_failure = event
-        self.log("rank_exited", rank=seat.rank, pid=event.pid, code=event.code, signal=event.signal,
-                 boundary=event.boundary, reason=event.reason)
+        self.log(
+            "rank_exited",
+            rank=seat.rank,
+            pid=event.pid,
+            code=event.code,
+            signal=event.signal,
+            boundary=event.boundary,
+            reason=event.reason,
+        )
         self._advance(event)
 
     def _drain(self, seat: Seat) -> None:
@@ -536,7 +543,10 @@ class Supervisor:
             logger.info("%s: %s", told, incident.phase)
             return
         logger.warning(
-            "%s: %s in %.2f s%s", told, incident.outcome, incident.total_s or 0.0,
+            "%s: %s in %.2f s%s",
+            told,
+            incident.outcome,
+            incident.total_s or 0.0,
             "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
         )
         if incident.outcome == "recovered":

@@ -24,6 +24,7 @@ from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
+from ttprun.rank.tensor_bytes import bytes_of
 from ttprun.rank.values import Snapshot
 
 _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -169,8 +170,10 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "modules": {
             name: snapshot.variables(vars(module))
             for name, module in files.user_modules()
-            if not any(user_frame.f_globals is vars(module) and scope is user_frame.f_globals
-                       for user_frame, scope in zip(frames, scopes, strict=True))
+            if not any(
+                user_frame.f_globals is vars(module) and scope is user_frame.f_globals
+                for user_frame, scope in zip(frames, scopes, strict=True)
+            )
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in optimizers()],
         "rng": random_state.capture(),
@@ -196,7 +199,7 @@ def weights_sample(boundary: int) -> bytes:
     if not parameters:
         return b""
     chosen = parameters[boundary % len(parameters)].detach().reshape(-1)[:1024].contiguous()
-    return xxhash.xxh3_64_digest(chosen.view(torch.uint8).numpy())
+    return xxhash.xxh3_64_digest(bytes_of(chosen))
 
 
 def _commit(session: Session, boundary: int) -> None:

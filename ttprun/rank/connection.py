@@ -1,8 +1,9 @@
 """A gloo backend of one group in one generation, which can be cut off at once.
 
 gloo's own abort() does not wake a rank that waits for a living peer (torch 2.13), so the backend's TCP sockets are shut
-down instead: every pending operation then fails within milliseconds. The listener is left alone: shutting it down aborts
-the process. Each backend gets a device of its own, hence a listening port of its own, by which its sockets are known.
+down instead: every pending operation then fails within milliseconds. The listener is left alone: shutting it down
+aborts the process. Each backend gets a device of its own, hence a listening port of its own, by which its sockets are
+known.
 
 Addresses are exchanged through the agent (`Exchange`), so no port listens for that, and a wait for a peer that will
 never come ends when the generation ends.
@@ -18,8 +19,9 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class Exchange:
             return self._values[generation, key]
 
 
-class _ExchangeStore(dist.Store):
+class _ExchangeStore(torch._C._distributed_c10d.Store):
     """The part of a Store that gloo uses to connect: set, wait, get."""
 
     def __init__(self, exchange: Exchange, generation: int, prefix: str) -> None:
@@ -118,7 +120,8 @@ class Connection:
         for peer in range(size):
             told = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
             self._ports |= {int(port) for port in told.split(b",") if port}
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=20)
         self.backend = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)

@@ -104,6 +104,6 @@ def watch_modules() -> None:
 
 
 def reached_step_end() -> None:
-    """Optimizer.step is over: a fault that was to strike inside, and found too few calls, is late by nothing but that."""
+    """Optimizer.step is over: a fault that was to strike inside found too few calls, and does not strike."""
     if sys.getprofile() is not None and getattr(sys.getprofile(), "__module__", "") == __name__:
         sys.setprofile(None)

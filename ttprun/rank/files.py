@@ -34,7 +34,7 @@ def user_modules() -> list[tuple[str, ModuleType]]:
     found = []
     for name, module in list(sys.modules.items()):
         filename = getattr(module, "__file__", None)
-        if isinstance(module, ModuleType) and filename and name != "__mp_main__" and is_user_file(filename):
+        if filename and name != "__mp_main__" and is_user_file(filename):
             found.append((name, module))
     return found
 
@@ -48,7 +48,7 @@ def wrap_open(original: Any) -> Any:
     return lambda *args, **kwargs: _open_tracked(sys._getframe(1), *args, **kwargs)
 
 
-def _open_tracked(caller: FrameType, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
     session = current()
     writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
     if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):

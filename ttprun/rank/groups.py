@@ -120,8 +120,8 @@ def wrap_destroy_process_group(original: Any) -> Any:
 def leave_together(session: Session) -> None:
     """Wait until every rank is done with its process group: till then each may be needed to repair another.
 
-    A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends after
-    PATIENCE_S then.
+    A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends
+    after PATIENCE_S then.
     """
     if session.unprotected or not session.groups or session.world_size == 1:
         return
@@ -130,7 +130,9 @@ def leave_together(session: Session) -> None:
     session.touch(Phase.FINISHED)
     stuck_since_s = time.monotonic()
     for row in range(board.n_ranks):
-        while not board.get(row, Field.LEAVING) and board.get(row, Field.RECORDED) != FINISHED and not session.unprotected:
+        while (
+            not board.get(row, Field.LEAVING) and board.get(row, Field.RECORDED) != FINISHED and not session.unprotected
+        ):
             before = board.get(row, Field.COLLECTIVES)
             board.wait_for_change(row, Field.LEAVING, 0, _LOOK_AGAIN_S)
             is_stuck = board.get(row, Field.PHASE) == Phase.COLLECTIVE and board.get(row, Field.COLLECTIVES) == before

@@ -1,8 +1,8 @@
 """Positions of DataLoader iterators, and making one in a replay that begins there.
 
 An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
-sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler pass
-over the batches that were handed out, without loading them.
+sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler
+pass over the batches that were handed out, without loading them.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ turned into
     for x in __ttp_loop_7__: ...
     __ttp_loop_7__ = None
 
-so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. `while` loops need
-nothing: what they depend on lives in variables.
+so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. `while` loops
+need nothing: what they depend on lives in variables.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
 few times without a step inside, the loop runs over EXPR itself.
@@ -110,7 +110,9 @@ class Jump(Loop):
 
     __slots__ = ("_positioned", "_record")
 
-    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any], positioned: Callable[[], int]) -> None:
+    def __init__(
+        self, site: Site, record: dict[str, Any], iterable: Iterable[Any], positioned: Callable[[], int]
+    ) -> None:
         self._record = record
         self._positioned = positioned
         super().__init__(site, record["began_with"], iterable)
@@ -191,7 +193,7 @@ def enter(number: int) -> Any:
     site = sites[number]
     if Hooks.enter is not None:
         return Hooks.enter(site, sys._getframe(1))
-    if not site.has_steps and site.began >= TRIALS or not Hooks.is_followed:
+    if (not site.has_steps and site.began >= TRIALS) or not Hooks.is_followed:
         return None
     site.began += 1
     return random_state.capture()

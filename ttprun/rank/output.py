@@ -40,7 +40,7 @@ class _CountedRaw(io.RawIOBase):
             session.board.set(cell, self._field, session.board.get(cell, self._field) + raw.count(b"\n"))
         left = raw
         while self.skip_lines and left:
-            line, end, left = left.partition(b"\n")
+            _line, end, left = left.partition(b"\n")
             if not end:
                 return len(raw)
             self.skip_lines -= 1
@@ -62,8 +62,8 @@ def count_lines() -> None:
         except (AttributeError, OSError, ValueError):
             continue
         _streams[name] = raw
-        new = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)  # type: ignore[type-var]
-        new.mode = "w"  # type: ignore[attr-defined]
+        new: Any = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)
+        new.mode = "w"
         setattr(sys, name, new)
 
 

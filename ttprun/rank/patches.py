@@ -1,7 +1,7 @@
 """Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`.
 
-The rows are applied as soon as the script has imported torch, never by importing torch ourselves. If an attribute is not
-there (another version of torch), that protection is off, and this is said once.
+The rows are applied as soon as the script has imported torch, never by importing torch ourselves. If an attribute is
+not there (another version of torch), that protection is off, and this is said once.
 """
 
 from __future__ import annotations

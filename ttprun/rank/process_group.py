@@ -1,12 +1,12 @@
 """The process group that the script gets in place of torch's: the same calls, over a backend that can be replaced.
 
-`ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and the
-Python API all go through it. Each call is written into the journal and issued on the present generation's connection.
-The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the recovery has
-issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
+`ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and
+the Python API all go through it. Each call is written into the journal and issued on the present generation's
+connection. The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the
+recovery has issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
 
-torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with a
-leading underscore. OPERATIONS holds both.
+torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with
+a leading underscore. OPERATIONS holds both.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ManagedGroup(ProcessGroup):
         self, session: Session, exchange: Exchange, name: str, ranks: list[int], rank: int, op_limit: timedelta
     ) -> None:
         size = len(ranks)
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.ranks = ranks
         self._session = session
         self._exchange = exchange
@@ -165,7 +165,7 @@ class ManagedGroup(ProcessGroup):
     def setGroupDesc(self, description: str) -> None:
         self._description = description
 
-    _set_group_desc = setGroupDesc
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
     group_desc = property(getGroupDesc)
 
     def shutdown(self) -> None:
@@ -198,17 +198,20 @@ class ManagedGroup(ProcessGroup):
         session = self._session
         tried = session.generation
         with session.changed:
-            return session.changed.wait_for(
-                lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
-                timeout=CONNECT_LIMIT.total_seconds(),
-            ) and not session.unprotected
+            return (
+                session.changed.wait_for(
+                    lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
+                    timeout=CONNECT_LIMIT.total_seconds(),
+                )
+                and not session.unprotected
+            )
 
     def connect_in(self, generation: int) -> None:
         """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError."""
         if self._connection is not None and self._connection.generation == generation:
             return
         connection = Connection(self._exchange, generation, self._name, self._rank, self._size, self._op_limit)
-        native = ProcessGroup(self._rank, self._size)
+        native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
         native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
         native._set_group_name(self._name)
@@ -270,7 +273,7 @@ class ManagedGroup(ProcessGroup):
         return getattr(self._native, op)(*args)
 
     def _signature(self, op: str, args: tuple[Any, ...]) -> str:
-        """What must agree between ranks: the operation, and the tensors' shapes and types where all ranks give the same."""
+        """What must agree between ranks: the operation, and tensors' shapes and types where all ranks give the same."""
         options = args[-1] if args else None
         reduce_op = getattr(options, "reduceOp", None)
         root = getattr(options, "rootRank", None)
@@ -286,7 +289,7 @@ class ManagedGroup(ProcessGroup):
         return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
 
     def bridge(self, entry: Entry, inner: Any) -> None:
-        """Complete the entry's future when `inner` completes; not from the caller's thread, or DDP loses its overlap."""
+        """Complete the entry's future when `inner` completes; not in the caller's thread, or DDP loses its overlap."""
 
         def completed(finished: torch.futures.Future[Any]) -> None:
             try:
@@ -329,9 +332,7 @@ class ManagedGroup(ProcessGroup):
     def _saved_by_tensor(self, entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         inputs_at, _ = OPERATIONS[entry.op]
         if inputs_at is not None and entry.saved:
-            yield from zip(
-                tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True
-            )
+            yield from zip(tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True)
 
 
 def _operation(op: str) -> Callable[..., Work]:

@@ -21,7 +21,7 @@ def capture() -> RngState:
     """The states, as plain values and bytes (about 10 KB)."""
     version, words, gauss = random.getstate()
     state: RngState = {"python": [version, array("L", words).tobytes(), gauss]}
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if hasattr(torch, "default_generator"):
         state["torch"] = torch.default_generator.get_state().numpy().tobytes()
     numpy = sys.modules.get("numpy")
@@ -44,8 +44,8 @@ def restore(state: RngState) -> None:
 def tensor_from_bytes(raw: bytes) -> torch.Tensor:
     """A uint8 tensor that owns a copy of `raw`."""
     torch: Any = sys.modules["torch"]
-    found: torch.Tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    return found
+    found: Any = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    return found  # type: ignore[no-any-return]
 
 
 def _pack_mersenne(state: dict[str, Any]) -> list[Any]:

@@ -1,12 +1,12 @@
 """The recorder: what one rank leaves behind, in shared memory outside its process.
 
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
-boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), a log
-of the results of small collectives, from which a replay answers calls whose peers have long gone on, and a ring of the
-random states of DataLoader workers.
+boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), a
+log of the results of small collectives, from which a replay answers calls whose peers have long gone on, and a ring of
+the random states of DataLoader workers.
 
-A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older ones.
-"""
+A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
+ones."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import struct
 from collections.abc import Iterator, Sequence
 
 import torch
+
+from ttprun.rank.tensor_bytes import bytes_of
 
 SLOTS = 4
 HEADER_BYTES = 4096
@@ -87,7 +89,7 @@ class Recorder:
         at += len(head)
         for blob in blobs:
             if blob.nbytes:
-                self._view[at : at + blob.nbytes] = memoryview(blob.reshape(-1).view(torch.uint8).numpy())
+                self._view[at : at + blob.nbytes] = bytes_of(blob)
                 at += blob.nbytes
         _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
 
@@ -143,4 +145,6 @@ class Recorder:
         """What was kept for this place, None if the ring has gone on."""
         at = self._worker_at(place)
         *found, size = _WORKER.unpack_from(self._map, at)
-        return bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
+        return (
+            bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
+        )

@@ -212,9 +212,7 @@ class Recovery:
             inner.wait()
             entry.group.complete(entry, inner)
         self._check_overtaken()
-        session.channel.send(
-            {"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started}
-        )
+        session.channel.send({"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started})
 
     def _go_live(self, message: Message) -> None:
         session = self._session

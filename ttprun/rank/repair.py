@@ -19,6 +19,7 @@ import torch
 import xxhash
 
 from ttprun.rank import boundary
+from ttprun.rank.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
 _PLAIN = (int, float, bool, str, type(None))
@@ -60,13 +61,8 @@ def digest() -> str:
     header, tensors = _describe()
     state = xxhash.xxh3_64(msgpack.packb(header))
     for tensor in tensors:
-        state.update(_bytes_of(tensor))
+        state.update(bytes_of(tensor))
     return state.hexdigest()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 def serve(directory: str, name: str, receivers: int, limit_s: float) -> str:
@@ -90,7 +86,7 @@ def serve(directory: str, name: str, receivers: int, limit_s: float) -> str:
                     connection.settimeout(limit_s)
                     connection.sendall(_LENGTH.pack(len(packed)) + packed)
                     for tensor in tensors:
-                        connection.sendall(_bytes_of(tensor))
+                        connection.sendall(bytes_of(tensor))
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -131,7 +127,9 @@ def _receive(connection: socket.socket) -> None:
     header = msgpack.unpackb(_exactly(connection, size))
     held = list(_parameters())
     if len(held) != len(header):
-        raise NotRepairableError(f"the replacement's optimizers hold {len(held)} parameters, the source's {len(header)}")
+        raise NotRepairableError(
+            f"the replacement's optimizers hold {len(held)} parameters, the source's {len(header)}"
+        )
     for (name, parameter, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
             raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, in the source {shape}")
@@ -157,7 +155,7 @@ def _receive(connection: socket.socket) -> None:
 
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:
     target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-    view = _bytes_of(target)
+    view = bytes_of(target)
     got = 0
     while got < len(view):
         received = connection.recv_into(view[got:])

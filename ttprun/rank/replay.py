@@ -3,9 +3,10 @@
 The replacement runs the user's script from the top. Collectives do not communicate, output goes to a log, loops jump to
 the positions of the lost rank's records. It comes by the place of an earlier boundary first, mostly N-1: there the
 variables and random states of that boundary are put in, and one more step is run, so that iterators and data fetched
-ahead are where they were at boundary N. (With optimizers that step in turn, it begins at the newest boundary of the same
-optimizer, so that the whole turn is run.) There the variables of boundary N are put in, the optimizer steps (so that its state exists and it
-draws the random numbers that it draws), its tensors are overwritten by a survivor's, and the replacement goes live.
+ahead are where they were at boundary N. (With optimizers that step in turn, it begins at the newest boundary of the
+same optimizer, so that the whole turn is run.) There the variables of boundary N are put in, the optimizer steps (so
+that its state exists and it draws the random numbers that it draws), its tensors are overwritten by a survivor's, and
+the replacement goes live.
 
 What the replay cannot reproduce it refuses: every check that fails is told to the agent with a reason.
 """
@@ -33,7 +34,9 @@ from ttprun.rank.values import CannotRestoreError, Restore
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
 
-STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may pass before it comes by the place of the first recorded boundary
+STEPS_TO_LOOK_FOR = (
+    64  # optimizer steps that the replay may pass before it comes by the place of the first recorded boundary
+)
 
 
 class Record:
@@ -160,7 +163,7 @@ class Replay:
     # Collectives.
 
     def answer(self, entry: Entry) -> None:
-        """Fill a collective's outputs: with what it gave in the lost rank, if that was small, else with its own inputs."""
+        """Fill a collective's outputs: what it gave in the lost rank, if that was small, else its own inputs."""
         newest = self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
         if not (entry.place and self._answers.answer(entry.place, entry.outputs, newest)):
             _as_if_alone(entry)
@@ -210,7 +213,8 @@ class Replay:
             used = {tuple(it["name"]): it["yielded"] for it in self._before["loaders"]} if self._before else {}
             pairs = zip(loaders.records(), record["loaders"], strict=True)
             if any(
-                mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"])) for mine, lost in pairs
+                mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"]))
+                for mine, lost in pairs
             ):
                 return "a DataLoader has handed out another batch than in the lost rank"
         if record["entropy"] and record is not self._before:

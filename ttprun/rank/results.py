@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 import torch
 
+from ttprun.rank.tensor_bytes import bytes_of
+
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
     from ttprun.rank.recorder import Recorder
@@ -39,7 +41,7 @@ class Results:
         """Keep the outputs of a completed operation if they are small."""
         if not entry.place:
             return
-        outputs = [_raw(tensor) for tensor in entry.outputs]
+        outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
         with self._lock:
             result = (self.step, entry.place, outputs)
             self._of_step.setdefault(self.step, []).append(result)
@@ -74,7 +76,7 @@ class Answers:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
-        """Fill `outputs` as the call from `place` did last in a step up to `newest_step`; False if that is not known."""
+        """Fill `outputs` as the call from `place` last did in a step up to `newest_step`; False if that is unknown."""
         steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
         if not steps:
             return False
@@ -85,10 +87,6 @@ class Answers:
             if raw:
                 tensor.detach().copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
         return True
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def as_result(packed: list[Any]) -> Result:

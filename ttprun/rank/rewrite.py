@@ -1,8 +1,8 @@
 """Compile the user's modules so that their `for` loops can be followed, as pytest compiles asserts anew.
 
 `finder` takes the user's modules (see `frames.is_user_file`) before Python's own import does; `script_finder` takes the
-script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it, which is
-the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`.
+script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it, which
+is the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class _ScriptFinder:
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != "__main__":
             return None
-        sys.path[:] = [os.path.dirname(os.path.abspath(self._path)) if entry == self._path else entry for entry in sys.path]
+        sys.path[:] = [
+            os.path.dirname(os.path.abspath(self._path)) if entry == self._path else entry for entry in sys.path
+        ]
         sys.path_importer_cache.pop(self._path, None)
         return importlib.util.spec_from_file_location(
             "__main__", self._path, loader=FollowedLoader("__main__", self._path)

@@ -1,4 +1,4 @@
-"""A process started beforehand, with torch imported, that waits to become a replacement: `python -m ttprun.rank.standby`.
+"""A process with torch imported that waits to become a replacement: `python -m ttprun.rank.standby`.
 
 It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
 the rank come with the agent's welcome.

@@ -24,6 +24,7 @@ import xxhash
 
 from ttprun.rank import loops, random_state
 from ttprun.rank.frames import SCALARS, is_user_file, set_local
+from ttprun.rank.tensor_bytes import bytes_of
 
 SMALL_TENSOR_BYTES = 64 << 10
 LONG_CONTAINER = 20_000
@@ -91,12 +92,12 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().reshape(-1)
     step = max(1, flat.numel() // 1024)
     sample = torch.cat((flat[: _SAMPLE_BYTES // max(1, flat.element_size())], flat[::step])).contiguous()
-    return xxhash.xxh3_64_digest(sample.view(torch.uint8).numpy() if sample.numel() else b"")
+    return xxhash.xxh3_64_digest(bytes_of(sample))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's elements as bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes_of(tensor).tobytes()
 
 
 def tensor_of(dtype: str, shape: list[int], raw: bytes) -> torch.Tensor:
@@ -225,7 +226,9 @@ def _user_class(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if not _is_of_user(value):
         return [Tag.OPAQUE]
     number = snapshot._number(value)
-    found = {name: item for name, item in vars(value).items() if not name.startswith("__") and item.__class__ in SCALARS}
+    found = {
+        name: item for name, item in vars(value).items() if not name.startswith("__") and item.__class__ in SCALARS
+    }
     return [Tag.OBJECT, number, value.__qualname__, snapshot.attributes(found, depth)] if found else [Tag.OPAQUE]
 
 
@@ -244,7 +247,7 @@ def _tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
 
 
 def _module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
-    """A module: the tensors that no optimizer updates (buffers, averaged weights), and plain attributes of user classes."""
+    """A module: the tensors that no optimizer updates (buffers, averaged weights), and user classes' attributes."""
     number = snapshot._number(value)
     tensors = []
     attributes = {}

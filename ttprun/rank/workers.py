@@ -2,8 +2,8 @@
 
 A worker draws from its own generators, batch after batch, and runs ahead of the training. Before each batch it writes
 its states into a ring in the rank's recorder, which outlives them both; a replacement's worker that begins at batch k
-takes up the states that the lost one had before batch k. Workers that are spawned and not forked have no recorder; their
-batches are compared like all others (`loaders.Batch`), and a difference ends the replay.
+takes up the states that the lost one had before batch k. Workers that are spawned and not forked have no recorder;
+their batches are compared like all others (`loaders.Batch`), and a difference ends the replay.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> No
     """In the worker: wrap what fetches batches."""
     from torch.utils.data import _DatasetKind
 
-    create = _DatasetKind.create_fetcher
+    kind: Any = _DatasetKind
+    create = kind.create_fetcher
     epoch = making.key[1] - 1
 
     def create_fetcher(*args: Any) -> Any:
@@ -89,4 +90,4 @@ def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> No
         fetcher.fetch = follow
         return fetcher
 
-    _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[assignment]
+    kind.create_fetcher = staticmethod(create_fetcher)

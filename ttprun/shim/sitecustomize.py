@@ -1,4 +1,4 @@
-"""Loaded by the Python of each rank at its start: hands over to ttprun's hooks, and to the `sitecustomize` that it hides.
+"""Loaded by each rank's Python at its start: hands over to ttprun's hooks, and to the `sitecustomize` it hides.
 
 Standard library only, no torch import. It takes itself off PYTHONPATH, so a rank's children are not hooked, and lets no
 exception out: with the hooks broken, the script runs as under torchrun.

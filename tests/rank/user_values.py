@@ -1,0 +1,133 @@
+"""Types and functions as a user's script would define them: this file counts as the user's in the tests of values."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Meter:
+    """A running average, as half of all training scripts have one."""
+
+    total_made = 0
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+        self.values: list[float] = []
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+        self.values.append(value)
+
+
+@dataclass
+class State:
+    step: int = 0
+    best: float = float("inf")
+    history: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FrozenState:
+    step: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class SlottedState:
+    step: int = 0
+    best: float = 0.0
+
+
+class Stage(enum.Enum):
+    WARM_UP = 1
+    MAIN = 2
+
+
+class Point(NamedTuple):
+    x: float
+    y: float
+
+
+class NamedCounts(dict):  # type: ignore[type-arg]
+    """A dict with something of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.updates = 0
+
+
+class Net(torch.nn.Module):
+    """A module with a buffer, and with plain attributes that training changes."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(width, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.drop = torch.nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(1))
+        self.calls = 0
+        self.recent: deque[int] = deque(maxlen=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.recent.append(self.calls)
+        return self.drop(self.norm(self.inner(x)))
+
+
+class CountingSgd(torch.optim.SGD):
+    """An optimizer of the user's own, with a counter that decides what it does."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.lookahead_steps = 0
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.state = State()
+        self.meters = {"loss": Meter(), "accuracy": Meter()}
+        self.model = Net()
+        self.schedule: Any = None
+
+
+def count_up(start: int) -> Iterator[int]:
+    """A generator with state in its variables."""
+    total = start
+    while True:
+        total += 1
+        yield total
+
+
+def doubled(values: list[int]) -> Iterator[int]:
+    yield from (value * 2 for value in values)
+
+
+def train(act: Callable[[list[FrameType]], None], start: int) -> dict[str, Any]:
+    """Two nested frames with variables of their own, shared cells, and a stop in the middle where `act` is called."""
+    epochs_done = start
+    seen = [start]
+    names = {"run": f"run-{start}"}
+
+    def one_step() -> tuple[int, float]:
+        nonlocal epochs_done
+        loss = start / 2
+        epochs_done += 1
+        inner = sys._getframe()
+        assert inner.f_back is not None
+        act([inner.f_back, inner])
+        epochs_done += 100
+        return epochs_done, loss
+
+    result = one_step()
+    return {"result": result, "epochs_done": epochs_done, "seen": seen, "names": names}
