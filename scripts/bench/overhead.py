@@ -24,7 +24,19 @@ from statistics import mean
 from typing import Any
 
 import psutil
-from runs import LAUNCHERS, TORCHRUN, TTPRUN, BenchmarkError, Run, headline, machine, print_table, spread, told
+from runs import (
+    LAUNCHERS,
+    TORCHRUN,
+    TTPRUN,
+    BenchmarkError,
+    Run,
+    headline,
+    machine,
+    positive,
+    print_table,
+    spread,
+    told,
+)
 
 MIB = 1 << 20
 ALLOWED_BYTES = 64 * MIB  # beside the gradients' size
@@ -69,7 +81,7 @@ class Measurement:
 
     def over_ranks(self, name: str) -> float:
         """The mean over ranks of one figure of their reports."""
-        return mean(report[name] for report in self.reports)
+        return mean(float(report[name]) for report in self.reports)
 
     @property
     def step_s(self) -> float:
@@ -79,7 +91,7 @@ class Measurement:
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the rank that took most, shared memory that it has touched included."""
-        return max(report["peak_bytes"] for report in self.reports)
+        return max(int(report["peak_bytes"]) for report in self.reports)
 
 
 def measure(launcher: str, size: Size, options: argparse.Namespace, repeat: int, folder: Path) -> Measurement:
@@ -218,8 +230,8 @@ def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> l
 def main() -> int:
     """Measure and print; returns the exit code: 1 if a run has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each launcher at each size (default 5)")
-    parser.add_argument("--ranks", type=int, default=2, help="default 2")
+    parser.add_argument("--repeats", type=positive, default=5, help="runs of each launcher at each size (default 5)")
+    parser.add_argument("--ranks", type=positive, default=2, help="default 2")
     parser.add_argument("--sizes", nargs="+", default=["50ms", "5ms"], choices=["50ms", "5ms"], help="default both")
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of steps before measuring (default 5)")
     parser.add_argument("--measured", type=float, default=10.0, help="seconds of steps to measure (default 10)")

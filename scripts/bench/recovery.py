@@ -2,10 +2,10 @@
 
     python scripts/bench/recovery.py --ranks 2 4 --kills 5 --json recovery.json
 
-Each run loses one rank, chosen by chance, by a SIGKILL from outside, half way between two checkpoints of the script and
-at a random moment of a step. The runs take turns, torchrun first, and the two runs of a turn lose the same rank at the
-same moment of the step. Before them one rank alone shows what the script's own set-up takes. torchrun has
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
+Each run loses one rank by a SIGKILL from outside, half way between two checkpoints of the script and at a random moment
+of a step; the ranks come in random order, each before one comes twice. The runs take turns, torchrun first, and the two
+runs of a turn lose the same rank at the same moment of the step. Before them one rank alone shows what the script's own
+set-up takes. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
 All times are the script's own: it logs when it has completed a step. Begin with measure().
 """
 
@@ -24,7 +24,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runs import LAUNCHERS, TORCHRUN, TTPRUN, BenchmarkError, Run, headline, machine, print_table, spread, told
+from runs import (
+    LAUNCHERS,
+    TORCHRUN,
+    TTPRUN,
+    BenchmarkError,
+    Run,
+    headline,
+    machine,
+    positive,
+    print_table,
+    spread,
+    told,
+)
 from steplog import Line, Setup, read_logs, read_setup, wait_for_step
 
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
@@ -56,7 +68,7 @@ class Outcome:
     script_setup_s  the part of it behind the script's imports
     step_s          a step's median time before the kill
     standbys        those that stood ready at the kill; None under torchrun
-    incident        what ttprun says of it, as in `ttprun status --json`
+    incidents       what ttprun says of it, as in `ttprun status --json`
     weights         hash of the weights at the end
     problem         why the run has failed, "" if it has not
     """
@@ -79,14 +91,18 @@ class Outcome:
     script_setup_s: float | None = None
     step_s: float | None = None
     standbys: int | None = None
-    incident: dict[str, Any] = field(default_factory=dict)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
     weights: str = ""
     problem: str = ""
 
     @property
     def is_replaced(self) -> bool:
-        """Whether ttprun has replaced the lost rank; False too if it fell back to a restart of all."""
-        return bool(self.incident.get("outcome") == "recovered")
+        """Whether ttprun has replaced the lost rank, and nothing else happened; False if it fell back to a restart."""
+        return [incident["outcome"] for incident in self.incidents] == ["recovered"]
+
+    def phase_s(self, name: str) -> float | None:
+        """What a phase of the first incident took."""
+        return self.incidents[0].get(name) if self.incidents else None
 
 
 def measure_alone(folder: Path, script_arguments: list[str]) -> Setup:
@@ -116,7 +132,7 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path) -> None
             note_recovery(outcome, read_logs(run), killed_at_s)
         except (BenchmarkError, OSError) as error:
             outcome.problem = str(error)
-        outcome.incident = (status_of(run).get("incidents") or [{}])[0]
+        outcome.incidents = status_of(run).get("incidents", [])
         outcome.weights = run.weights()
 
 
@@ -153,11 +169,12 @@ def describe(outcome: Outcome) -> str:
     if outcome.problem:
         return f"{which}: FAILED: {outcome.problem}"
     is_fallback = outcome.launcher == TTPRUN and not outcome.is_replaced
+    reasons = "; ".join(incident["reason"] for incident in outcome.incidents) or "no incident"
     return (
         f"{which} killed after step {outcome.after_step}: next step {outcome.next_step_s:.2f} s, "
-        f"progress {outcome.progress_s:.2f} s, {outcome.run_again} run again, set-up {outcome.setup_s:.2f} s, "
-        f"load {outcome.load:.1f}"
-        + (f"; NOT REPLACED: {outcome.incident.get('reason', 'no incident')}" if is_fallback else "")
+        f"progress {outcome.progress_s:.2f} s, {outcome.run_again} run again, set-up {outcome.setup_s:.2f} s "
+        f"(alone {outcome.alone_setup_s:.2f}), load {outcome.load:.1f}"
+        + (f"; NOT ONLY REPLACED: {reasons}" if is_fallback else "")
     )
 
 
@@ -172,7 +189,7 @@ def summarize(outcomes: list[Outcome], ranks: int) -> dict[str, Any]:
             "replaced": sum(outcome.is_replaced for outcome in ours),
             "standby_ready": sum(bool(outcome.standbys) for outcome in ours),
             "different_weights": len({outcome.weights for outcome in ours}),
-            "phases": {name: spread(outcome.incident.get(name) for outcome in ours) for name in PHASES},
+            "phases": {name: spread(outcome.phase_s(name) for outcome in ours) for name in PHASES},
             **{name: spread(getattr(outcome, name) for outcome in ours) for _, name, _ in FIGURES},
         }
     base = {outcome.kill: outcome for outcome in good if outcome.launcher == TORCHRUN}
@@ -202,9 +219,10 @@ def measure_all(options: argparse.Namespace, root: Path) -> list[Outcome]:
     """All runs, one after the other, with a line on each."""
     chance, outcomes = random.Random(options.seed), list[Outcome]()
     for ranks in options.ranks:
+        victims = chance.sample(range(ranks), ranks)
         for kill in range(options.kills):
             alone = measure_alone(root / f"{ranks}-{kill}-alone", options.script_arguments)
-            rank, moment = chance.randrange(ranks), chance.random()
+            rank, moment = victims[kill % ranks], chance.random()
             for launcher in LAUNCHERS:
                 load = round(os.getloadavg()[0], 2)
                 outcome = Outcome(launcher, ranks, kill, rank, moment, load, alone.whole_s, alone.script_s)
@@ -218,9 +236,11 @@ def measure_all(options: argparse.Namespace, root: Path) -> list[Outcome]:
 def main() -> int:
     """Measure and print; returns the exit code: 1 if a run under ttprun has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default 2 4")
-    parser.add_argument("--kills", type=int, default=5, help="of each launcher, at each number of ranks (default 5)")
-    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps (default 50)")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[2, 4], help="default 2 4")
+    parser.add_argument(
+        "--kills", type=positive, default=5, help="of each launcher, at each number of ranks (default 5)"
+    )
+    parser.add_argument("--checkpoint-every", type=positive, default=50, help="steps (default 50)")
     parser.add_argument("--standbys", type=int, default=1, help="of ttprun (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments that are chosen (default 0)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds from a kill to the end of the run")
@@ -230,8 +250,12 @@ def main() -> int:
     options = parser.parse_args()
     before = machine()
     print(headline(before), flush=True)
-    with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
-        outcomes = measure_all(options, options.folder or Path(scratch))
+    try:
+        with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
+            outcomes = measure_all(options, options.folder or Path(scratch))
+    except BenchmarkError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
     summaries = [summarize(outcomes, ranks) for ranks in options.ranks]
     for summary in summaries:
         show(summary, options.kills)

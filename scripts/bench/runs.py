@@ -70,7 +70,7 @@ class Run:
             return
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         self.process.terminate()
-        _, alive = psutil.wait_procs(family, STOP_LIMIT_S)
+        alive: list[psutil.Process] = psutil.wait_procs(family, STOP_LIMIT_S)[1]
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -86,10 +86,10 @@ class Run:
             raise BenchmarkError(f"exit code {code}; {self.last_words()}")
 
     def last_words(self) -> str:
-        """The last line of the launcher's output that says something."""
+        """The line of the output that says what went wrong: the last one with an error in it, else the last one."""
         lines = [line.strip() for line in self.output().splitlines()]
-        told = [line for line in lines if line.strip("=-")]
-        return told[-1][:160] if told else "no output"
+        telling = [line for line in lines if "rror:" in line] or [line for line in lines if line.strip("=-")]
+        return telling[-1][:160] if telling else "no output"
 
     def output(self) -> str:
         """What the launcher and its ranks have written so far."""
@@ -129,6 +129,14 @@ def headline(machine: dict[str, Any]) -> str:
     """The machine in one line."""
     load = " ".join(f"{value:.2f}" for value in machine["load"])
     return f"{machine['at']}, {machine['cpus']} CPUs, load {load}, torch {machine['torch']}, Python {machine['python']}"
+
+
+def positive(text: str) -> int:
+    """An integer from 1, as the type of an option of argparse."""
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{number} is less than 1")
+    return number
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:

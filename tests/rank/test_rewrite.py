@@ -207,7 +207,7 @@ def work() -> int:
 
 facts = {
     "argv": sys.argv, "path0": sys.path[0], "name": __name__, "file": __file__, "spec": repr(__spec__), "doc": __doc__,
-    "package": repr(__package__), "main": sys.modules["__main__"].__dict__ is globals(), "sibling": sibling.VALUE,
+    "main": sys.modules["__main__"].__dict__ is globals(), "sibling": sibling.VALUE,
     "work": work(), "environment": sorted(__import__("os").environ.get("PYTHONPATH", "").split(":")),
 }
 print(json.dumps(facts))
@@ -242,6 +242,13 @@ def test_a_script_sees_the_world_that_python_shows_it(folder: Path) -> None:
 
     assert ours[0] == facts_of(run_plain(words, folder.parent))[0]
     assert ours[1] == FOLLOWED
+
+
+def test_a_script_is_in_no_package(folder: Path) -> None:
+    """`if __package__ is None` is how scripts ask whether they run as a module of a package (PEP 366)."""
+    (folder / "asks.py").write_text("print(__package__)\n")
+
+    assert facts_of(run_under_shim([str(folder / "asks.py")], folder)) == ["None"]
 
 
 def test_a_script_given_by_a_relative_path_is_followed_too(folder: Path) -> None:
