@@ -86,10 +86,10 @@ class Run:
             raise BenchmarkError(f"exit code {code}; {self.last_words()}")
 
     def last_words(self) -> str:
-        """The line of the output that says what went wrong: the last one with an error in it, else the last one."""
+        """The line of the output that says what went wrong: the first one with an error in it, else the last one."""
         lines = [line.strip() for line in self.output().splitlines()]
-        telling = [line for line in lines if "rror:" in line] or [line for line in lines if line.strip("=-")]
-        return telling[-1][:160] if telling else "no output"
+        errors = [line for line in lines if "rror:" in line]
+        return (errors or lines[-1:] or ["no output"])[0][:160]
 
     def output(self) -> str:
         """What the launcher and its ranks have written so far."""

@@ -26,6 +26,7 @@ from ttprun.rank.recorder import Recorder
 
 Scenario = Callable[["FakeAgent"], None]
 LIMIT_S = 25.0
+_FOR_EVER = 1 << 30  # a generation that does not end
 
 
 class FakeAgent:
@@ -35,6 +36,7 @@ class FakeAgent:
         self.lines = lines
         self.messages: list[tuple[int, Message]] = []
         self.generation = 1
+        self.boundary = 0
         self._news = threading.Condition()
         for rank in range(len(lines)):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
@@ -74,29 +76,27 @@ class FakeAgent:
         self.tell_all(op="freeze", generation=self.generation, lost=[], survivors=everybody)
         return [self.wait_for(rank, "frozen", generation=self.generation) for rank in everybody]
 
-    def resume(self, boundary: int = 0) -> None:
+    def resume(self) -> None:
         """Let all connect again and issue their journals."""
-        self.tell_all(op="resume", generation=self.generation, boundary=boundary, expected={}, skip_lines=[0, 0])
-        for rank in range(len(self.lines)):
-            self.wait_for(rank, "rebuilt", generation=self.generation)
+        self.tell_all(op="resume", generation=self.generation, boundary=self.boundary, expected={}, skip_lines=[0, 0])
+
+    def tell_value(self, rank: int, key: str) -> None:
+        """End a rank's `wait_for(key)`."""
+        self.lines[rank].send({"op": "put", "generation": _FOR_EVER, "key": key, "value": ""})
+
+    @staticmethod
+    def pause() -> None:
+        """Let a rank that has said that it will wait come to its waiting."""
+        time.sleep(0.05)
 
 
-def reconnect(agent: FakeAgent) -> None:
-    """The scenario in which a link breaks as soon as rank 0 says that it waits."""
-    agent.wait_for(0, "note", text="waiting")
-    time.sleep(0.1)
-    agent.break_connections()
-    agent.resume()
-    agent.lines[1].send({"op": "put", "generation": 1 << 30, "key": "go", "value": ""})
-
-
-def wait_for_go() -> None:
-    """In a rank: wait until the scenario has said so."""
+def wait_for(key: str) -> None:
+    """In a rank: wait until the scenario has told it `key`."""
     from ttprun.rank.session import current
 
     session = current()
     assert session is not None
-    session.exchange.get(1 << 30, "go", LIMIT_S)
+    session.exchange.get(_FOR_EVER, key, LIMIT_S)
 
 
 def say(text: str) -> None:
@@ -155,7 +155,6 @@ def _be_rank(
     import torch.distributed as dist
 
     try:
-        torch.set_num_threads(1)
         torch.manual_seed(rank)
         if is_managed:
             welcome = {

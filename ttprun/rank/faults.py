@@ -80,8 +80,8 @@ def _strike_inside_step(fault: Fault) -> None:
     sys.setprofile(count)
 
 
-def reached_collective() -> None:
-    """A collective is about to be issued: that tells backward passes and set-up."""
+def reached_collective(op: str) -> None:
+    """A collective is about to be issued: that tells backward passes, set-up, and waiting for a checkpoint."""
     session = current()
     if not _armed or session is None:
         return
@@ -91,16 +91,26 @@ def reached_collective() -> None:
         reached("backward")
     elif session.applied == 0:
         reached("setup")
+    elif op == "barrier":
+        reached("checkpoint")
 
 
 def watch_modules() -> None:
-    """Make forward passes moments that a fault can wait for; only on runs that allow faults."""
+    """Make forward and backward passes moments that a fault can wait for; only on runs that allow faults."""
+    import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     def before_forward(module: Any, args: Any) -> None:
         reached("forward" if module.training else "validation")
 
     register_module_forward_pre_hook(before_forward)
+    backward = torch.autograd.backward
+
+    def then_reached(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        reached("backward")  # only if no collective in it was the moment
+
+    torch.autograd.backward = then_reached
 
 
 def reached_step_end() -> None:

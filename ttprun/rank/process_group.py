@@ -235,7 +235,7 @@ class ManagedGroup(ProcessGroup):
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
         journal = session.journal
-        faults.reached_collective()
+        faults.reached_collective(op)
         board, row = session.board, session.local_rank
         board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
         session.touch(Phase.COLLECTIVE)

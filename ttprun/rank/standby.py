@@ -50,7 +50,8 @@ def main() -> None:
         welcome, fds = channel.receive_with_fds()
         while welcome["op"] == "warm":
             warm_up(welcome["modules"])
-            welcome, fds = channel.receive_with_fds()
+            welcome, later = channel.receive_with_fds()
+            fds += later  # one read may bring both messages, and then the descriptors come with the first
     except EOFError:
         return
     for output, target in zip(fds[2:], (1, 2), strict=False):
