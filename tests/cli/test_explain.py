@@ -18,6 +18,7 @@ class FakePatch:
 class FakePatches:
     """Takes the place of the module `ttprun.rank.patches`."""
 
+    ALSO = ()
     PATCHES = (
         FakePatch("torch.distributed", "init_process_group", "to replace the backend [once] " + "x" * 90),
         FakePatch("random", "seed", "to know the seed"),

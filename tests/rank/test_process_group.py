@@ -446,12 +446,6 @@ def ask_until_completed(rank: int) -> Any:
     return x
 
 
-def new_group(rank: int) -> Any:
-    x = ours(rank)
-    dist.all_reduce(x, group=dist.new_group([0, 1]))
-    return x
-
-
 HANGING: dict[str, Callable[[int], Any]] = {
     "allreduce": all_reduce,
     "allreduce future": all_reduce_future,
@@ -471,7 +465,6 @@ HANGING: dict[str, Callable[[int], Any]] = {
     "functional collectives": functional_all,
     "objects": objects,
     "barrier": barriers,
-    "new group": new_group,
 }
 CUT_STYLES = ("plain", "small buckets", "views", "half hook")
 SUMS = [30.0, 32.0, 34.0]
@@ -481,7 +474,6 @@ EXPECTED_AFTER_HANGING: dict[str, Any] = {
     "chained futures": [[[FLOAT, [s + 1 for s in SUMS]], [FLOAT, [2 * s + 1 for s in SUMS]]]] * 2,
     "another thread": [[[FLOAT, SUMS], False]] * 2,
     "polling": [[FLOAT, SUMS]] * 2,
-    "new group": [[FLOAT, SUMS]] * 2,
 }
 
 
@@ -590,6 +582,23 @@ def mend_thrice(agent: FakeAgent) -> None:
 
 def test_a_connection_may_break_again_while_it_is_mended() -> None:
     assert run_world(hang_once, scenario=mend_thrice) == EXPECTED_AFTER_HANGING["several at once"]
+
+
+def make_a_group(rank: int) -> Any:
+    be_held_up(rank, "group")
+    x = ours(rank)
+    dist.all_reduce(x, group=dist.new_group([0, 1]))
+    return plain(x)
+
+
+def mend_while_a_group_is_made(agent: FakeAgent) -> None:
+    mend(agent, "group")
+
+
+def test_a_rank_that_waits_in_new_group_when_the_connection_breaks_gets_its_group() -> None:
+    found = run_world(make_a_group, scenario=mend_while_a_group_is_made, limit_s=8.0)
+
+    assert found == [[FLOAT, SUMS]] * 2
 
 
 def be_left_alone(rank: int) -> Any:
@@ -801,6 +810,6 @@ def destroy_and_begin_again(rank: int, place: str) -> Any:
 
 
 def test_a_script_may_destroy_its_groups_and_begin_again(tmp_path: Any) -> None:
-    found = run_world(destroy_and_begin_again, str(tmp_path / "again"))
+    found = run_world(destroy_and_begin_again, str(tmp_path / "again"), limit_s=8.0)
 
     assert found == [[[FLOAT, SUMS], [FLOAT, SUMS], 0, True]] * 2

@@ -109,15 +109,28 @@ def say(text: str) -> None:
 
 
 def run_world(
-    function: Callable[..., Any], *args: Any, scenario: Scenario | None = None, size: int = 2, is_managed: bool = True
+    function: Callable[..., Any],
+    *args: Any,
+    scenario: Scenario | None = None,
+    size: int = 2,
+    is_managed: bool = True,
+    limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """What `function(rank, *args)` returns in each rank of a gloo world. Raises AssertionError with a rank's traceback."""
-    result: list[Any] = run_alone(_drive, function, args, scenario, size, is_managed, limit_s=2 * LIMIT_S)
+    """What `function(rank, *args)` returns in each rank of a gloo world.
+
+    Raises AssertionError with a rank's traceback, or if a rank has not ended within `limit_s` seconds.
+    """
+    result: list[Any] = run_alone(_drive, function, args, scenario, size, is_managed, limit_s, limit_s=3 * limit_s)
     return result
 
 
 def _drive(
-    function: Callable[..., Any], args: tuple[Any, ...], scenario: Scenario | None, size: int, is_managed: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    scenario: Scenario | None,
+    size: int,
+    is_managed: bool,
+    limit_s: float,
 ) -> list[Any]:
     lines = [channel.pair() for _ in range(size)]
     pipes = [Pipe(duplex=False) for _ in range(size)]
@@ -133,7 +146,7 @@ def _drive(
             agent = FakeAgent([ours for ours, _ in lines])
             if scenario is not None:
                 scenario(agent)
-            results = [_result_of(pipes[rank][0], rank) for rank in range(size)]
+            results = [_result_of(pipes[rank][0], rank, limit_s) for rank in range(size)]
         finally:
             for pid in pids:
                 os.kill(pid, 9)
@@ -141,16 +154,24 @@ def _drive(
     return results
 
 
-def _result_of(pipe: Connection, rank: int) -> Any:
-    assert pipe.poll(LIMIT_S), f"rank {rank} has not ended"
+def _result_of(pipe: Connection, rank: int, limit_s: float) -> Any:
+    assert pipe.poll(limit_s), f"rank {rank} has not ended"
     is_good, value = pipe.recv()
     assert is_good, f"rank {rank}: {value}"
     return value
 
 
 def _be_rank(
-    rank: int, size: int, line: Channel, board_fd: int, pipe: Connection, run_dir: str, function: Any, args: Any, is_managed: bool
-) -> None:  # fmt: skip
+    rank: int,
+    size: int,
+    line: Channel,
+    board_fd: int,
+    pipe: Connection,
+    run_dir: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    is_managed: bool,
+) -> None:
     import torch
     import torch.distributed as dist
 

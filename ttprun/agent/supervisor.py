@@ -522,6 +522,9 @@ class Supervisor:
 
     def _do_restart_group(self, action: recovery.RestartGroup) -> None:
         self._end_group("restart", action.reason, action.has_progress)
+        if not self.status.restarts_left:
+            reason = "no restart is left (--max-restarts)"
+            self._advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
     def _do_fail_job(self, action: recovery.FailJob) -> None:
         self._end_group("fail", action.reason)
@@ -530,9 +533,10 @@ class Supervisor:
         self.verdict = Verdict("done")
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
-        logger.warning("%s: %s", "restarting all ranks" if kind == "restart" else "the job has failed", reason)
-        self.log("group_given_up", kind=kind, reason=reason)
-        self.verdict = Verdict(kind, reason, has_progress)
+        if self.verdict is None:  # what led here comes first, and explains the rest
+            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job fails", reason)
+            self.log("group_given_up", kind=kind, reason=reason)
+            self.verdict = Verdict(kind, reason, has_progress)
 
     def _do_record_incident(self, action: recovery.RecordIncident) -> None:
         incident = action.incident

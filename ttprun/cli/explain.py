@@ -7,11 +7,11 @@ from ttprun.cli.terminal import new_table, open_console
 
 def explain() -> int:
     """Show what ttprun changes inside your process, and why. Your files are never changed."""
-    from ttprun.rank.patches import PATCHES
+    from ttprun.rank.patches import ALSO, PATCHES
 
     console = open_console()
     table = new_table(console, "module", "attribute", "why")
-    for patch in PATCHES:
+    for patch in (*PATCHES, *ALSO):
         table.add_row(patch.module, patch.attribute, patch.why)
     console.print(table)
     return 0

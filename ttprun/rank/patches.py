@@ -108,12 +108,24 @@ PATCHES: tuple[Patch, ...] = (
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
 )
-ALSO: tuple[tuple[str, str, str], ...] = (
-    ("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
-    ("sys", "excepthook", "to tell the agent that the script itself has failed"),
-    ("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
-    ("os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"),
-    ("torch.optim", "global step hooks", "to write a record in front of each optimizer step"),
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that is no replaced attribute; for `ttprun explain`."""
+
+    module: str
+    attribute: str
+    why: str
+
+
+ALSO: tuple[Change, ...] = (
+    Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
+    Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
+    Change("sys", "excepthook", "to tell the agent that the script itself has failed"),
+    Change("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
+    Change("os", "fork", "a child forked by the main thread (a DataLoader worker) ends with its rank"),
+    Change("os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"),
 )
 
 
