@@ -70,9 +70,9 @@ class Board:
         self._map = mmap.mmap(fd, self.size_bytes(n_ranks))
         self.cells = memoryview(self._map).cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._syscall = libc.syscall
-        self._syscall.restype = ctypes.c_long
+        self._sleep = ctypes.CDLL(None).syscall
+        self._wake = ctypes.PyDLL(None).syscall  # keeps the GIL: waking is quicker than giving it away
+        self._sleep.restype = self._wake.restype = ctypes.c_long
 
     @staticmethod
     def size_bytes(n_ranks: int) -> int:
@@ -98,13 +98,13 @@ class Board:
         """Write one field and wake whoever waits for it."""
         cell = rank * ROW_FIELDS + field
         self.cells[cell] = value
-        self._syscall(SYS_FUTEX, ctypes.c_void_p(self._address + cell * 8), FUTEX_WAKE, 1 << 30, None, None, 0)
+        self._wake(SYS_FUTEX, ctypes.c_void_p(self._address + cell * 8), FUTEX_WAKE, 1 << 30, None, None, 0)
 
     def wait_for_change(self, rank: int, field: int, seen: int, limit_s: float) -> None:
         """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early."""
         cell = rank * ROW_FIELDS + field
         limit = _Timespec(int(limit_s), int((limit_s % 1.0) * 1e9))
-        self._syscall(
+        self._sleep(
             SYS_FUTEX,
             ctypes.c_void_p(self._address + cell * 8),
             FUTEX_WAIT,

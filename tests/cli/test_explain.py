@@ -19,6 +19,7 @@ class FakePatches:
     """Takes the place of the module `ttprun.rank.patches`."""
 
     ALSO = ()
+    Patch = Change = FakePatch
     PATCHES = (
         FakePatch("torch.distributed", "init_process_group", "to replace the backend [once] " + "x" * 90),
         FakePatch("random", "seed", "to know the seed"),

@@ -14,7 +14,10 @@ from typing import Any
 
 _PRELOADED = [
     "torch",
+    "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.nn.parallel.distributed",
     "torch.utils.data.distributed",
     "numpy",

@@ -320,8 +320,12 @@ class Supervisor:
         """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
         assert self._board is not None
         for other in self.seats:
-            if other.is_lost and self._board.get(other.local_rank, Field.RECORDED) > boundary:
+            if other.is_lost and other.lost_boundary > boundary:
+                other.lost_lines = self._lines_to_skip(other, boundary)
+                other.lost_boundary = boundary
                 self._board.set(other.local_rank, Field.RECORDED, boundary)
+                self._board.set(other.local_rank, Field.LINES_OUT, other.lost_lines[0])
+                self._board.set(other.local_rank, Field.LINES_ERR, other.lost_lines[1])
 
     def _on_exit(self, seat: Seat) -> None:
         assert self._board is not None
@@ -476,13 +480,13 @@ class Supervisor:
         fields: dict[str, Any] = {} if found is None else msgpack.unpackb(found[0], strict_map_key=False)
         return fields
 
-    def _lines_to_skip(self, seat: Seat, boundary: int) -> list[int]:
+    def _lines_to_skip(self, seat: Seat, boundary: int) -> tuple[int, int]:
         """Lines that the lost process had written since the boundary: they must not come out twice."""
-        lines = list(seat.lost_lines)
+        out, err = seat.lost_lines
         if seat.lost_boundary > boundary:
-            before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
-            lines = [now + then for now, then in zip(lines, before, strict=True)]
-        return lines
+            out_before, err_before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
+            return out + out_before, err + err_before
+        return out, err
 
     def _do_send_state(self, action: recovery.SendState) -> None:
         order = {

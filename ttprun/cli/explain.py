@@ -7,11 +7,12 @@ from ttprun.cli.terminal import new_table, open_console
 
 def explain() -> int:
     """Show what ttprun changes inside your process, and why. Your files are never changed."""
-    from ttprun.rank.patches import ALSO, PATCHES
+    from ttprun.rank.patches import ALSO, PATCHES, Change, Patch
 
     console = open_console()
     table = new_table(console, "module", "attribute", "why")
-    for patch in (*PATCHES, *ALSO):
+    rows: tuple[Patch | Change, ...] = (*PATCHES, *ALSO)
+    for patch in rows:
         table.add_row(patch.module, patch.attribute, patch.why)
     console.print(table)
     return 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -63,19 +64,44 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
-def stepped_storages() -> set[int]:
-    """Data pointers of the storages that optimizers update: parameters and the optimizers' own state."""
-    found = set()
-    for optimizer in optimizers():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                found.add(parameter.untyped_storage().data_ptr())
-        for state in optimizer.state.values():
+_stepped: tuple[Any, frozenset[int]] = (None, frozenset())
+
+
+def stepped_storages() -> frozenset[int]:
+    """Data pointers of the storages that optimizers update: parameters and the optimizers' own state.
+
+    The very same object as before as long as nothing shows that they have changed.
+    """
+    global _stepped
+    seen = [_signature(optimizer) for optimizer in optimizers()]
+    if seen != _stepped[0]:
+        _stepped = (seen, frozenset(pointer for optimizer in optimizers() for pointer in _pointers(optimizer)))
+    return _stepped[1]
+
+
+def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Changes when parameters are added or when the state is loaded anew: counts, and where the ends of them lie."""
+    seen = [len(optimizer.state)]
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        seen.append(len(parameters))
+        for parameter in (*parameters[:1], *parameters[-1:]):
+            seen.append(parameter.data_ptr())
+            state = optimizer.state.get(parameter)
             if isinstance(state, dict):
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        found.add(value.untyped_storage().data_ptr())
-    return found
+                seen += [value.data_ptr() for value in state.values() if isinstance(value, torch.Tensor)]
+    return seen
+
+
+def _pointers(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter.untyped_storage().data_ptr()
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield value.untyped_storage().data_ptr()
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -129,7 +155,7 @@ def pass_boundary(session: Session) -> None:
     with session.changed:
         session.applied += 1
         session.is_applying = False
-        session.board.announce(session.local_rank, Field.APPLIED, session.applied)
+        session.board.set(session.local_rank, Field.APPLIED, session.applied)
         session.changed.notify_all()
     session.touch(Phase.COMPUTING)
     if session.applied == 1 and session.local_rank == 0:

@@ -17,7 +17,7 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
-from ttprun.rank import faults
+from ttprun.rank import faults, rewrite
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import current
 
@@ -31,12 +31,7 @@ _tracked: list[tuple[str, Any]] = []  # (absolute path, file opened for writing 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
     """The user's modules that are loaded, the script among them as `__main__`."""
-    found = []
-    for name, module in list(sys.modules.items()):
-        filename = getattr(module, "__file__", None)
-        if filename and name != "__mp_main__" and is_user_file(filename):
-            found.append((name, module))
-    return found
+    return [(name, module) for name in rewrite.loaded if (module := sys.modules.get(name)) is not None]
 
 
 def _is_called_by_user(frame: FrameType) -> bool:

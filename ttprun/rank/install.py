@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ttprun.board import Board, Field, Phase
+from ttprun.board import Board, Phase
 from ttprun.channel import Channel
 from ttprun.rank import rewrite
 from ttprun.rank.frames import add_user_directory
@@ -232,6 +232,5 @@ def _install_hooks(presence: Presence) -> None:
     recovery = Recovery(session)
     recovery.start()
     presence.hand_over(recovery.take)
-    session.board.set(session.local_rank, Field.LINES_OUT, 0)
     session.touch(Phase.SETUP)
     presence.channel.send({"op": "protected"})

@@ -1,6 +1,6 @@
 """The script's stdout and stderr: each line comes out once, however often its rank was replaced.
 
-The lines that a rank has written since its newest boundary are counted on the board. A replacement writes to a replay
+The lines that have come out since a rank's newest boundary are counted on the board, whoever wrote them. A replacement writes to a replay
 log of its own till it goes live at the boundary, and then passes over as many lines as the lost rank had written.
 """
 
@@ -33,17 +33,16 @@ class _CountedRaw(io.RawIOBase):
         return os.isatty(self._fd)
 
     def write(self, data: Any) -> int:
-        raw = bytes(data)
+        raw = left = bytes(data)
         session = current()
-        if session is not None and session.replay is None:
-            cell = session.local_rank
-            session.board.set(cell, self._field, session.board.get(cell, self._field) + raw.count(b"\n"))
-        left = raw
         while self.skip_lines and left:
             _line, end, left = left.partition(b"\n")
             if not end:
                 return len(raw)
             self.skip_lines -= 1
+        if session is not None and session.replay is None:
+            cell = session.local_rank
+            session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
         while left:
             left = left[os.write(self._fd, left) :]
         return len(raw)

@@ -125,7 +125,9 @@ ALSO: tuple[Change, ...] = (
     Change("sys", "excepthook", "to tell the agent that the script itself has failed"),
     Change("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
     Change("os", "fork", "a child forked by the main thread (a DataLoader worker) ends with its rank"),
-    Change("os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"),
+    Change(
+        "os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"
+    ),
 )
 
 

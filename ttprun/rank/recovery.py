@@ -168,7 +168,9 @@ class Recovery:
 
     def _on_send_state(self, message: Message) -> None:
         session = self._session
-        digest = repair.serve(session.run_dir, message["name"], message["receivers"], message["limit_s"])
+        digest = repair.serve(
+            session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
+        )
         session.channel.send({"op": "state_sent", "generation": message["generation"], "digest": digest})
 
     def _on_fetch_state(self, message: Message) -> None:

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -22,6 +22,7 @@ from ttprun.rank import boundary
 from ttprun.rank.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
+_LOOK_AGAIN_S = 0.05
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -65,8 +66,10 @@ def digest() -> str:
     return state.hexdigest()
 
 
-def serve(directory: str, name: str, receivers: int, limit_s: float) -> str:
+def serve(directory: str, name: str, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
     """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
+
+    check    called while it waits for a receiver; raises if there is nothing to wait for any more
 
     Blocks at most `limit_s` seconds a receiver. Raises NotRepairableError, TimeoutError, OSError.
     """
@@ -79,10 +82,9 @@ def serve(directory: str, name: str, receivers: int, limit_s: float) -> str:
             listener.bind(path)
             os.chmod(path, 0o600)
             listener.listen(receivers)
-            listener.settimeout(limit_s)
+            listener.settimeout(_LOOK_AGAIN_S)
             for _ in range(receivers):
-                connection, _ = listener.accept()
-                with connection:
+                with _accept(listener, time.monotonic() + limit_s, check) as connection:
                     connection.settimeout(limit_s)
                     connection.sendall(_LENGTH.pack(len(packed)) + packed)
                     for tensor in tensors:
@@ -92,6 +94,16 @@ def serve(directory: str, name: str, receivers: int, limit_s: float) -> str:
             os.unlink(path)
         os.close(at)
     return digest()
+
+
+def _accept(listener: socket.socket, end: float, check: Callable[[], None]) -> socket.socket:
+    while True:
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            check()
+            if time.monotonic() > end:
+                raise
 
 
 def fetch(directory: str, name: str, limit_s: float) -> str:

@@ -71,11 +71,17 @@ def _first_statement(tree: ast.Module) -> int:
     return at
 
 
+# Names of the user's modules, the script's among them, in the order in which they were loaded.
+loaded: list[str] = ["__main__"]
+
+
 class FollowedLoader(importlib.machinery.SourceFileLoader):
     """Loads a user's module with its loops followed, without bytecode files."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
+        if fullname not in loaded:
+            loaded.append(fullname)
         source = self.get_data(path)
         return compile_followed(source, path, is_script=fullname == "__main__")
 

@@ -15,12 +15,18 @@ import enum
 import random
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import xxhash
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ttprun.rank import loops, random_state
 from ttprun.rank.frames import SCALARS, is_user_file, set_local
@@ -116,7 +122,7 @@ class Snapshot:
     generator_loops   loops that are under way in suspended generators of the user's
     """
 
-    def __init__(self, stepped: set[int]) -> None:
+    def __init__(self, stepped: frozenset[int]) -> None:
         self.stepped = stepped
         self.blobs: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
@@ -251,21 +257,58 @@ def _module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
     number = snapshot._number(value)
     tensors = []
     attributes = {}
-    for prefix, module in value.named_modules():
-        if module is not value:
-            if id(module) in snapshot._numbers:
-                continue
-            snapshot._number(module)
-        for name, tensor in (*module._buffers.items(), *module._parameters.items()):
-            if tensor is None or tensor.untyped_storage().data_ptr() in snapshot.stepped:
-                continue
-            tensors.append([f"{prefix}.{name}" if prefix else name, len(snapshot.blobs), list(tensor.shape)])
-            snapshot.blobs.append(tensor.detach().contiguous())
-        if _is_of_user(type(module)):
+    layout = _layouts.get(value)
+    if layout is None or layout.version != _registrations or layout.stepped is not snapshot.stepped:
+        layout = _layouts[value] = _Layout(value, snapshot.stepped)
+    for path, module, name in layout.tensors:
+        tensor = module._buffers.get(name, module._parameters.get(name))
+        if tensor is None or id(tensor) in snapshot._numbers:
+            continue
+        snapshot._number(tensor)
+        tensors.append([path, len(snapshot.blobs), list(tensor.shape)])
+        snapshot.blobs.append(tensor.detach().contiguous())
+    for prefix, module in layout.of_user:
+        if module is value or id(module) not in snapshot._numbers:
+            if module is not value:
+                snapshot._number(module)
             found = snapshot.attributes(module.__dict__, depth, _MODULE_INTERNALS)
             if found:
                 attributes[prefix] = found
     return [Tag.MODULE, number, tensors, attributes]
+
+
+class _Layout:
+    """What of a module has to be recorded; found once, and again when anything is registered in any module.
+
+    tensors   (path, owner, name) of buffers and of weights that no optimizer updates
+    of_user   (path, module) of the modules of the user's own classes
+    """
+
+    def __init__(self, root: torch.nn.Module, stepped: frozenset[int]) -> None:
+        self.version = _registrations
+        self.stepped = stepped
+        self.tensors: list[tuple[str, torch.nn.Module, str]] = []
+        self.of_user: list[tuple[str, torch.nn.Module]] = []
+        for prefix, module in root.named_modules():
+            for name, tensor in (*module._buffers.items(), *module._parameters.items()):
+                if tensor is not None and tensor.untyped_storage().data_ptr() not in stepped:
+                    self.tensors.append((f"{prefix}.{name}" if prefix else name, module, name))
+            if _is_of_user(type(module)):
+                self.of_user.append((prefix, module))
+
+
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, _Layout] = weakref.WeakKeyDictionary()
+_registrations = 0
+
+
+def _note_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_module_registration_hook(_note_registration)
+register_module_buffer_registration_hook(_note_registration)
+register_module_parameter_registration_hook(_note_registration)
 
 
 _MODULE_INTERNALS = frozenset(torch.nn.Module().__dict__)
