@@ -5,10 +5,12 @@ Three lives, each in a process of its own: one that nothing disturbs, one that i
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import random
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -146,13 +148,16 @@ class Life:
                     loader.sampler.set_epoch(epoch)
             iterators = [iter(loader) for loader in made]
             for number, batches in enumerate(zip(*iterators, strict=False)):
-                if self.record is not None and not found:
-                    random_state.restore(self.record["rng"])  # as the replay does at the boundary
-                found.append(([batch.tolist() for batch in batches], torch.rand(1).item(), random.random()))
+                torch.rand(1)  # dropout in the forward pass
                 loaders.note_boundary()
-                if (epoch, number + 1) == self.stop:
+                is_lost = (epoch, number + 1) == self.stop
+                if is_lost:
                     record = {"epoch": epoch, "item_rng": item_rng, "loaders": loaders.records()}
                     self.record = record | {"rng": random_state.capture()}
+                if self.record is not None and not is_lost and not found:
+                    random_state.restore(self.record["rng"])  # as the replay does at the boundary
+                found.append(([batch.tolist() for batch in batches], torch.rand(1).item(), random.random()))
+                if is_lost:
                     return found
         return found
 
@@ -176,6 +181,7 @@ def in_child(act: Callable[[], Any]) -> Any:
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
+        multiprocessing.current_process()._config["tempdir"] = tempfile.gettempdir()  # type: ignore[attr-defined]
         try:
             outcome = (True, act())
         except BaseException:

@@ -320,7 +320,7 @@ class Supervisor:
         """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
         assert self._board is not None
         for other in self.seats:
-            if other.is_lost and other.lost_boundary > boundary:
+            if other.lost_boundary > boundary:
                 other.lost_lines = self._lines_to_skip(other, boundary)
                 other.lost_boundary = boundary
                 self._board.set(other.local_rank, Field.RECORDED, boundary)

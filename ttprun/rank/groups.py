@@ -123,7 +123,7 @@ def leave_together(session: Session) -> None:
     A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends
     after PATIENCE_S then.
     """
-    if session.unprotected or not session.groups or session.world_size == 1:
+    if session.unprotected or not session.groups or session.world_size == 1 or session.replay is not None:
         return
     board = session.board
     board.announce(session.local_rank, Field.LEAVING, 1)

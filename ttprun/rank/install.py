@@ -139,6 +139,12 @@ def _finish() -> None:
         from ttprun.rank import faults
 
         faults.reached("exit")
+        module = sys.modules.get("ttprun.rank.session")
+        session = module.current() if module is not None else None
+        if session is not None and session.replay is not None:
+            session.replay.refuse(
+                f"the replay has come to the script's end and not by the place of boundary {session.replay.boundary}"
+            )
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):

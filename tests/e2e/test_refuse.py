@@ -1,0 +1,42 @@
+"""What cannot be proved is refused: each check between a replay and going on, made to fail on purpose (design.md §4.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Run
+
+KILL = "kill:rank=1,step=12,phase=before_step"
+
+DIFFERENCES = [
+    # what the script does otherwise when it runs a second time, a part of the reason
+    ("operation", "issues 'allreduce"),
+    ("data", "another batch"),
+    ("place", "not by the place"),
+    ("shape", "has shape"),
+    ("gradients", "carries gradients across an optimizer step"),
+    ("weights", "different weights"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), DIFFERENCES)
+def test_a_replacement_that_differs_is_refused_with_a_reason_and_all_ranks_start_anew(
+    run_ttprun: Callable[..., Run], kind: str, reason: str
+) -> None:
+    result = run_ttprun(
+        "second_time.py", 2, faults=[KILL], options=["--max-restarts", "1"], script_args=["--kind", kind]
+    )
+
+    assert result.incidents[-1]["outcome"] == "restarted"
+    assert reason in result.incidents[-1]["reason"]
+    assert result.exit_code == 0
+
+
+def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callable[..., Run]) -> None:
+    result = run_ttprun("second_time.py", 2, faults=[KILL], script_args=["--kind", "data"])
+
+    assert result.exit_code == 137
+    assert [incident["outcome"] for incident in result.incidents] == ["failed"]
+    assert "another batch" in result.incidents[0]["reason"]

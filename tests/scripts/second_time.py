@@ -1,0 +1,62 @@
+"""A script that does something else when it is run a second time, in one of several ways; small, DDP or plain.
+
+torchrun --nproc-per-node 2 second_time.py --out DIR --kind KIND
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def step_here(optimizer):
+    optimizer.step()
+
+
+def step_there(optimizer):
+    optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--kind", required=True)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    os.makedirs(args.out, exist_ok=True)
+    mark = os.path.join(args.out, f"seen-{rank}")
+    is_second = os.path.exists(mark)
+    open(mark, "w").close()
+
+    torch.manual_seed(rank if args.kind == "weights" else 0)
+    width = 24 if is_second and args.kind == "shape" else 16
+    net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    data = torch.randn(400, 8, generator=torch.Generator().manual_seed(5 if is_second and args.kind == "data" else 4))
+    loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=10)
+    operation = dist.ReduceOp.MAX if is_second and args.kind == "operation" else dist.ReduceOp.SUM
+    take_step = step_there if is_second and args.kind == "place" else step_here
+    step = 0
+    for x, y in loader:
+        if args.kind != "gradients":
+            optimizer.zero_grad()
+        loss = (net(x) - y).square().mean()
+        loss.backward()
+        if args.kind != "weights":
+            for p in net.parameters():
+                dist.all_reduce(p.grad, operation)
+        else:
+            dist.barrier()
+        take_step(optimizer)
+        step += 1
+    print(f"[rank {rank}] steps {step}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
