@@ -1,4 +1,4 @@
-"""What cannot be proved is refused: each check between a replay and going on, made to fail on purpose (design.md §4.5)."""
+"""What cannot be proved is refused: each check of design.md §4.5, made to fail on purpose."""
 
 from __future__ import annotations
 

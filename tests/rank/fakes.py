@@ -38,7 +38,9 @@ class FakeChannel(Channel):
         self.sent.append(message)
 
 
-def make_session(run_dir: str = "/tmp", channel: Channel | None = None, board: Board | None = None, **known: Any) -> Session:
+def make_session(
+    run_dir: str = "/tmp", channel: Channel | None = None, board: Board | None = None, **known: Any
+) -> Session:
     """A session of rank 0 of two, unless `known` says otherwise; it is not made the process's own."""
     recorder = Recorder(Recorder.create(RECORD_BYTES), RECORD_BYTES)
     line = FakeChannel() if channel is None else channel

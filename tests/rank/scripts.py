@@ -60,7 +60,9 @@ def run_under_shim(
 ) -> Outcome:  # fmt: skip
     """`python WORDS` as our agent starts it, welcomed as rank 0 of 1."""
     ours, theirs = channel.pair()
-    variables = rank_environment(environment(**(variables or {})), str(directory)) | {CHANNEL_VARIABLE: str(theirs.fileno())}
+    variables = rank_environment(environment(**(variables or {})), str(directory)) | {
+        CHANNEL_VARIABLE: str(theirs.fileno())
+    }
     process = subprocess.Popen(
         [sys.executable, *flags, *words], cwd=directory, env=variables, pass_fds=(theirs.fileno(),), text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

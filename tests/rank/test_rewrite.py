@@ -42,12 +42,16 @@ def outcome(code: types.CodeType) -> tuple[str, str, dict[str, Any]]:
         try:
             exec(code, scope)
         except BaseException as error:
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "module.py"]
+            lines = [
+                frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "module.py"
+            ]
             ended = f"{type(error).__name__}: {error} at {lines}"
     plain = {
         name: value
         for name, value in scope.items()
-        if not name.startswith("__ttp") and isinstance(value, int | str | list | tuple | dict | float) and name != "__builtins__"
+        if not name.startswith("__ttp")
+        and isinstance(value, int | str | list | tuple | dict | float)
+        and name != "__builtins__"
     }
     return printed.getvalue(), ended, plain
 
@@ -120,7 +124,9 @@ def test_a_module_behaves_as_it_does_without_us(name: str) -> None:
 
 def test_a_traceback_shows_the_lines_of_the_script(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
-    file.write_text("def f(n):\n    for x in range(n):\n\n        if x:\n            raise ValueError(\n                x)\n\nf(3)\n")
+    file.write_text(
+        "def f(n):\n    for x in range(n):\n\n        if x:\n            raise ValueError(\n                x)\n\nf(3)\n"
+    )
     linecache.checkcache()
 
     with pytest.raises(ValueError, match="1") as caught:
@@ -143,7 +149,9 @@ def test_a_syntax_error_is_the_one_that_python_gives() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("source", [b"", b"\n\n# nothing\n", b'"""doc"""\n', b"\xef\xbb\xbfx = 1\n", b"# coding: latin-1\nx = '\xe4'\n"])
+@pytest.mark.parametrize(
+    "source", [b"", b"\n\n# nothing\n", b'"""doc"""\n', b"\xef\xbb\xbfx = 1\n", b"# coding: latin-1\nx = '\xe4'\n"]
+)
 def test_a_script_without_a_loop_or_without_anything_runs(source: bytes) -> None:
     scope: dict[str, Any] = {"__name__": "__main__", "__spec__": "something"}
 
@@ -299,7 +307,8 @@ def test_a_folder_or_zip_file_with_a_main_runs(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"), [("sys.exit(7)", 7), ("raise SystemExit('sorry')", 1), ("1 / 0", 1), ("import os; os._exit(5)", 5)]
+    ("ending", "code"),
+    [("sys.exit(7)", 7), ("raise SystemExit('sorry')", 1), ("1 / 0", 1), ("import os; os._exit(5)", 5)],
 )
 def test_a_script_ends_with_the_code_that_it_chose(folder: Path, ending: str, code: int) -> None:
     (folder / "end.py").write_text(f"import sys\nfor x in range(2):\n    pass\n{ending}\n")

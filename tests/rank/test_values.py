@@ -382,7 +382,9 @@ def test_an_object_that_the_replacement_has_not_made_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lost", "live"), [(SlottedState(3, 0.5), SlottedState()), (FrozenState(3, 99), FrozenState())], ids=["slots", "frozen"]
+    ("lost", "live"),
+    [(SlottedState(3, 0.5), SlottedState()), (FrozenState(3, 99), FrozenState())],
+    ids=["slots", "frozen"],
 )
 def test_a_dataclass_of_any_kind_comes_back_or_is_refused(lost: Any, live: Any) -> None:
     here = {"state": live}
@@ -897,15 +899,24 @@ def test_a_gradient_scaler_comes_back_also_if_the_replacement_has_not_used_it() 
 
 GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "random.Random": (random.Random, lambda rng: [rng.random(), rng.gauss(0, 1), rng.gauss(0, 1)]),
-    "numpy default_rng": (np.random.default_rng, lambda rng: rng.normal(size=3).tolist() + rng.integers(9, size=3).tolist()),
-    "numpy MT19937": (lambda seed: np.random.Generator(np.random.MT19937(seed)), lambda rng: rng.normal(size=3).tolist()),
+    "numpy default_rng": (
+        np.random.default_rng,
+        lambda rng: rng.normal(size=3).tolist() + rng.integers(9, size=3).tolist(),
+    ),
+    "numpy MT19937": (
+        lambda seed: np.random.Generator(np.random.MT19937(seed)),
+        lambda rng: rng.normal(size=3).tolist(),
+    ),
     "numpy Philox": (lambda seed: np.random.Generator(np.random.Philox(seed)), lambda rng: rng.normal(size=3).tolist()),
     "numpy RandomState": (np.random.RandomState, lambda rng: rng.normal(size=3).tolist()),
     "numpy RandomState over PCG64": (
         lambda seed: np.random.RandomState(np.random.PCG64(seed)),
         lambda rng: rng.normal(size=3).tolist(),
     ),
-    "torch.Generator": (lambda seed: torch.Generator().manual_seed(seed), lambda rng: torch.rand(3, generator=rng).tolist()),
+    "torch.Generator": (
+        lambda seed: torch.Generator().manual_seed(seed),
+        lambda rng: torch.rand(3, generator=rng).tolist(),
+    ),
 }
 
 

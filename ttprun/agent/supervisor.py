@@ -477,7 +477,9 @@ class Supervisor:
     def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
         """A rank's record of a boundary, whoever wrote it; empty if there is none."""
         found = Recorder(seat.record_fd, self.config.record_limit_mib << 20).read(boundary)
-        fields: dict[str, Any] = {} if found is None else msgpack.unpackb(found[0], strict_map_key=False)
+        fields: dict[str, Any] = (
+            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
+        )
         return fields
 
     def _lines_to_skip(self, seat: Seat, boundary: int) -> tuple[int, int]:

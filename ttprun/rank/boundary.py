@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from ttprun.board import Field, Phase
-from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state
+from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.recorder import RecordTooLargeError
@@ -181,15 +181,17 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
     """The record of a boundary: (packed plain part, tensors to write behind it)."""
     frames = user_frames(frame)
     scopes = [user_frame.f_locals for user_frame in frames]
-    active = [loops.of_frame(scope) for scope in scopes]
-    unfollowed = [scope for scope in scopes if loops.has_unfollowed(scope)]
+    lines = [user_frame.f_lineno for user_frame in frames]
+    active = [loops.of_frame(scope, line) for scope, line in zip(scopes, lines, strict=True)]
+    unfollowed = [site for scope, line in zip(scopes, lines, strict=True) for site in loops.unfollowed(scope, line)]
     loops.note_steps([loop for of_frame in active for loop in of_frame], unfollowed)
     loaders.note_boundary()
     snapshot = Snapshot(stepped_storages())
     record = {
         "boundary": boundary,
         "place": place(frames),
-        "unfollowed": bool(unfollowed),
+        "unfollowed": bool(unfollowed)
+        or any(user_frame.f_code.co_filename not in rewrite.followed_files for user_frame in frames),
         "variables": [snapshot.variables(scope) for scope in scopes],
         "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in active],
         "generator_loops": snapshot.generator_loops,
@@ -216,7 +218,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }
-    return msgpack.packb(record), snapshot.blobs
+    return msgpack.packb(record, unicode_errors="surrogatepass"), snapshot.blobs
 
 
 def weights_sample(boundary: int) -> bytes:

@@ -48,15 +48,19 @@ def begin() -> None:
     welcome, fds = channel.receive_with_fds()
     rewrite.install()
     script = rewrite.script_of(sys.orig_argv)
-    enter(channel, welcome, fds, os.path.dirname(os.path.abspath(script)) if script else os.getcwd())
+    enter(channel, welcome, fds, rewrite.full_path(script))
     if not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path) and "torch" not in sys.modules:
         sys.meta_path.insert(0, _AfterTorch())
 
 
-def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], user_directory: str) -> None:
-    """Take the identity that the agent gives; a replacement waits here till it knows where to go."""
+def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str) -> None:
+    """Take the identity that the agent gives; a replacement waits here till it knows where to go.
+
+    script   its full path, "" if a module or something else is run
+    """
     global _presence
-    for path in (user_directory, *welcome["options"]["user_paths"]):
+    directories = [os.path.dirname(script), rewrite.directory_of(script)] if script else [os.getcwd()]
+    for path in (*directories, *welcome["options"]["user_paths"]):
         add_user_directory(path)
     _presence = Presence(channel, welcome, fds)
     _presence.start()

@@ -36,14 +36,16 @@ class Site:
     """One `for` statement of the user's code.
 
     key          file:line:column, the same in every rank
+    lines        of the whole statement
     has_steps    an optimizer step has been seen inside
     is_outer     ... and inside of another loop that is inside of this one
     """
 
-    __slots__ = ("began", "has_steps", "is_outer", "key")
+    __slots__ = ("began", "has_steps", "is_outer", "key", "lines")
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, lines: range) -> None:
         self.key = key
+        self.lines = lines
         self.began = 0
         self.has_steps = False
         self.is_outer = False
@@ -52,9 +54,9 @@ class Site:
 sites: list[Site] = []
 
 
-def new_site(filename: str, line: int, column: int) -> int:
+def new_site(filename: str, line: int, column: int, last_line: int) -> int:
     """Register a loop; returns the number that the compiled code calls it by."""
-    sites.append(Site(f"{filename}:{line}:{column}"))
+    sites.append(Site(f"{filename}:{line}:{column}", range(line, last_line + 1)))
     return len(sites) - 1
 
 
@@ -206,21 +208,26 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     return iterable if token is None else Loop(sites[number], token, iterable)
 
 
-def of_frame(scope: dict[str, Any]) -> list[Loop]:
+def _under_way(scope: dict[str, Any], line: int) -> Iterator[tuple[Site, Any]]:
+    """Loops of a frame that stands at `line`; one that an exception has left is over, though its variable is set."""
+    for name, value in scope.items():
+        if name.startswith(VARIABLE_PREFIX) and value is not None:
+            site = sites[int(name[len(VARIABLE_PREFIX) : -2])]
+            if line in site.lines:
+                yield site, value
+
+
+def of_frame(scope: dict[str, Any], line: int) -> list[Loop]:
     """The loops that are under way in a frame, in the order in which they stand in the code."""
-    found = [value for name, value in scope.items() if name.startswith(VARIABLE_PREFIX) and value is not None]
-    return [value for value in found if isinstance(value, Loop)]
+    return [value for _, value in _under_way(scope, line) if isinstance(value, Loop)]
 
 
-def has_unfollowed(scope: dict[str, Any]) -> bool:
-    """Whether a loop is under way in a frame whose position is not known."""
-    return any(
-        name.startswith(VARIABLE_PREFIX) and value is not None and not isinstance(value, Loop)
-        for name, value in scope.items()
-    )
+def unfollowed(scope: dict[str, Any], line: int) -> list[Site]:
+    """The loops that are under way in a frame and whose position is not known."""
+    return [site for site, value in _under_way(scope, line) if not isinstance(value, Loop)]
 
 
-def note_steps(active: list[Loop], unfollowed_scopes: list[dict[str, Any]]) -> None:
+def note_steps(active: list[Loop], not_followed: list[Site]) -> None:
     """An optimizer step has been reached inside these loops (outermost first)."""
     for depth, loop_ in enumerate(active):
         loop_.site.has_steps = True
@@ -228,7 +235,5 @@ def note_steps(active: list[Loop], unfollowed_scopes: list[dict[str, Any]]) -> N
             loop_.site.is_outer = True
         if not loop_.lead:
             loop_.lead = loop_.position
-    for scope in unfollowed_scopes:
-        for name, value in scope.items():
-            if name.startswith(VARIABLE_PREFIX) and value is not None and not isinstance(value, Loop):
-                sites[int(name[len(VARIABLE_PREFIX) : -2])].has_steps = True
+    for site in not_followed:
+        site.has_steps = True

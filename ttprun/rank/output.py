@@ -1,7 +1,7 @@
 """The script's stdout and stderr: each line comes out once, however often its rank was replaced.
 
-The lines that have come out since a rank's newest boundary are counted on the board, whoever wrote them. A replacement writes to a replay
-log of its own till it goes live at the boundary, and then passes over as many lines as the lost rank had written.
+The lines that have come out since a rank's newest boundary are counted on the board, whoever wrote them. A replacement
+writes to a replay log of its own till it goes live at the boundary, and then passes over as many lines as had come out.
 """
 
 from __future__ import annotations

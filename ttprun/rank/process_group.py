@@ -243,7 +243,7 @@ class ManagedGroup(ProcessGroup):
         entry = Entry(self, op, args, self._signature(op, args))
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
-        if sum(tensor.nbytes for tensor in outputs) <= SMALL_RESULT_BYTES:
+        if sum(tensor.nbytes for tensor in outputs if tensor.layout is torch.strided) <= SMALL_RESULT_BYTES:
             entry.place = location_key()
         if session.replay is not None:
             session.replay.answer(entry)
@@ -254,6 +254,8 @@ class ManagedGroup(ProcessGroup):
         if session.expected is not None:
             session.expected.check(entry)
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
+        if any(tensor.layout is not torch.strided for tensor in inputs):
+            session.give_up_protection("collectives of sparse tensors are not repaired")
         with journal.lock:
             if not session.unprotected and not journal.save(entry, inputs):
                 session.give_up_protection("the journal of one step has reached journal_limit_mib")

@@ -29,10 +29,13 @@ class _ForLoops(ast.NodeTransformer):
 
     def __init__(self, filename: str) -> None:
         self.filename = filename
+        self._is_in_class_body = False
 
-    def visit_For(self, node: ast.For) -> list[ast.stmt]:
+    def visit_For(self, node: ast.For) -> ast.For | list[ast.stmt]:
         self.generic_visit(node)
-        number = loops.new_site(self.filename, node.lineno, node.col_offset)
+        if self._is_in_class_body:  # the loop's variable would become an attribute
+            return node
+        number = loops.new_site(self.filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
         variable = f"{loops.VARIABLE_PREFIX}{number}__"
         entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
         begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
@@ -43,14 +46,25 @@ class _ForLoops(ast.NodeTransformer):
             ast.copy_location(statement, node)
         return [begin, node, end]
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        """A loop in a class body would leave its variable among the attributes; methods are wanted."""
-        node.body = [child if isinstance(child, ast.For) else self.visit(child) for child in node.body]
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._visit_scope(node, is_class_body=True)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._visit_scope(node, is_class_body=False)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._visit_scope(node, is_class_body=False)
+
+    def _visit_scope(self, node: ast.AST, is_class_body: bool) -> ast.AST:
+        outside, self._is_in_class_body = self._is_in_class_body, is_class_body
+        self.generic_visit(node)
+        self._is_in_class_body = outside
         return node
 
 
 def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
     """Compile a user's module with its loops followed. Raises SyntaxError as compile() does."""
+    followed_files.add(filename)
     tree = ast.parse(source, filename)
     tree = _ForLoops(filename).visit(tree)
     if is_script:
@@ -73,6 +87,8 @@ def _first_statement(tree: ast.Module) -> int:
 
 # Names of the user's modules, the script's among them, in the order in which they were loaded.
 loaded: list[str] = ["__main__"]
+# Files whose loops are followed; a user's frame of any other file cannot be replayed.
+followed_files: set[str] = set()
 
 
 class FollowedLoader(importlib.machinery.SourceFileLoader):
@@ -113,9 +129,7 @@ class _ScriptFinder:
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
         if fullname != "__main__":
             return None
-        sys.path[:] = [
-            os.path.dirname(os.path.abspath(self._path)) if entry == self._path else entry for entry in sys.path
-        ]
+        sys.path[:] = [directory_of(self._path) if entry == self._path else entry for entry in sys.path]
         sys.path_importer_cache.pop(self._path, None)
         return importlib.util.spec_from_file_location(
             "__main__", self._path, loader=FollowedLoader("__main__", self._path)
@@ -138,9 +152,19 @@ def script_of(arguments: Sequence[str]) -> str:
     return ""
 
 
+def full_path(script: str) -> str:
+    """A script's path as Python itself makes it absolute; "" stays ""."""
+    return os.path.join(os.getcwd(), script) if script else ""
+
+
+def directory_of(script: str) -> str:
+    """What Python puts first into sys.path for a script: the folder of the file itself, behind all links."""
+    return os.path.dirname(os.path.realpath(script))
+
+
 def script_hook(path: str) -> Any:
     """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else."""
-    if path != script_of(sys.orig_argv) or not os.path.isfile(path) or not is_user_file(path):
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not is_user_file(path):
         raise ImportError(path)
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":

@@ -62,10 +62,9 @@ def main() -> None:
     arguments: list[str] = welcome["arguments"]
     rewrite.install()
     is_module = arguments[0] == "-m"
-    script = arguments[1] if is_module else arguments[0]
-    directory = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
-    sys.path[0] = directory
-    install.enter(channel, welcome, fds[:2], directory)
+    script = arguments[1] if is_module else rewrite.full_path(arguments[0])
+    sys.path[0] = os.getcwd() if is_module else rewrite.directory_of(script)
+    install.enter(channel, welcome, fds[:2], "" if is_module else script)
     install.take_over()
     _run(script, is_module, arguments, welcome)
 

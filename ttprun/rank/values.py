@@ -363,7 +363,7 @@ def _running_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, 
     if frame is None or not is_user_file(frame.f_code.co_filename) or value.gi_running:
         return [Tag.OPAQUE]
     number = snapshot._number(value)
-    for loop in loops.of_frame(frame.f_locals):
+    for loop in loops.of_frame(frame.f_locals, frame.f_lineno):
         snapshot.generator_loops.append(snapshot.loop(loop))
     return [Tag.RUNNING, number, frame.f_lineno, snapshot.variables(frame.f_locals)]
 

@@ -1,1 +1,0 @@
-"""Tests of the agent's edges: real sockets and processes."""
