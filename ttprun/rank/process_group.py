@@ -11,6 +11,7 @@ a leading underscore. OPERATIONS holds both.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -142,7 +143,7 @@ class ManagedGroup(ProcessGroup):
         self._op_limit = op_limit
         self._connection: Connection | None = None
         self._native: Any = None
-        self._issued = 0
+        self._connecting = threading.Lock()
         session.groups[name] = self
 
     # What C++ and torch's Python code ask of a group.
@@ -187,16 +188,16 @@ class ManagedGroup(ProcessGroup):
     def connect(self) -> None:
         """Connect in the session's generation and block until all members have; goes on into later generations."""
         while True:
+            generation = self._session.generation
             try:
-                self.connect_in(self._session.generation)
+                self.connect_in(generation)
                 return
             except (GenerationOverError, RuntimeError):
-                if not self._wait_for_next_generation():
+                if not self._wait_for_generation_after(generation):
                     raise
 
-    def _wait_for_next_generation(self) -> bool:
+    def _wait_for_generation_after(self, tried: int) -> bool:
         session = self._session
-        tried = session.generation
         with session.changed:
             return (
                 session.changed.wait_for(
@@ -207,9 +208,15 @@ class ManagedGroup(ProcessGroup):
             )
 
     def connect_in(self, generation: int) -> None:
-        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError."""
-        if self._connection is not None and self._connection.generation == generation:
-            return
+        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError.
+
+        The main thread may ask for it (the script makes the group) while the recovery thread does; it is done once.
+        """
+        with self._connecting:
+            if self._connection is None or self._connection.generation != generation:
+                self._connect_anew(generation)
+
+    def _connect_anew(self, generation: int) -> None:
         connection = Connection(self._exchange, generation, self._name, self._rank, self._size, self._op_limit)
         native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
