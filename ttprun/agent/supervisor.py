@@ -1,8 +1,8 @@
 """The supervisor: a thread of the agent that notices what happens to ranks and carries out what the machine decides.
 
-It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks, the control
-socket, and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are
-carried out by the methods `_do_...`. If the supervisor itself breaks, the job goes on as under torchrun.
+It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks (`reports.py`), the
+control socket, and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back
+are carried out by `orders.py`. If the supervisor itself breaks, the job goes on as under torchrun.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Any
-
-import msgpack
 
 from ttprun import recovery
 from ttprun.agent.control import ControlSocket
+from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.status import StatusPublisher
+from ttprun.agent.verdict import Verdict
 from ttprun.board import FINISHED, Board, Field
 from ttprun.channel import Message
 from ttprun.config import Config
@@ -39,20 +39,6 @@ from ttprun.rank.recorder import Recorder
 
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the supervisor tells torch's agent when a group has come to its end.
-
-    kind          "done", "restart" or "fail"
-    reason        a sentence; empty for "done"
-    has_progress  False: the same fault came back, the scheduler should not requeue
-    """
-
-    kind: str
-    reason: str = ""
-    has_progress: bool = True
 
 
 class Supervisor:
@@ -69,7 +55,7 @@ class Supervisor:
         self.first_failure: recovery.RankExited | None = None
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
+        self.selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
         self._deadlines: list[tuple[float, int, int, str]] = []
@@ -77,8 +63,10 @@ class Supervisor:
         self._board: Board | None = None
         self._board_fd = -1
         self.seats: list[Seat] = []
-        self._replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
-        self._faults = [parse_fault(text) for text in config.faults]
+        self.replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
+        self.faults = [parse_fault(text) for text in config.faults]
+        self.orders = Orders(self)
+        self.reports = Reports(self)
         self._is_stopping = False
         self._is_paused = False
         self._is_broken = False
@@ -104,9 +92,9 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to supervise; no rank is there yet."""
-        self._selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
+        self.selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
         self._control = ControlSocket(self.run, self._answer_control)
-        self._selector.register(self._control.listener, selectors.EVENT_READ, self._control.accept)
+        self.selector.register(self._control.listener, selectors.EVENT_READ, self._control.accept)
         self._thread.start()
 
     def begin_group(self, ranks: list[tuple[int, int]], replace_handler: Callable[[int, RankHandler], None]) -> None:
@@ -119,7 +107,7 @@ class Supervisor:
         slot_bytes = self.config.record_limit_mib << 20
         unsat: Any = None
         self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes)) for rank, local in ranks]
-        self._replace_handler = replace_handler
+        self.replace_handler = replace_handler
         self.verdict = None
         self.first_failure = None
 
@@ -133,10 +121,10 @@ class Supervisor:
         def begin() -> None:
             self._is_paused = False
             if is_restart:
-                self._advance(recovery.GroupRestarted(at_s=time.monotonic()))
+                self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
             for seat in self.seats:
-                self._welcome(seat, is_replacement=False)
-            self.standbys.refill(self._watch_standby)
+                self.welcome(seat, is_replacement=False)
+            self.standbys.refill(self.watch_standby)
 
         self._call(begin)
 
@@ -147,7 +135,7 @@ class Supervisor:
         def pause() -> None:
             self._is_paused = True
             for seat in self.seats:
-                self._forget(seat)
+                self.forget(seat)
             done.set()
 
         self._call(pause)
@@ -189,8 +177,8 @@ class Supervisor:
             if self._deadlines:
                 wait_s = min(wait_s, max(0.0, self._deadlines[0][0] - now))
             try:
-                for key, _ in self._selector.select(wait_s):
-                    if key.fileobj in self._selector.get_map():
+                for key, _ in self.selector.select(wait_s):
+                    if key.fileobj in self.selector.get_map():
                         key.data()
                 self._pass_deadlines()
                 self.status.publish(self)
@@ -210,11 +198,11 @@ class Supervisor:
     def _pass_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             at_s, _, generation, name = heapq.heappop(self._deadlines)
-            self._advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name))
+            self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name))
 
     # What happens to ranks.
 
-    def _welcome(self, seat: Seat, is_replacement: bool) -> None:
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
         """Tell a process who it is, and listen to it."""
         config = self.config
         message: Message = {
@@ -226,7 +214,7 @@ class Supervisor:
             "generation": self.job.generation,
             "run_dir": str(self.run.path),
             "is_replacement": is_replacement,
-            "faults": [str(fault) for fault in self._faults if fault.rank == seat.rank],
+            "faults": [str(fault) for fault in self.faults if fault.rank == seat.rank],
             "options": {
                 "allow_faults": config.allow_faults,
                 "record_limit_mib": config.record_limit_mib,
@@ -246,96 +234,30 @@ class Supervisor:
             message["arguments"] = command_of(handler.start)
             fds += handler.outputs()
         handler.channel.send(message, fds)
-        self._selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
-        self._selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
+        self.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
+        self.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
         self.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
-        self._advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+        self.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
 
     def _on_message(self, seat: Seat, handler: RankHandler) -> None:
         try:
             messages = handler.channel.read_available()
         except (EOFError, OSError):
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(handler.channel.sock)
+                self.selector.unregister(handler.channel.sock)
             return
         for message in messages:
             if seat.handler is handler:
-                self._on_rank_message(seat, message)
-
-    def _on_rank_message(self, seat: Seat, message: Message) -> None:
-        op = message["op"]
-        if op == "put":
-            for other in self.seats:
-                if other is not seat:
-                    other.pass_on(message)
-        elif op == "ready":
-            pass  # a standby that was needed before it was ready
-        elif op == "modules":
-            self.standbys.warm_up(message["modules"])
-        elif op == "present":
-            seat.greet()
-        elif op == "script_error":
-            if not seat.script_error and message["traceback"] and not any(s.script_error for s in self.seats):
-                os.write(2, message["traceback"].encode())
-            seat.script_error = message["error"]
-        elif op == "fault_struck":
-            self._faults = [fault for fault in self._faults if str(fault) != message["fault"]]
-            self.log("fault_injected", rank=seat.rank, **{k: message[k] for k in ("fault", "phase", "step")})
-        elif op == "note":
-            self.log("note", rank=seat.rank, text=message["text"])
-            logger.warning("rank %d: %s", seat.rank, message["text"])
-        else:
-            self._on_report(seat, op, message)
-
-    def _on_report(self, seat: Seat, op: str, message: Message) -> None:
-        """A message that is an event of the state machine."""
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "rank": seat.rank}
-        if op == "unprotected":
-            self.log("rank_unprotected", rank=seat.rank, reason=message["reason"])
-            for other in self.seats:
-                if other is not seat:
-                    other.tell({"op": "unprotected", "reason": message["reason"]})
-            self._advance(recovery.RankUnprotected(**fields, reason=message["reason"]))
-            return
-        if op == "protected":
-            seat.is_protected = True
-            self._advance(recovery.RankProtected(**fields))
-            return
-        fields["generation"] = message["generation"]
-        if op == "frozen":
-            seat.journal = message["journal"]
-            self._reset_lost_rows(seat, message["boundary"])
-            fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
-        elif op == "replayed":
-            fields["boundary"] = message["boundary"]
-        elif op in ("state_sent", "repaired"):
-            fields["digest"] = message["digest"]
-        elif op == "mismatch":
-            fields["reason"] = message["reason"]
-            if message.get("detail"):
-                self.log("mismatch_detail", rank=seat.rank, detail=message["detail"])
-        self._advance(_REPORTS[op](**fields))
-
-    def _reset_lost_rows(self, seat: Seat, boundary: int) -> None:
-        """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
-        assert self._board is not None
-        for other in self.seats:
-            if other.lost_boundary > boundary:
-                other.lost_lines = self._lines_to_skip(other, boundary)
-                other.lost_boundary = boundary
-                self._board.set(other.local_rank, Field.RECORDED, boundary)
-                self._board.set(other.local_rank, Field.LINES_OUT, other.lost_lines[0])
-                self._board.set(other.local_rank, Field.LINES_ERR, other.lost_lines[1])
+                self.reports.take(seat, message)
 
     def _on_exit(self, seat: Seat) -> None:
-        assert self._board is not None
         self._drain(seat)
-        self._selector.unregister(seat.pidfd)
+        self.selector.unregister(seat.pidfd)
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(seat.handler.channel.sock)
-        event = seat.leave(self._board, None)
+            self.selector.unregister(seat.handler.channel.sock)
+        event = seat.leave(self.board, None)
         if seat.is_finished:
-            self._board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+            self.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
             kill_session(seat.pid)  # its DataLoader workers
             if self.first_failure is None or self.job.incident is None:
@@ -349,7 +271,7 @@ class Supervisor:
             boundary=event.boundary,
             reason=event.reason,
         )
-        self._advance(event)
+        self.advance(event)
 
     def _drain(self, seat: Seat) -> None:
         """What a process has sent comes before its exit."""
@@ -358,24 +280,24 @@ class Supervisor:
             channel.sock.setblocking(False)
             while True:
                 for message in channel.read_available():
-                    self._on_rank_message(seat, message)
+                    self.reports.take(seat, message)
 
-    def _forget(self, seat: Seat) -> None:
+    def forget(self, seat: Seat) -> None:
         for watched in (seat.pidfd, seat.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(watched)
+                self.selector.unregister(watched)
         if seat.pidfd >= 0:
             os.close(seat.pidfd)
             seat.pidfd = -1
 
-    def _watch_standby(self, standby: Any) -> None:
+    def watch_standby(self, standby: Any) -> None:
         def on_message() -> None:
-            self._selector.unregister(standby.channel.sock)
+            self.selector.unregister(standby.channel.sock)
             with contextlib.suppress(EOFError, OSError):
                 standby.channel.read_available()
                 standby.is_ready = True
 
-        self._selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
+        self.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
 
     def _answer_control(self, request: Message) -> Message:
         """A request of `ttprun inject-fault`."""
@@ -397,7 +319,7 @@ class Supervisor:
 
     # Decisions, and what they order.
 
-    def _advance(self, event: recovery.Event) -> None:
+    def advance(self, event: recovery.Event) -> None:
         """Let the machine decide; what its actions bring about is decided after they are all carried out."""
         self._undecided.append(event)
         if self._is_deciding:
@@ -423,178 +345,23 @@ class Supervisor:
                 cause=type(event).__name__,
             )
         for action in actions:
-            getattr(self, f"_do_{_snake(type(action).__name__)}")(action)
+            self.orders.carry_out(action)
 
-    def _do_freeze(self, action: recovery.Freeze) -> None:
-        survivors = [self.seats[rank].local_rank for rank in action.ranks]
-        for rank in action.ranks:
-            self.seats[rank].tell(
-                {"op": "freeze", "generation": action.generation, "lost": list(action.lost), "survivors": survivors}
-            )
+    def set_deadline(self, generation: int, name: str, after_s: float) -> None:
+        """Let the machine know when so many seconds have passed."""
+        heapq.heappush(self._deadlines, (time.monotonic() + after_s, next(self._count), generation, name))
 
-    def _do_spawn_rank(self, action: recovery.SpawnRank) -> None:
-        seat = self.seats[action.rank]
-        start = seat.handler.start
-        standby = self.standbys.take()
-        if standby is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(standby.channel.sock)
-            standby.channel.sock.setblocking(True)
-        handler = (
-            StandbyHandler(start, standby)
-            if standby is not None
-            else RankHandler(start, str(self.run.path), is_new=False, is_python=True)
-        )
-        self._replace_handler(seat.local_rank, handler)
-        seat.sit(handler)
-        self._welcome(seat, is_replacement=True)
-
-    def _do_replay(self, action: recovery.Replay) -> None:
-        seat = self.seats[action.rank]
-        lost, source = (self._recorded(self.seats[rank], action.boundary) for rank in (action.rank, action.source))
-        if not lost or lost.get("weights") != source.get("weights"):
-            reason = (
-                f"rank {action.rank} and rank {action.source} held different weights at boundary {action.boundary}: "
-                "they do not replicate each other"
-                if lost
-                else f"rank {action.rank} has left no record of boundary {action.boundary}"
-            )
-            self._advance(
-                recovery.MismatchFound(
-                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
-                )
-            )
-            return
-        seat.tell(
-            {
-                "op": "replay",
-                "generation": action.generation,
-                "boundary": action.boundary,
-                "skip_lines": self._lines_to_skip(seat, action.boundary),
-            }
-        )
-
-    def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
-        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
-        found = Recorder(seat.record_fd, self.config.record_limit_mib << 20).read(boundary)
-        fields: dict[str, Any] = (
-            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
-        )
-        return fields
-
-    def _lines_to_skip(self, seat: Seat, boundary: int) -> tuple[int, int]:
-        """Lines that the lost process had written since the boundary: they must not come out twice."""
-        out, err = seat.lost_lines
-        if seat.lost_boundary > boundary:
-            out_before, err_before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
-            return out + out_before, err + err_before
-        return out, err
-
-    def _do_send_state(self, action: recovery.SendState) -> None:
-        order = {
-            "generation": action.generation,
-            "name": f"state-{action.generation}.sock",
-            "limit_s": self.config.transfer_timeout_s,
-        }
-        self.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
-        for rank in action.to:
-            self.seats[rank].tell(order | {"op": "fetch_state"})
-
-    def _do_resume(self, action: recovery.Resume) -> None:
+    @property
+    def board(self) -> Board:
+        """The page on which the ranks note how far they are; only once a group has been begun."""
         assert self._board is not None
-        journals = [seat.journal for seat in self.seats if seat.journal]
-        for rank in action.ranks:
-            seat = self.seats[rank]
-            seat.tell(
-                {
-                    "op": "resume",
-                    "generation": action.generation,
-                    "boundary": action.boundary,
-                    "expected": expected_of(rank, journals),
-                    "skip_lines": self._lines_to_skip(seat, action.boundary),
-                }
-            )
-
-    def _do_set_deadline(self, action: recovery.SetDeadline) -> None:
-        at_s = time.monotonic() + action.after_s
-        heapq.heappush(self._deadlines, (at_s, next(self._count), action.generation, action.name))
-
-    def _do_kill_rank(self, action: recovery.KillRank) -> None:
-        seat = self.seats[action.rank]
-        self.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason)
-        self._forget(seat)
-        seat.is_lost = True
-        kill_session(seat.pid)
-
-    def _do_restart_group(self, action: recovery.RestartGroup) -> None:
-        self._end_group("restart", action.reason, action.has_progress)
-        if not self.status.restarts_left:
-            reason = "no restart is left (--max-restarts)"
-            self._advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
-
-    def _do_fail_job(self, action: recovery.FailJob) -> None:
-        self._end_group("fail", action.reason)
-
-    def _do_finish_job(self, action: recovery.FinishJob) -> None:
-        self.verdict = Verdict("done")
-
-    def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
-        if self.verdict is None:  # what led here comes first, and explains the rest
-            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job fails", reason)
-            self.log("group_given_up", kind=kind, reason=reason)
-            self.verdict = Verdict(kind, reason, has_progress)
-
-    def _do_record_incident(self, action: recovery.RecordIncident) -> None:
-        incident = action.incident
-        self.status.note_incident(incident)
-        self.log("incident", **asdict(incident))
-        told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
-        if incident.outcome == "open":
-            logger.info("%s: %s", told, incident.phase)
-            return
-        logger.warning(
-            "%s: %s in %.2f s%s",
-            told,
-            incident.outcome,
-            incident.total_s or 0.0,
-            "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
-        )
-        if incident.outcome == "recovered":
-            for seat in self.seats:
-                seat.journal = {}
-            self.standbys.refill(self._watch_standby)
+        return self._board
 
     def board_row(self, seat: Seat) -> list[int]:
         """A rank's row of the board."""
-        assert self._board is not None
-        return [self._board.get(seat.local_rank, field) for field in Field]
+        return [self.board.get(seat.local_rank, field) for field in Field]
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""
         with self._log_lock:
             self._events.append(event, **fields)
-
-
-_REPORTS: dict[str, Any] = {
-    "frozen": recovery.RankFrozen,
-    "replayed": recovery.RankReplayed,
-    "state_sent": recovery.StateSent,
-    "repaired": recovery.RankRepaired,
-    "rebuilt": recovery.RankRebuilt,
-    "reissued": recovery.RankReissued,
-    "mismatch": recovery.MismatchFound,
-}
-
-
-def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
-    expected: dict[str, list[str]] = {}
-    for journal in journals:
-        for name, group in journal.items():
-            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
-                expected[name] = group["issued"]
-    return expected
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,196 @@
+"""What the machine orders, carried out: each method is one action of `ttprun.recovery`, `Orders.carry_out` finds it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ttprun import recovery
+from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.verdict import Verdict
+from ttprun.rank.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+
+logger = logging.getLogger("ttprun")
+
+
+class Orders:
+    """Carries out actions on the ranks that a supervisor looks after."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def carry_out(self, action: recovery.Action) -> None:
+        """Carry out one action."""
+        getattr(self, _snake(type(action).__name__))(action)
+
+    def freeze(self, action: recovery.Freeze) -> None:
+        """Tell the survivors to stand still."""
+        survivors = [self._supervisor.seats[rank].local_rank for rank in action.ranks]
+        for rank in action.ranks:
+            self._supervisor.seats[rank].tell(
+                {"op": "freeze", "generation": action.generation, "lost": list(action.lost), "survivors": survivors}
+            )
+
+    def spawn_rank(self, action: recovery.SpawnRank) -> None:
+        """Give a lost rank a process: a standby, or a new one."""
+        seat = self._supervisor.seats[action.rank]
+        start = seat.handler.start
+        standby = self._supervisor.standbys.take()
+        if standby is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._supervisor.selector.unregister(standby.channel.sock)
+            standby.channel.sock.setblocking(True)
+        handler = (
+            StandbyHandler(start, standby)
+            if standby is not None
+            else RankHandler(start, str(self._supervisor.run.path), is_new=False, is_python=True)
+        )
+        self._supervisor.replace_handler(seat.local_rank, handler)
+        seat.sit(handler)
+        self._supervisor.welcome(seat, is_replacement=True)
+
+    def replay(self, action: recovery.Replay) -> None:
+        """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
+        seat = self._supervisor.seats[action.rank]
+        lost = self._recorded(seat, action.boundary)
+        source = self._recorded(self._supervisor.seats[action.source], action.boundary)
+        if not lost or lost.get("weights") != source.get("weights"):
+            reason = (
+                f"rank {action.rank} and rank {action.source} held different weights at boundary {action.boundary}: "
+                "they do not replicate each other"
+                if lost
+                else f"rank {action.rank} has left no record of boundary {action.boundary}"
+            )
+            self._supervisor.advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
+                )
+            )
+            return
+        seat.tell(
+            {
+                "op": "replay",
+                "generation": action.generation,
+                "boundary": action.boundary,
+                "skip_lines": self.lines_to_skip(seat, action.boundary),
+            }
+        )
+
+    def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
+        found = Recorder(seat.record_fd, self._supervisor.config.record_limit_mib << 20).read(boundary)
+        fields: dict[str, Any] = (
+            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
+        )
+        return fields
+
+    def lines_to_skip(self, seat: Seat, boundary: int) -> tuple[int, int]:
+        """Lines that the lost process had written since the boundary: they must not come out twice."""
+        out, err = seat.lost_lines
+        if seat.lost_boundary > boundary:
+            out_before, err_before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
+            return out + out_before, err + err_before
+        return out, err
+
+    def send_state(self, action: recovery.SendState) -> None:
+        """Tell the source and the replacements to pass the state over."""
+        order = {
+            "generation": action.generation,
+            "name": f"state-{action.generation}.sock",
+            "limit_s": self._supervisor.config.transfer_timeout_s,
+        }
+        self._supervisor.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
+        for rank in action.to:
+            self._supervisor.seats[rank].tell(order | {"op": "fetch_state"})
+
+    def resume(self, action: recovery.Resume) -> None:
+        """Tell all ranks to connect and to issue their journals again."""
+        journals = [seat.journal for seat in self._supervisor.seats if seat.journal]
+        for rank in action.ranks:
+            seat = self._supervisor.seats[rank]
+            seat.tell(
+                {
+                    "op": "resume",
+                    "generation": action.generation,
+                    "boundary": action.boundary,
+                    "expected": expected_of(rank, journals),
+                    "skip_lines": self.lines_to_skip(seat, action.boundary),
+                }
+            )
+
+    def set_deadline(self, action: recovery.SetDeadline) -> None:
+        """Ask for an event at a later time."""
+        self._supervisor.set_deadline(action.generation, action.name, action.after_s)
+
+    def kill_rank(self, action: recovery.KillRank) -> None:
+        """End a process whose rank is given to another one."""
+        seat = self._supervisor.seats[action.rank]
+        self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason)
+        self._supervisor.forget(seat)
+        seat.is_lost = True
+        kill_session(seat.pid)
+
+    def restart_group(self, action: recovery.RestartGroup) -> None:
+        """Leave the group to torch's own restart."""
+        self._end_group("restart", action.reason, action.has_progress)
+        if not self._supervisor.status.restarts_left:
+            reason = "no restart is left (--max-restarts)"
+            self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+
+    def fail_job(self, action: recovery.FailJob) -> None:
+        """End the job."""
+        self._end_group("fail", action.reason)
+
+    def finish_job(self, action: recovery.FinishJob) -> None:
+        """All ranks have finished."""
+        self._supervisor.verdict = Verdict("done")
+
+    def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
+        if self._supervisor.verdict is None:  # what led here comes first, and explains the rest
+            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job fails", reason)
+            self._supervisor.log("group_given_up", kind=kind, reason=reason)
+            self._supervisor.verdict = Verdict(kind, reason, has_progress)
+
+    def record_incident(self, action: recovery.RecordIncident) -> None:
+        """Tell the status, the log and the operator how an incident stands."""
+        incident = action.incident
+        self._supervisor.status.note_incident(incident)
+        self._supervisor.log("incident", **asdict(incident))
+        told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
+        if incident.outcome == "open":
+            logger.info("%s: %s", told, incident.phase)
+            return
+        logger.warning(
+            "%s: %s in %.2f s%s",
+            told,
+            incident.outcome,
+            incident.total_s or 0.0,
+            "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
+        )
+        if incident.outcome == "recovered":
+            for seat in self._supervisor.seats:
+                seat.journal = {}
+            self._supervisor.standbys.refill(self._supervisor.watch_standby)
+
+
+def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
+    expected: dict[str, list[str]] = {}
+    for journal in journals:
+        for name, group in journal.items():
+            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
+                expected[name] = group["issued"]
+    return expected
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,19 @@
+"""The end of a group of ranks, as the supervisor tells it to torch's agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the supervisor tells torch's agent when a group has come to its end.
+
+    kind          "done", "restart" or "fail"
+    reason        a sentence; empty for "done"
+    has_progress  False: the same fault came back, the scheduler should not requeue
+    """
+
+    kind: str
+    reason: str = ""
+    has_progress: bool = True
