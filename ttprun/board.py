@@ -31,7 +31,7 @@ class Field(enum.IntEnum):
     HELD = 5  # generation in which the rank last stopped in front of its commit
     LINES_OUT = 6  # lines that the script has written to stdout since its newest boundary
     LINES_ERR = 7  # the same for stderr
-    LEAVING = 8  # 1 once the script has said that it is done with its process group
+    LEAVING = 8  # how often the script has said that it is done with its process group
 
 
 class Phase(enum.IntEnum):

@@ -94,7 +94,8 @@ class Seat:
             board.get(self.local_rank, Field.LINES_OUT),
             board.get(self.local_rank, Field.LINES_ERR),
         )
-        board.set(self.local_rank, Field.LEAVING, int(self.is_finished))
+        if self.is_lost:
+            board.set(self.local_rank, Field.LEAVING, 0)
         now = time.monotonic()
         return RankExited(
             at_s=now,

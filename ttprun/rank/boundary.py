@@ -128,7 +128,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         boundary = session.applied + 1
         if _write_record(session, boundary, sys._getframe(1)):
             _commit(session, boundary)
-        session.journal.clear()
+    session.journal.clear()
     with session.changed:
         session.is_applying = True
     session.touch(Phase.STEPPING)

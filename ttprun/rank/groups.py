@@ -123,18 +123,23 @@ def leave_together(session: Session) -> None:
     A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends
     after PATIENCE_S then.
     """
-    if session.unprotected or not session.groups or session.world_size == 1 or session.replay is not None:
+    if not session.groups:
         return
-    board = session.board
-    board.announce(session.local_rank, Field.LEAVING, 1)
+    session.times_left += 1
+    board, times = session.board, session.times_left
+    board.announce(session.local_rank, Field.LEAVING, times)
+    if not session.is_repairable() or session.replay is not None:
+        return
     session.touch(Phase.FINISHED)
     stuck_since_s = time.monotonic()
     for row in range(board.n_ranks):
         while (
-            not board.get(row, Field.LEAVING) and board.get(row, Field.RECORDED) != FINISHED and not session.unprotected
+            (left := board.get(row, Field.LEAVING)) < times
+            and board.get(row, Field.RECORDED) != FINISHED
+            and not session.unprotected
         ):
             before = board.get(row, Field.COLLECTIVES)
-            board.wait_for_change(row, Field.LEAVING, 0, _LOOK_AGAIN_S)
+            board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
             is_stuck = board.get(row, Field.PHASE) == Phase.COLLECTIVE and board.get(row, Field.COLLECTIVES) == before
             if not is_stuck or session.is_holding:
                 stuck_since_s = time.monotonic()

@@ -22,6 +22,8 @@ Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
 # How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
 PATIENCE_S = 15.0
+# Steps after which spare buffers of shapes that have not come again are given up.
+_TRIM_EVERY = 16
 
 
 class Entry:
@@ -32,9 +34,23 @@ class Entry:
     saved       (user's tensor, copy made before the operation was issued)
     inner       the backend's work in the present generation; None while the rank is frozen
     place       where in the script it was called, only if its result is small enough to be kept
+    size_bytes  what it holds, of inputs and outputs
     """
 
-    __slots__ = ("args", "error", "future", "group", "inner", "is_done", "op", "outputs", "place", "saved", "signature")
+    __slots__ = (
+        "args",
+        "error",
+        "future",
+        "group",
+        "inner",
+        "is_done",
+        "op",
+        "outputs",
+        "place",
+        "saved",
+        "signature",
+        "size_bytes",
+    )
 
     def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], signature: str) -> None:
         self.group = group
@@ -45,6 +61,7 @@ class Entry:
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.inner: Any = None
         self.future: torch.futures.Future[Any] | None = None
+        self.size_bytes = 0
         self.is_done = False
         self.error: BaseException | None = None
         self.place = ""
@@ -65,16 +82,25 @@ class Journal:
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
         self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._shapes_used: set[tuple[torch.Size, torch.dtype]] = set()
+        self._steps = 0
 
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
-        """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then)."""
+        """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
+
+        The outputs count too: the entry keeps them alive.
+        """
         size = sum(tensor.nbytes for tensor in inputs)
+        if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
+            size += sum(tensor.nbytes for tensor in entry.outputs)
         if self.held_bytes + size > self._limit_bytes:
             return False
         self.held_bytes += size
+        entry.size_bytes = size
         for tensor in inputs:
             source = tensor.detach()
             spare = self._spare[source.shape, source.dtype]
+            self._shapes_used.add((source.shape, source.dtype))
             copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
             copy.copy_(source)
             entry.saved.append((source, copy))
@@ -83,8 +109,10 @@ class Journal:
     def drop(self, entry: Entry) -> None:
         """Take back an entry whose operation was refused by the backend (the script's own mistake)."""
         with self.lock:
-            self.entries.remove(entry)
-            self._recycle(entry)
+            if entry in self.entries:
+                self.entries.remove(entry)
+                self.held_bytes -= entry.size_bytes
+                self._recycle(entry)
 
     def clear(self) -> None:
         """Every rank has recorded the boundary: nothing older will be issued again."""
@@ -93,13 +121,17 @@ class Journal:
                 self._recycle(entry)
             self.entries.clear()
             self.held_bytes = 0
+            self._steps += 1
+            if self._steps % _TRIM_EVERY == 0:
+                for shape in self._spare.keys() - self._shapes_used:
+                    del self._spare[shape]
+                self._shapes_used.clear()
 
     def _recycle(self, entry: Entry) -> None:
         for source, copy in entry.saved:
             self._spare[source.shape, source.dtype].append(copy)
         entry.saved.clear()
         entry.args = ()
-        entry.outputs = []
 
     def unfinished(self) -> Iterator[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
@@ -139,5 +171,6 @@ class Journal:
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
             elif not entry.group.is_protected() or time.monotonic() > end:
+                self.drop(entry)
                 raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
             self.news.wait(0.5)

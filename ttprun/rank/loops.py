@@ -92,8 +92,9 @@ class Loop:
             self.current = item if item.__class__ in SCALARS else None
             if site.is_outer or self.position < 3:
                 self.item_rng = random_state.capture()
-            yield item
-            item = None
+            held = [item]
+            item = None  # the script alone decides how long an item lives
+            yield held.pop()
 
     def record(self) -> dict[str, Any]:
         """The loop as a part of a boundary's record."""
@@ -131,23 +132,24 @@ class Jump(Loop):
             if record["item_rng"] is not None:
                 random_state.restore(record["item_rng"])
                 self.item_rng = record["item_rng"]
-            yield first
+            held = [first]
             first = None
+            yield held.pop()
         for item in items:
             self.position += 1
             self.current = item if item.__class__ in SCALARS else None
             if self.site.is_outer or self.position < 3:
                 self.item_rng = random_state.capture()
-            yield item
+            held = [item]
             item = None
+            yield held.pop()
 
     def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
         """An iterator behind the first item to hand out, and that item."""
         if isinstance(iterable, range | list | tuple | str):
             values: Any = list(iterable) if isinstance(iterable, str) else iterable
-            # By value first: a script with its own resume code starts its loop elsewhere than the lost rank did.
-            if record["lead"] == 1 and record["current"] is not None and record["current"] in values:
-                skip = values.index(record["current"])
+            if record["lead"] == 1 and record["current"] is not None:
+                skip = _place_of(record["current"], values, skip)
             rest = iter(values[skip:])
             return rest, next(rest, _END)
         if isinstance(iterable, enumerate):
@@ -170,6 +172,20 @@ class Jump(Loop):
             return items, _END
         counted = enumerate(items, start + skip + 1)
         return counted, (start + skip, first)
+
+
+def _place_of(value: Any, values: Any, index: int) -> int:
+    """Where in `values` an item stands that stood at `index` in the lost rank.
+
+    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not at its index
+    and there are several like it, nobody knows which it is: the loop ends, and the replay is refused for not coming by.
+    """
+    if index < len(values) and values[index] == value:
+        return index
+    count = values.count(value)
+    if count > 1:
+        return len(values)
+    return int(values.index(value)) if count else index
 
 
 _ALREADY_POSITIONED: tuple[type, ...] = ()

@@ -126,6 +126,8 @@ class ManagedGroup(ProcessGroup):
     ranks         global ranks of the members
     rank          of this process among them
     op_limit      the time-out that the script asked for
+    number        groups are numbered in the order in which the script makes them
+    is_joined     all members have come together in it once; till then the main thread is the one that connects
     """
 
     def __init__(
@@ -137,6 +139,11 @@ class ManagedGroup(ProcessGroup):
         self._session = session
         self._exchange = exchange
         self._name = name
+        # A script may destroy its groups and begin again: torch gives the same names out again then.
+        session.groups_made[name] += 1
+        self._key = f"{name}#{session.groups_made[name]}"
+        self.number = session.groups_made.total()
+        self.is_joined = False
         self._description = ""
         self._rank = rank
         self._size = size
@@ -171,7 +178,8 @@ class ManagedGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """The script has destroyed the group."""
-        self._session.groups.pop(self._name, None)
+        if self._session.groups.get(self._name) is self:
+            del self._session.groups[self._name]
         self._native = None
 
     def abort(self) -> None:
@@ -191,6 +199,7 @@ class ManagedGroup(ProcessGroup):
             generation = self._session.generation
             try:
                 self.connect_in(generation)
+                self.is_joined = True
                 return
             except (GenerationOverError, RuntimeError):
                 if not self._wait_for_generation_after(generation):
@@ -213,11 +222,15 @@ class ManagedGroup(ProcessGroup):
         The main thread may ask for it (the script makes the group) while the recovery thread does; it is done once.
         """
         with self._connecting:
-            if self._connection is None or self._connection.generation != generation:
+            if not self.is_connected_in(generation):
                 self._connect_anew(generation)
 
+    def is_connected_in(self, generation: int) -> bool:
+        """Whether the connection of that generation stands."""
+        return self._connection is not None and self._connection.generation == generation
+
     def _connect_anew(self, generation: int) -> None:
-        connection = Connection(self._exchange, generation, self._name, self._rank, self._size, self._op_limit)
+        connection = Connection(self._exchange, generation, self._key, self._rank, self._size, self._op_limit)
         native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
         native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
@@ -238,6 +251,13 @@ class ManagedGroup(ProcessGroup):
 
     # Operations.
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier; which rank is missing is for the agent to say."""
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        self.issue("barrier", (options,)).wait()
+
     def issue(self, op: str, args: tuple[Any, ...]) -> Work:
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
@@ -250,7 +270,8 @@ class ManagedGroup(ProcessGroup):
         entry = Entry(self, op, args, self._signature(op, args))
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
-        if sum(tensor.nbytes for tensor in outputs if tensor.layout is torch.strided) <= SMALL_RESULT_BYTES:
+        is_kept = session.is_repairable()
+        if is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES:
             entry.place = location_key()
         if session.replay is not None:
             session.replay.answer(entry)
@@ -261,12 +282,13 @@ class ManagedGroup(ProcessGroup):
         if session.expected is not None:
             session.expected.check(entry)
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
-        if any(tensor.layout is not torch.strided for tensor in inputs):
+        if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
             session.give_up_protection("collectives of sparse tensors are not repaired")
         with journal.lock:
-            if not session.unprotected and not journal.save(entry, inputs):
+            if session.is_repairable() and not journal.save(entry, inputs):
                 session.give_up_protection("the journal of one step has reached journal_limit_mib")
-            journal.entries.append(entry)
+            if session.is_repairable() or journal.is_frozen:
+                journal.entries.append(entry)
             if not journal.is_frozen:
                 try:
                     entry.inner = self._call(op, args)

@@ -22,6 +22,7 @@ from ttprun.rank import faults, repair
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import Entry
+from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 0.05
@@ -120,7 +121,7 @@ class Recovery:
     def _break_connections(self) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more."""
         session = self._session
-        groups = list(session.groups.values())
+        groups = self._groups()
         for group in groups:
             group.cut()
         for entry in list(session.journal.entries):
@@ -189,18 +190,22 @@ class Recovery:
             return
         started = time.monotonic()
         again: list[tuple[Entry, Any]] = []
-        for group in list(session.groups.values()):
-            group.connect_in(session.generation)
-        session.channel.send({"op": "rebuilt", "generation": session.generation})
-        at = 0
+        is_connected = False
         while True:
             with session.journal.lock:
-                if at == len(session.journal.entries):
+                entries, at = session.journal.entries, len(again)
+                entry = entries[at] if at < len(entries) else None
+                if entry is None and is_connected:
                     session.journal.is_frozen = False
                     session.journal.news.notify_all()
                     break
-                entry = session.journal.entries[at]
-                at += 1
+            if entry is None:
+                self._connect_up_to(None)
+                session.channel.send({"op": "rebuilt", "generation": session.generation})
+                is_connected = True
+                continue
+            if not entry.group.is_connected_in(session.generation):
+                self._connect_up_to(entry.group)
             inner = entry.group.issue_again(entry)
             again.append((entry, inner))
             if not entry.is_done:
@@ -216,12 +221,29 @@ class Recovery:
         self._check_overtaken()
         session.channel.send({"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started})
 
+    def _groups(self) -> list[ManagedGroup]:
+        """All groups that are connected or that the journal needs, destroyed ones too, as they were made."""
+        with self._session.journal.lock:
+            found = {entry.group for entry in self._session.journal.entries}
+        return sorted(found | set(self._session.groups.values()), key=lambda group: group.number)
+
+    def _connect_up_to(self, newest: ManagedGroup | None) -> None:
+        """Connect the groups that were made up to this one, None: all.
+
+        Not earlier than the journal needs them: a replacement that runs from the top makes a group only after it has
+        issued what comes before. A group in which its members have never come together is the main thread's to connect.
+        """
+        for group in self._groups():
+            if group.is_joined and (newest is None or group.number <= newest.number):
+                group.connect_in(self._session.generation)
+
     def _go_live(self, message: Message) -> None:
         session = self._session
         replay = session.replay
         assert replay is not None
         for group in list(session.groups.values()):
             group.connect_in(session.generation)
+            group.is_joined = True
         session.channel.send({"op": "rebuilt", "generation": session.generation})
         session.expected = Expected(session.channel, session.generation, message["expected"])
         replay.live.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ class Session:
     generation    number of the communicator set; changed by the recovery thread alone
     applied       optimizer steps that have run to their end (the boundary this rank has passed)
     replay        set while a replacement runs the script up to its boundary, else None
+    groups        living process groups by name, in the order in which the script has made them
+    groups_made   how many groups of a name the script has made so far; the same in all ranks
+    times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     """
 
@@ -48,10 +52,16 @@ class Session:
     settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
+    groups_made: Counter[str] = field(default_factory=Counter)
+    times_left: int = 0
     replay: Replay | None = None
     expected: Expected | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     pid: int = field(default_factory=os.getpid)
+
+    def is_repairable(self) -> bool:
+        """Whether another rank could be repaired from what this one keeps."""
+        return self.world_size > 1 and not self.unprotected
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""
