@@ -18,7 +18,8 @@ import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
-from ttprun.rank.process_group import OPERATIONS, ManagedGroup
+from ttprun.rank.operations import OPERATIONS
+from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import current
 
 

@@ -223,11 +223,16 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
 
 def weights_sample(boundary: int) -> bytes:
     """A hash of a part of one parameter, another one at each boundary: shows whether ranks hold the same weights."""
-    parameters = [p for optimizer in optimizers() for group in optimizer.param_groups for p in group["params"]]
-    if not parameters:
+    groups = [group["params"] for optimizer in optimizers() for group in optimizer.param_groups]
+    count = sum(map(len, groups))
+    if not count:
         return b""
-    chosen = parameters[boundary % len(parameters)].detach().reshape(-1)[:1024].contiguous()
-    return xxhash.xxh3_64_digest(bytes_of(chosen))
+    at = boundary % count
+    for parameters in groups:
+        if at < len(parameters):
+            break
+        at -= len(parameters)
+    return xxhash.xxh3_64_digest(bytes_of(parameters[at].detach().reshape(-1)[:1024]))
 
 
 def _commit(session: Session, boundary: int) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun.rank.operations import signature_of
+
 if TYPE_CHECKING:
     from ttprun.rank.process_group import ManagedGroup
 
@@ -48,15 +50,13 @@ class Entry:
         "outputs",
         "place",
         "saved",
-        "signature",
         "size_bytes",
     )
 
-    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], signature: str) -> None:
+    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...]) -> None:
         self.group = group
         self.op = op
         self.args = args
-        self.signature = signature
         self.outputs: list[Tensor] = []
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.inner: Any = None
@@ -65,6 +65,11 @@ class Entry:
         self.is_done = False
         self.error: BaseException | None = None
         self.place = ""
+
+    @property
+    def signature(self) -> str:
+        """What must agree between ranks; made up only when somebody asks."""
+        return signature_of(self.op, self.args)
 
 
 class Journal:

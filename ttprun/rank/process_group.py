@@ -5,8 +5,7 @@ the Python API all go through it. Each call is written into the journal and issu
 connection. The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the
 recovery has issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
 
-torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with
-a leading underscore. OPERATIONS holds both.
+Which operations there are, and what of their arguments is input and output, is in `operations.py`.
 """
 
 from __future__ import annotations
@@ -25,54 +24,11 @@ from ttprun.rank import faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
+from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.rank.session import Session, current
 
-# operation: (argument that holds the inputs, argument that holds the outputs)
-OPERATIONS = {
-    "allreduce": (0, 0),
-    "allreduce_coalesced": (0, 0),
-    "broadcast": (0, 0),
-    "reduce": (0, 0),
-    "allgather": (1, 0),
-    "allgather_coalesced": (1, 0),
-    "_allgather_base": (1, 0),
-    "all_gather_single": (1, 0),
-    "allgather_into_tensor_coalesced": (1, 0),
-    "all_gather_single_coalesced": (1, 0),
-    "gather": (1, 0),
-    "scatter": (1, 0),
-    "reduce_scatter": (1, 0),
-    "_reduce_scatter_base": (1, 0),
-    "reduce_scatter_single": (1, 0),
-    "reduce_scatter_tensor_coalesced": (1, 0),
-    "reduce_scatter_single_coalesced": (1, 0),
-    "alltoall": (1, 0),
-    "alltoall_base": (1, 0),
-    "all_to_all_single": (1, 0),
-    "barrier": (None, None),
-}
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in an operation's argument (a tensor, or nested lists of tensors)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
-    """The same argument over other tensors; `replacement` is keyed by id()."""
-    if isinstance(value, torch.Tensor):
-        return replacement[id(value)]
-    if isinstance(value, list):
-        return [with_tensors_replaced(item, replacement) for item in value]
-    if isinstance(value, tuple):
-        return tuple(with_tensors_replaced(item, replacement) for item in value)
-    return value
 
 
 class ManagedWork(Work):
@@ -267,7 +223,7 @@ class ManagedGroup(ProcessGroup):
         board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
         session.touch(Phase.COLLECTIVE)
         inputs_at, outputs_at = OPERATIONS[op]
-        entry = Entry(self, op, args, self._signature(op, args))
+        entry = Entry(self, op, args)
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
         is_kept = session.is_repairable()
@@ -302,18 +258,6 @@ class ManagedGroup(ProcessGroup):
         if self._native is None:
             raise RuntimeError(f"process group {self._name!r} has been destroyed")
         return getattr(self._native, op)(*args)
-
-    def _signature(self, op: str, args: tuple[Any, ...]) -> str:
-        """What must agree between ranks: the operation, and tensors' shapes and types where all ranks give the same."""
-        options = args[-1] if args else None
-        reduce_op = getattr(options, "reduceOp", None)
-        root = getattr(options, "rootRank", None)
-        shapes = (
-            ",".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors_in(args[0]))
-            if op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
-            else ""
-        )
-        return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root} {shapes}"
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Only the root's tensors matter to a broadcast."""

@@ -7,20 +7,21 @@ script has loaded them. torch is not imported here: loops are followed from the 
 from __future__ import annotations
 
 import random
+import struct
 import sys
-from array import array
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 RngState = dict[str, Any]
+_WORDS = struct.Struct(f"{len(random.getstate()[1])}I")  # of the Mersenne Twister
 
 
 def capture() -> RngState:
     """The states, as plain values and bytes (about 10 KB)."""
     version, words, gauss = random.getstate()
-    state: RngState = {"python": [version, array("L", words).tobytes(), gauss]}
+    state: RngState = {"python": [version, _WORDS.pack(*words), gauss]}
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "default_generator"):
         state["torch"] = torch.default_generator.get_state().numpy().tobytes()
@@ -33,7 +34,7 @@ def capture() -> RngState:
 def restore(state: RngState) -> None:
     """Put captured states back. Raises RuntimeError if torch refuses its state's size."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(array("L", words)), gauss))
+    random.setstate((version, _WORDS.unpack(words), gauss))
     if "torch" in state:
         sys.modules["torch"].default_generator.set_state(tensor_from_bytes(state["torch"]))
     numpy = sys.modules.get("numpy")

@@ -1,0 +1,70 @@
+"""The operations of a process group: which of their arguments are read and written, and what must agree between ranks.
+
+torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with
+a leading underscore. OPERATIONS holds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# operation: (argument that holds the inputs, argument that holds the outputs)
+OPERATIONS = {
+    "allreduce": (0, 0),
+    "allreduce_coalesced": (0, 0),
+    "broadcast": (0, 0),
+    "reduce": (0, 0),
+    "allgather": (1, 0),
+    "allgather_coalesced": (1, 0),
+    "_allgather_base": (1, 0),
+    "all_gather_single": (1, 0),
+    "allgather_into_tensor_coalesced": (1, 0),
+    "all_gather_single_coalesced": (1, 0),
+    "gather": (1, 0),
+    "scatter": (1, 0),
+    "reduce_scatter": (1, 0),
+    "_reduce_scatter_base": (1, 0),
+    "reduce_scatter_single": (1, 0),
+    "reduce_scatter_tensor_coalesced": (1, 0),
+    "reduce_scatter_single_coalesced": (1, 0),
+    "alltoall": (1, 0),
+    "alltoall_base": (1, 0),
+    "all_to_all_single": (1, 0),
+    "barrier": (None, None),
+}
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in an operation's argument (a tensor, or nested lists of tensors)."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
+    """The same argument over other tensors; `replacement` is keyed by id()."""
+    if isinstance(value, torch.Tensor):
+        return replacement[id(value)]
+    if isinstance(value, list):
+        return [with_tensors_replaced(item, replacement) for item in value]
+    if isinstance(value, tuple):
+        return tuple(with_tensors_replaced(item, replacement) for item in value)
+    return value
+
+
+def signature_of(op: str, args: tuple[Any, ...]) -> str:
+    """What must agree between ranks: the operation, and tensors' shapes and types where all ranks give the same."""
+    options = args[-1] if args else None
+    reduce_op = getattr(options, "reduceOp", None)
+    root = getattr(options, "rootRank", None)
+    shapes = (
+        ",".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors_in(args[0]))
+        if op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+        else ""
+    )
+    return f"{op} {reduce_op.op if reduce_op is not None else ''} {'' if root is None else root} {shapes}"
