@@ -155,10 +155,27 @@ class Launch:
 
     def wait_for_line(self, rank: int, text: str, limit_s: float = 60.0) -> None:
         """Block until a line of that local rank's stdout holds `text`; AssertionError after `limit_s` or at the end."""
+        self._wait_until(
+            lambda: any(text in line for line in self._lines("stdout.log").get(rank, ())),
+            f"rank {rank} did not print {text!r}",
+            limit_s,
+        )
+
+    def wait_for_file(self, name: str, limit_s: float = 60.0) -> None:
+        """Block until the run's folder has this file; AssertionError after `limit_s` or at the end."""
+        self._wait_until(lambda: (self.folder / name).exists(), f"there is no file {name}", limit_s)
+
+    def wait_for_event(self, name: str, limit_s: float = 60.0) -> None:
+        """Block until the run's event log has this event; AssertionError after `limit_s` or at the end."""
+        assert self.run_dir is not None
+        path = self.run_dir / "events.jsonl"
+        self._wait_until(lambda: any(e["event"] == name for e in _read_events(path)), f"no event {name}", limit_s)
+
+    def _wait_until(self, is_so: Callable[[], bool], otherwise: str, limit_s: float) -> None:
         give_up_at_s = time.monotonic() + limit_s
-        while not any(text in line for line in self._lines("stdout.log").get(rank, ())):
+        while not is_so():
             is_over = self.process.poll() is not None or time.monotonic() > give_up_at_s
-            assert not is_over, f"rank {rank} did not print {text!r}\n{self._gather().story()}"
+            assert not is_over, f"{otherwise}\n{self._gather().story()}"
             time.sleep(0.05)
 
     def _watch_pids(self) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.processes import RankHandler
+from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
 
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
@@ -25,10 +26,11 @@ torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.
 class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
-    supervisor   set on the class before torch makes its agent
+    supervisor, signals   set on the class before torch makes its agent
     """
 
     supervisor: Supervisor
+    signals: Signals
     _groups_started = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -38,6 +40,7 @@ class ReplacingAgent(LocalElasticAgent):
         supervisor.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
+        self.signals.install()
         supervisor.group_started(is_restart=self._groups_started > 0)
         self._groups_started += 1
         return dict(pids)
@@ -84,6 +87,8 @@ class ReplacingAgent(LocalElasticAgent):
         super()._stop_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if self.signals.first is not None:
+            self.supervisor.end(f"ended by {self.signals.first.name}", timeout)
         self.supervisor.pause()
         super()._shutdown(death_sig, timeout)
 

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from ttprun.agent.elastic import ReplacingAgent
+from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
 from ttprun.config import Config
@@ -22,7 +23,6 @@ logger = logging.getLogger("ttprun")
 
 SCRIPT_FAILED = 1
 DO_NOT_RESTART = 93
-ENDED_BY_SIGNAL = 128
 
 
 def launch(
@@ -34,7 +34,7 @@ def launch(
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
-    Blocks as long as the job runs. SIGTERM, SIGINT and the like end it as they end torchrun, but for the exit code.
+    Blocks as long as the job runs. What signals do to it is said in `signals.py`.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
     if not isinstance(entrypoint, str):
@@ -53,12 +53,14 @@ def launch(
         is_python,
     )
     ReplacingAgent.supervisor = supervisor
+    signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
-    supervisor.start()
     code, reason = 1, "the launcher failed"
+    supervisor.start()
     try:
         code, reason = _run(launch_config, entrypoint, args, supervisor)
     finally:
+        signals.is_over = True
         supervisor.stop(code, reason)
     return code
 
@@ -68,6 +70,8 @@ def _run(
 ) -> tuple[int, str]:
     run = record(torch_launcher.elastic_launch(launch_config, entrypoint))
     try:
+        if supervisor is not None:
+            ReplacingAgent.signals.install()
         run(*args)
     except ChildFailedError as error:
         verdict = supervisor.verdict if supervisor is not None else None
@@ -77,10 +81,9 @@ def _run(
             print(f"ttprun: {reason}", file=sys.stderr)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
     except SignalException as error:
-        name = signal.Signals(error.sigval).name
-        return ENDED_BY_SIGNAL + error.sigval, f"ended by {name}"
+        return exit_code_of(error.sigval), f"ended by {signal.Signals(error.sigval).name}"
     except KeyboardInterrupt:
-        return ENDED_BY_SIGNAL + signal.SIGINT, "ended by SIGINT"
+        return exit_code_of(signal.SIGINT), "ended by SIGINT"
     return 0, ""
 
 

@@ -128,6 +128,14 @@ class Supervisor:
 
         self._call(begin)
 
+    def end(self, reason: str, grace_s: float) -> None:
+        """The user or the scheduler ends the job, whatever goes on.
+
+        grace_s   seconds that the ranks have to end by themselves
+        """
+        self.log("ending", reason=reason, grace_s=grace_s)
+        self._call(lambda: self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason)))
+
     def pause(self) -> None:
         """The group is about to be ended on purpose: exits are no faults from now on."""
         done = threading.Event()
@@ -140,6 +148,11 @@ class Supervisor:
 
         self._call(pause)
         done.wait(10)
+
+    def end_ranks_at_once(self) -> None:
+        """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
+        for seat in self.seats:
+            kill_session(seat.pid)
 
     def stop(self, exit_code: int, reason: str = "") -> None:
         """End the thread, the standbys, and whatever a rank has left behind."""

@@ -98,6 +98,8 @@ def tell_before(previous: Any) -> Any:
 
     def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
+        if presence is not None:
+            presence.has_script_failed = True
         if presence is None or issubclass(kind, KeyboardInterrupt):
             previous(kind, error, trace)
             return
@@ -138,8 +140,8 @@ def _leave_in_child() -> None:
 
 
 def _finish() -> None:
-    """The script has ended by itself."""
-    if _presence is not None and os.getpid() == _presence.pid:
+    """The script has come to its end; an exception that has ended it is told by the exit code."""
+    if _presence is not None and os.getpid() == _presence.pid and not _presence.has_script_failed:
         from ttprun.rank import faults
 
         faults.reached("exit")

@@ -19,6 +19,8 @@ class Presence:
 
     Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
     answers that it has.
+
+    has_script_failed   an exception has ended the script
     """
 
     def __init__(self, channel: Channel, welcome: Message, fds: list[int]) -> None:
@@ -32,6 +34,7 @@ class Presence:
         self._lock = threading.Lock()
         self.may_start = threading.Event()
         self.order: Message = {}
+        self.has_script_failed = False
 
     def start(self) -> None:
         """Read the agent's messages on a thread of its own."""

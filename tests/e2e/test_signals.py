@@ -1,0 +1,68 @@
+"""Signals to the launcher, scenario A27: exit codes, the grace period, and nothing that outlives them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Launch, assert_no_orphans
+
+StartTtprun = Callable[..., Launch]
+
+WAITS = "waits.py"
+LOST = "kill:rank=1,step=3,phase=backward"  # its replacement then stays in its replay, and the recovery with it
+
+
+@pytest.mark.parametrize("place", ["set-up", "training", "replay"])
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 143), (signal.SIGUSR1, 143), (signal.SIGINT, 130)],
+    ids=["TERM", "USR1", "INT"],
+)
+def test_a_signal_ends_the_job_with_its_exit_code_in_every_state(
+    start_ttprun: StartTtprun, place: str, number: signal.Signals, exit_code: int
+) -> None:
+    launch = start_ttprun(WAITS, 2, faults=[LOST] if place == "replay" else [], script_args=["--place", place])
+    launch.wait_for_file("out/stays-1")
+
+    launch.process.send_signal(number)
+    run = launch.finish(limit_s=20)
+
+    assert run.exit_code == exit_code, run.story()
+    assert run.status["state"] == "failed", run.story()
+    assert run.status["reason"] == f"ended by {number.name}", run.story()
+    assert [incident["outcome"] for incident in run.incidents] == (["failed"] if place == "replay" else [])
+    assert_no_orphans(run)
+
+
+def test_ranks_that_do_not_end_are_killed_when_the_grace_period_is_over(start_ttprun: StartTtprun) -> None:
+    launch = start_ttprun(WAITS, 2, options=["--shutdown-timeout", "1"], script_args=["--place", "training", "--deaf"])
+    launch.wait_for_file("out/stays-1")
+
+    launch.process.send_signal(signal.SIGTERM)
+    run = launch.finish(limit_s=20)
+
+    assert run.exit_code == 143, run.story()
+    assert_no_orphans(run)
+
+
+@pytest.mark.parametrize("place", ["training", "replay"])
+def test_a_second_interrupt_ends_ranks_at_once_that_ignore_the_first(start_ttprun: StartTtprun, place: str) -> None:
+    launch = start_ttprun(
+        WAITS,
+        2,
+        faults=[LOST] if place == "replay" else [],
+        options=["--shutdown-timeout", "600"],
+        script_args=["--place", place, "--deaf"],
+    )
+    launch.wait_for_file("out/stays-1")
+    launch.process.send_signal(signal.SIGINT)
+    launch.wait_for_event("ending")
+
+    launch.process.send_signal(signal.SIGINT)
+    run = launch.finish(limit_s=20)
+
+    assert run.exit_code == 130, run.story()
+    assert_no_orphans(run)
