@@ -22,6 +22,7 @@ class Process:
     agreed_digest   of its weights, as it has told the machine in this generation
     has_orders      it has been told to replay
     is_whole        it may train
+    is_hung         it lives, but says nothing any more
     """
 
     pid: int
@@ -31,6 +32,7 @@ class Process:
     has_orders: bool = False
     is_whole: bool = False
     is_alive: bool = True
+    is_hung: bool = False
 
     @property
     def digest(self) -> str:
@@ -94,6 +96,22 @@ class FakeWorld:
             )
         )
 
+    def hang(self, rank: int) -> None:
+        """A process does not get on any more; what it has said is on its way."""
+        if rank not in self.finished:
+            self.processes[rank].is_hung = True
+
+    def see_hung(self) -> None:
+        """The agent sees who hangs, and says so."""
+        for rank, process in self.processes.items():
+            if process.is_hung and process.is_alive and not self.unheard[rank]:
+                self.hear(recovery.RankHung(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0))
+
+    @property
+    def hung(self) -> tuple[int, ...]:
+        """Ranks that live and hang."""
+        return tuple(rank for rank, process in self.processes.items() if process.is_alive and process.is_hung)
+
     def flip_bit(self, rank: int) -> None:
         """The weights of one rank are not what they should be."""
         self.processes[rank].weights += "-flipped"
@@ -102,14 +120,14 @@ class FakeWorld:
         """All ranks pass the commit barrier, if all are there."""
         training = [process for rank, process in self.processes.items() if rank not in self.finished]
         is_any_still = self.job.phase not in (Phase.RUNNING, Phase.RESUMING)
-        if is_any_still or not all(process.is_alive and process.is_whole for process in training):
+        if is_any_still or not all(one.is_alive and one.is_whole and not one.is_hung for one in training):
             return
         for process in training:
             process.boundary += 1
 
     def say(self, rank: int, event: Event) -> None:
-        """A rank says something, if it lives."""
-        if self.processes[rank].is_alive:
+        """A rank says something, if it can."""
+        if self.processes[rank].is_alive and not self.processes[rank].is_hung:
             self.unheard[rank].append(event)
 
     # What the machine hears
@@ -151,9 +169,10 @@ class FakeWorld:
 
     def is_stale(self, event: Event) -> bool:
         """The event can only be an echo."""
-        if isinstance(event, RepairEvent | recovery.DeadlinePassed):
+        if isinstance(event, RepairEvent | recovery.DeadlinePassed | recovery.ConnectionBroken):
             return event.generation < self.job.generation
-        return isinstance(event, recovery.RankExited) and event.pid != self.job.members[event.rank].pid
+        is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung)
+        return is_of_process and event.pid != self.job.members[event.rank].pid
 
     # What the machine orders
 
@@ -162,7 +181,6 @@ class FakeWorld:
         match action:
             case recovery.Freeze(ranks, generation, lost):
                 assert ranks
-                assert lost
                 assert not {*ranks} & {*lost}
                 assert not self.job.finished
                 assert generation > self.newest_generation
@@ -175,6 +193,7 @@ class FakeWorld:
                 self.start(rank)
             case recovery.KillRank(rank, reason):
                 assert reason
+                assert self.job.members[rank].pid is None
                 self.kill(rank)
             case recovery.Replay(rank, generation, boundary, source):
                 self.check_source(source, boundary)
@@ -221,12 +240,14 @@ class FakeWorld:
         """The source sends, and each replacement loads, if both live."""
         assert to == self.job.lost
         assert all(self.processes[rank].boundary == boundary for rank in to)
-        if not self.processes[source].is_alive:
+        if not self.processes[source].is_alive or self.processes[source].is_hung:
             return
         sent = self.processes[source]
         self.say(source, recovery.StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))
         for rank in to:
             loaded = self.processes[rank]
+            if loaded.is_hung:
+                continue
             loaded.weights = sent.weights
             loaded.agreed_digest = loaded.digest
             self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
@@ -264,9 +285,12 @@ class FakeWorld:
         for _ in range(1000):
             if self.hear_next():
                 continue
-            if self.job.phase in SETTLED:
+            if self.job.phase is Phase.RUNNING and self.hung:
+                self.see_hung()
+            elif self.job.phase in SETTLED:
                 return
-            self.pass_deadline()
+            else:
+                self.pass_deadline()
         raise AssertionError(f"the job does not settle: {self.job}")
 
     def hear_next(self) -> bool:
@@ -277,7 +301,18 @@ class FakeWorld:
         self.hear_agent()
         return is_any
 
-    def pass_deadline(self) -> None:
-        """The deadline of the present phase is over, whatever it is."""
+    def pass_deadline(self, is_agent_blind: bool = False) -> None:
+        """The deadline of the present phase is over, whatever it is.
+
+        is_agent_blind   the agent does not see who hangs
+        """
+        generation = self.job.generation
+        silent = () if is_agent_blind else self.hung
         for name in ("freeze", "replay", "transfer", "resume", "drain"):
-            self.hear(recovery.DeadlinePassed(generation=self.job.generation, name=name, at_s=0.0))
+            self.hear(recovery.DeadlinePassed(generation=generation, name=name, silent=silent, at_s=0.0))
+
+    def break_connections(self, is_echo: bool) -> None:
+        """A rank says that its connections are broken."""
+        generation = max(0, self.job.generation - is_echo)
+        boundary = max(process.boundary for process in self.processes.values())
+        self.hear(recovery.ConnectionBroken(generation=generation, boundary=boundary, reason="reset", at_s=0.0))

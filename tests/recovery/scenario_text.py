@@ -33,6 +33,8 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
     "exited": recovery.RankExited,
+    "hung": recovery.RankHung,
+    "connection_broken": recovery.ConnectionBroken,
     "frozen": recovery.RankFrozen,
     "replayed": recovery.RankReplayed,
     "state_sent": recovery.StateSent,
@@ -46,11 +48,14 @@ EVENT_WORDS: dict[str, type[Event]] = {
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
+    recovery.RankHung: {"boundary": 0},
+    recovery.ConnectionBroken: {"boundary": 0},
     recovery.RankFrozen: {"digest": "same", "has_group": True},
     recovery.StateSent: {"digest": "same"},
     recovery.RankRepaired: {"digest": "same"},
 }
 TEXTS = {"reason", "name", "digest"}
+NUMBERS = {"silent"}
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
 
@@ -112,6 +117,8 @@ def read_value(name: str, text: str) -> Any:
     """The value of a field: text, yes or no, or a number."""
     if name in TEXTS:
         return text
+    if name in NUMBERS:
+        return tuple(int(number) for number in text.split(","))
     if text in ("yes", "no"):
         return text == "yes"
     return float(text) if "." in text else int(text)

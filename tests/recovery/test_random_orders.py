@@ -28,8 +28,14 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.hear_agent()
         elif move < 195:
             world.train()
-        elif move < 215:
+        elif move < 208:
             world.hear_echo(choice)
+        elif move < 211:
+            world.hang(rank)
+        elif move < 213:
+            world.see_hung()
+        elif move < 215:
+            world.break_connections(is_echo=is_mute)
         elif move < 235:
             world.end(rank, None, 9, is_script_error=False, is_mute=is_mute)
         elif move < 241:
@@ -37,7 +43,7 @@ def play(world: FakeWorld, tape: bytes) -> None:
         elif move < 246:
             world.end(rank, 0, None, is_script_error=False, is_mute=False)
         elif move < 249:
-            world.pass_deadline()
+            world.pass_deadline(is_agent_blind=is_mute)
         elif move < 251:
             world.flip_bit(rank)
         elif move < 253:
@@ -124,3 +130,76 @@ def test_ranks_killed_in_mid_repair_are_replaced_unless_none_is_left_or_it_has_b
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
     assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason) for incident in given_up)
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    world=st.builds(
+        FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
+    ),
+    hangs=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.booleans()), min_size=1, max_size=3),
+)
+def test_ranks_that_hang_at_any_moment_are_replaced_unless_none_is_left_or_it_has_been_tried_too_often(
+    world: FakeWorld, hangs: list[tuple[int, int, bool]]
+) -> None:
+    world.settle()
+    world.train()
+
+    for rank, rounds, is_kill in hangs:
+        if is_kill:
+            world.end(rank % len(world.unheard), None, 9, is_script_error=False, is_mute=True)
+        else:
+            world.hang(rank % len(world.unheard))
+        for _ in range(rounds):
+            world.hear_next()
+    world.settle()
+
+    assert world.hung == () or world.job.phase is Phase.FAILED
+    given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
+    assert all(re.search("all ranks of the group were lost|3 attempts|waited for", one.reason) for one in given_up)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
+    rank=st.integers(0, 3),
+    rounds=st.integers(0, 12),
+)
+def test_a_rank_that_answers_is_never_killed_if_the_agent_sees_who_hangs(
+    world: FakeWorld, rank: int, rounds: int
+) -> None:
+    world.settle()
+    world.train()
+    first, second = rank % len(world.unheard), (rank + 1) % len(world.unheard)
+    pids = {other: process.pid for other, process in world.processes.items()}
+
+    world.end(first, None, 9, is_script_error=False, is_mute=True)
+    for _ in range(rounds):
+        world.hear_next()
+    world.hang(second)
+    world.settle()
+
+    spared = {other for other in pids if other not in (first, second)}
+    assert {other: world.processes[other].pid for other in spared} == {other: pids[other] for other in spared}
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
+    breaks=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_connections_that_break_cost_no_process(world: FakeWorld, breaks: list[int]) -> None:
+    world.settle()
+    pids = {rank: process.pid for rank, process in world.processes.items()}
+
+    for rounds in breaks:
+        world.train()
+        world.break_connections(is_echo=False)
+        for _ in range(rounds):
+            world.hear_next()
+        world.break_connections(is_echo=True)
+        world.settle()
+
+    assert {rank: process.pid for rank, process in world.processes.items()} == pids
+    assert [incident.rung for incident in world.closed] == ["reconnect"] * len(breaks)
+    assert all(incident.outcome == "recovered" for incident in world.closed)

@@ -4,7 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults` (handlers); `machine` (the table). Read TRANSITIONS in `machine` first.
+`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs`, beside it, tells which rank hangs. Read TRANSITIONS
+in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -23,6 +24,7 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.events import (
+    ConnectionBroken,
     DeadlinePassed,
     Event,
     GroupRestarted,
@@ -30,6 +32,7 @@ from ttprun.recovery.events import (
     RankEvent,
     RankExited,
     RankFrozen,
+    RankHung,
     RankProtected,
     RankRebuilt,
     RankReissued,
@@ -48,6 +51,7 @@ from ttprun.recovery.machine import TRANSITIONS, advance
 __all__ = [
     "TRANSITIONS",
     "Action",
+    "ConnectionBroken",
     "DeadlinePassed",
     "Event",
     "FailJob",
@@ -68,6 +72,7 @@ __all__ = [
     "RankEvent",
     "RankExited",
     "RankFrozen",
+    "RankHung",
     "RankProtected",
     "RankRebuilt",
     "RankReissued",

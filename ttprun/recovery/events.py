@@ -11,6 +11,7 @@ ranks any order will do.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,54 @@ class RankExited(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankHung(RankEvent):
+    """A rank's process is there, but does not get on while others wait for it. It is killed, and then lost.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   seconds since it last got on
+    reason             how it hangs: phase, collective, how long, innermost frame
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "hang"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        cause = f" ({self.reason})" if self.reason else ""
+        return f"rank {self.rank} hung at boundary {self.boundary}{cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionBroken(Event):
+    """A connection between ranks is broken or silent, though every process lives and no rank is behind the others.
+
+    generation         of the connections
+    boundary           newest boundary that all ranks have passed
+    detected_after_s   seconds since anything last moved
+    reason             who noticed, and how
+    """
+
+    generation: int
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "connection"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"the connections broke at boundary {self.boundary} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFrozen(RepairEvent):
     """A survivor stands still.
 
@@ -185,10 +234,12 @@ class DeadlinePassed(Event):
     """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
 
     generation, name   as in the SetDeadline
+    silent             ranks that give no sign of life, or that the others wait for, as far as the agent can tell
     """
 
     generation: int
     name: str
+    silent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +262,8 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankProtected,
     RankUnprotected,
     RankExited,
+    RankHung,
+    ConnectionBroken,
     RankFrozen,
     RankReplayed,
     StateSent,

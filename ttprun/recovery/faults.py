@@ -13,6 +13,7 @@ from ttprun.recovery.events import (
     GroupRestarted,
     MismatchFound,
     RankExited,
+    RankHung,
     RankProtected,
     RankStarted,
     RankUnprotected,
@@ -32,6 +33,8 @@ from ttprun.recovery.ladder import (
     unchanged,
 )
 from ttprun.recovery.repair import end_resuming, note_process
+
+Loss = RankExited | RankHung
 
 
 def on_protected(job: Job, event: RankProtected) -> Result:
@@ -137,8 +140,10 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
     return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
 
 
-def answer_fault(job: Job, event: RankExited) -> Result:
+def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     """A rank is lost: replace it, or say why not. The order of the questions matters.
+
+    is_costly   it costs an attempt also where other losses of survivors cost none: a deadline has passed
 
     An exception before the first step condemns the script only if nothing else has happened: survivors that are still
     making their process group raise one when a peer is lost.
@@ -146,7 +151,7 @@ def answer_fault(job: Job, event: RankExited) -> Result:
     why_not = why_not_protected(job, event.rank)
     was_survivor = job.members[event.rank].life is Life.LIVE
     is_first_fault = job.incident is None
-    is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING)
+    is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
     attempt = (job.incident.attempt if job.incident else 1) + (0 if is_free else 1)
     phase = job.phase
     job = note_fault(job, event)
@@ -190,7 +195,7 @@ def has_come_back(job: Job) -> bool:
     return job.faults.count(job.faults[-1]) > job.settings.max_same_faults
 
 
-def note_fault(job: Job, event: RankExited) -> Job:
+def note_fault(job: Job, event: Loss) -> Job:
     """The rank is lost; its incident is opened, or the open one has one fault more."""
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
     if job.incident is None:

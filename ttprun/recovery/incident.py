@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rung = Literal["replace", "restart", "fail"]
+Rung = Literal["reconnect", "replace", "restart", "fail"]
 Outcome = Literal["open", "recovered", "restarted", "failed"]
 
 
@@ -16,9 +16,9 @@ class Incident:
     Those from `freeze_s` to `reissue_s` are of the last attempt, but for `spawn_s`: the slowest start of all attempts.
 
     id            1 for the job's first incident
-    kind          of the first fault: "signal 9", "exit 3", "exception", "mismatch"
+    kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch"
     ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
-    rung          the way out that is tried: replace the ranks, restart the group, or end the job
+    rung          the way out that is tried: connect anew, replace the ranks, restart the group, or end the job
     outcome       "open" until it has ended
     reason        the faults, a sentence; after a fallback, why it was taken and then the faults
     phase         phase of the job when this was written

@@ -13,6 +13,8 @@ from typing import Any
 from ttprun.recovery.events import Event, RankFrozen
 from ttprun.recovery.incident import Incident
 
+NOBODY = -1  # the rank of a fault that is no rank's own
+
 
 class Phase(StrEnum):
     """What is going on in the job."""
@@ -38,7 +40,7 @@ class Life(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long each phase of a recovery may take, in seconds; what happens then is a fallback."""
+    """How long each phase of a recovery may take, in seconds; who has not answered by then is taken for hung."""
 
     freeze_s: float = 60.0
     replay_s: float = 600.0
@@ -56,6 +58,7 @@ class Settings:
     expects_protection   ranks that have not said hello yet are taken to do so
     max_attempts         attempts per incident; survivors that die while all freeze cost none
     max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
+    max_reconnects       times that connections which break at one boundary are built again
     """
 
     world_size: int
@@ -63,6 +66,7 @@ class Settings:
     expects_protection: bool = True
     max_attempts: int = 3
     max_same_faults: int = 3
+    max_reconnects: int = 1
     limits: Limits = Limits()
 
 
@@ -105,7 +109,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """The fault that opened an incident, as far as it can come back: who, how and where."""
+    """The fault that opened an incident, as far as it can come back: who (or NOBODY), how and where."""
 
     rank: int
     kind: str

@@ -1,4 +1,4 @@
-"""The ways out of an incident: another attempt to replace, restart of the group, draining, failure.
+"""The ways out of an incident: another attempt to replace or reconnect, restart of the group, draining, failure.
 
 Each takes the job as it is, decides nothing, and returns the job in its new phase with the actions that bring it there.
 Every way down has a reason for the operator: why it is taken, and what it began with.
@@ -76,6 +76,8 @@ def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
 def begin_attempt(job: Job, at_s: float) -> Result:
     """Rung "replace": a new generation; survivors freeze, and each lost rank gets a process.
 
+    If no rank is lost it is rung "reconnect": the survivors freeze, and connect anew.
+
     A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
     that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary.
     """
@@ -94,7 +96,8 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
     undone = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
-    return enter(job, Phase.FREEZING, at_s, actions, **undone)
+    rung = "replace" if job.lost else "reconnect"
+    return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **undone)
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:
@@ -129,7 +132,7 @@ def reason_of(job: Job, why: str) -> str:
     """Why a rung is left, then why the one before it was, back to what the incident began with."""
     if job.incident is None:
         return why
-    if job.incident.rung == "replace":
+    if job.incident.rung in ("replace", "reconnect"):
         return f"{why}; it began when {job.incident.reason}"
     return f"{why}; {job.incident.reason}"
 

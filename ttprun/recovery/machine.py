@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ttprun.recovery import faults, repair
+from ttprun.recovery import faults, hung, repair
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.events import (
+    ConnectionBroken,
     DeadlinePassed,
     Event,
     GroupRestarted,
@@ -22,6 +23,7 @@ from ttprun.recovery.events import (
     RankEvent,
     RankExited,
     RankFrozen,
+    RankHung,
     RankProtected,
     RankRebuilt,
     RankReissued,
@@ -80,6 +82,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankProtected): row(faults.on_protected, P.RUNNING),
     (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, P.FAILED, *ANSWERS),
+    (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, P.RESTARTING),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, P.RESTARTING),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RUNNING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -93,9 +97,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, P.RESTARTING),
     (P.FREEZING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
-    (P.FREEZING, DeadlinePassed): row(repair.on_deadline, P.FREEZING, P.RESTARTING),
+    (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.FREEZING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.FREEZING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
     (P.REPLAYING, RankStarted): row(repair.on_started_in_replaying, P.REPLAYING),
@@ -104,9 +110,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, P.RESTARTING),
     (P.REPLAYING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
-    (P.REPLAYING, DeadlinePassed): row(repair.on_deadline, P.REPLAYING, P.RESTARTING),
+    (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.REPLAYING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.REPLAYING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.REPLAYING, "said twice: all survivors stand still", RankFrozen),
     **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
@@ -117,9 +125,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
     (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
-    (P.TRANSFERRING, DeadlinePassed): row(repair.on_deadline, P.TRANSFERRING, P.RESTARTING),
+    (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.TRANSFERRING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.TRANSFERRING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.TRANSFERRING, "said twice: its phase is over", RankFrozen, RankReplayed),
     **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
     #
@@ -129,8 +139,10 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, RankExited): row(faults.on_exit_in_repair, P.RESUMING, P.RUNNING, P.DONE, *ANSWERS),
     (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING),
     (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING),
+    (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, P.RESTARTING),
     (P.RESUMING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
-    (P.RESUMING, DeadlinePassed): row(repair.on_deadline, P.RESUMING, P.RESTARTING),
+    (P.RESUMING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESUMING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
@@ -140,21 +152,25 @@ TRANSITIONS: dict[Key, Row] = {
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, P.RESTARTING),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "the repair was given up", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was given up", RankRebuilt, RankReissued),
     #
     (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankHung, ConnectionBroken),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
     #
+    **ignored(P.DONE, "the job is over", RankHung, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
     #
+    **ignored(P.FAILED, "the job is over", RankHung, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
@@ -186,8 +202,8 @@ def advance(job: Job, event: Event) -> Result:
 
 def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
-    if isinstance(event, RepairEvent | DeadlinePassed):
+    if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken):
         return event.generation != job.generation
-    if isinstance(event, RankExited):
+    if isinstance(event, RankExited | RankHung):
         return event.pid != job.members[event.rank].pid
     return False

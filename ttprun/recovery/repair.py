@@ -1,6 +1,7 @@
 """Handlers of a repair that goes well, phase by phase, and of the checks that may stop it.
 
-FREEZING -> REPLAYING -> TRANSFERRING -> RESUMING -> RUNNING; from boundary 0 straight to RESUMING. A function `end_...`
+FREEZING -> REPLAYING -> TRANSFERRING -> RESUMING -> RUNNING; from boundary 0, and if no rank is lost, straight to
+RESUMING. A function `end_...`
 looks at what the ranks have answered, and goes on to the next phase once nothing is missing.
 """
 
@@ -11,7 +12,6 @@ from dataclasses import replace
 from ttprun.recovery.actions import FinishJob, Replay, Resume, SendState
 from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.events import (
-    DeadlinePassed,
     MismatchFound,
     RankFrozen,
     RankRebuilt,
@@ -22,7 +22,7 @@ from ttprun.recovery.events import (
     StateSent,
 )
 from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import DEADLINE_NAMES, Result, deadline_of, enter, restart_group, unchanged
+from ttprun.recovery.ladder import Result, deadline_of, enter, restart_group, unchanged
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -66,11 +66,15 @@ def on_frozen(job: Job, event: RankFrozen) -> Result:
 def end_freezing(job: Job, at_s: float) -> Result:
     """Once all survivors stand still: replay, or at boundary 0 run the replacements live from the top.
 
+    If no rank is lost there is nothing to repair but the connections.
+
     A Resume is sent to all at once, so at boundary 0 every replacement must have a process first.
     """
     source = job.source
     if source is None or is_anyone_moving(job):
         return job, ()
+    if not job.lost:
+        return begin_resuming(job, at_s, source.boundary)
     if source.boundary > 0:
         job, replays = order_replays(job)
         return enter(job, Phase.REPLAYING, at_s, (*replays, deadline_of(job, Phase.REPLAYING)))
@@ -205,14 +209,6 @@ def end_resuming(job: Job, at_s: float) -> Result:
 def on_mismatch(job: Job, event: MismatchFound) -> Result:
     """Another attempt would find the same, so there is none."""
     return restart_group(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
-
-
-def on_deadline(job: Job, event: DeadlinePassed) -> Result:
-    """The phase has taken too long, if it is the present phase's deadline."""
-    if event.name != DEADLINE_NAMES[job.phase]:
-        return unchanged(job, event)
-    took_s = event.at_s - job.phase_since_s
-    return restart_group(job, event.at_s, f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}")
 
 
 def missing_from(job: Job) -> str:

@@ -1,0 +1,110 @@
+"""Handlers of what does not end by itself: a rank that hangs, a deadline that passes, connections that break.
+
+A process that is there but does not answer is worth no more than one that has ended: it is killed, and its rank is lost
+like any other. Read `who_is_guilty` first: whom a wait is blamed on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttprun.recovery.actions import KillRank
+from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, RankHung
+from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
+from ttprun.recovery.job import NOBODY, Fault, Job, Life, Phase
+from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, open_incident, restart_group, unchanged
+from ttprun.recovery.repair import missing_from, what_is_missing
+
+
+def on_hung(job: Job, event: RankHung) -> Result:
+    """A rank hangs, and the agent has seen which."""
+    return lose(job, (event,))
+
+
+def on_deadline(job: Job, event: DeadlinePassed) -> Result:
+    """The phase has taken too long, if it is the present phase's deadline: who held it up is replaced.
+
+    If nobody would be left to repair from, the group is restarted: to kill them all first would tell the operator less.
+    """
+    if event.name != DEADLINE_NAMES[job.phase]:
+        return unchanged(job, event)
+    took_s = event.at_s - job.phase_since_s
+    guilty = who_is_guilty(job, event.silent)
+    if not {*job.survivors} - {*guilty}:
+        why = f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"
+        return restart_group(job, event.at_s, why)
+    hung = (
+        RankHung(
+            at_s=event.at_s,
+            rank=rank,
+            pid=job.members[rank].pid,
+            boundary=where_the_job_stands(job),
+            detected_after_s=took_s,
+            reason=f"it had {took_s:.0f} s {what_is_missing(job, job.members[rank])}",
+        )
+        for rank in guilty
+    )
+    return lose(job, tuple(hung), is_costly=True)
+
+
+def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the ranks that have not answered, those that keep the others from answering.
+
+    The agent's word counts first. Without it the replacements are blamed: they can be had again, and a survivor that
+    hangs will not answer when it is told to freeze again. While all freeze, only survivors are waited for; while all
+    resume, nobody's journal gets through before the last one is connected.
+    """
+    wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
+    unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
+    missing = unconnected or tuple(wanted)
+    known = tuple(member.rank for member in missing if member.rank in silent)
+    first = Life.LIVE if job.phase is Phase.FREEZING else Life.LOST
+    likely = tuple(member.rank for member in missing if member.life is first)
+    return known or likely or tuple(member.rank for member in missing)
+
+
+def where_the_job_stands(job: Job) -> int:
+    """The boundary at which the survivors stand; before they have said so, that of the fault which began it all."""
+    if job.source is not None:
+        return job.source.boundary
+    return job.faults[-1].boundary if job.faults else 0
+
+
+def lose(job: Job, hung: tuple[RankHung, ...], is_costly: bool = False) -> Result:
+    """Kill processes that hang, all in one incident, and answer for them as for any lost rank."""
+    kills = tuple(KillRank(event.rank, event.sentence) for event in hung if event.pid is not None)
+    *others, last = hung
+    for other in others:
+        job = note_fault(job, other)
+    job, actions = answer_fault(job, last, is_costly)
+    return job, (*kills, *actions)
+
+
+def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
+    """RUNNING: nobody died and nobody hangs, so all connect anew; if that has not helped before, the group restarts.
+
+    A job that cannot be repaired is left alone: the script gets the error of its backend, as under torchrun.
+    """
+    if job.finished or why_not_protected(job, job.survivors[0]):
+        return unchanged(job, event)
+    fault = Fault(rank=NOBODY, kind=event.kind, boundary=event.boundary)
+    job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
+    job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
+    job = job.with_incident(rung="reconnect")
+    times = job.faults.count(fault)
+    if times > job.settings.max_reconnects:
+        where = f"at boundary {event.boundary}"
+        why = f"the connections broke {times} times {where}, so that building them anew does not help"
+        return restart_group(job, event.at_s, why)
+    return begin_attempt(job, event.at_s)
+
+
+def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
+    """RESUMING: the new connections have broken too; another attempt, if one is left."""
+    attempt = (job.incident.attempt if job.incident else 1) + 1
+    reason = f"{job.incident.reason}, then {event.sentence}" if job.incident else event.sentence
+    job = job.with_incident(reason=reason)
+    if attempt > job.settings.max_attempts:
+        why = f"{job.settings.max_attempts} attempts to connect anew failed, the last one in {job.phase}"
+        return restart_group(job, event.at_s, why)
+    return begin_attempt(job.with_incident(attempt=attempt), event.at_s)
