@@ -29,12 +29,13 @@ def test_every_preset_is_valid(name: str) -> None:
 
 
 def test_options_beat_variables_beat_later_files_beat_earlier_files(tmp_path: Path) -> None:
-    first = read_config_file(write(tmp_path / "a.yaml", "standbys: 2\nrun_id: a\nreplace: false\nrecord_limit_mib: 8"))
-    second = read_config_file(write(tmp_path / "b.yaml", "standbys: 3\nrun_id: b\nreplace: false"))
+    text = "standbys: 2\nrun_id: a\nrungs: [restart]\nrecord_limit_mib: 8"
+    first = read_config_file(write(tmp_path / "a.yaml", text))
+    second = read_config_file(write(tmp_path / "b.yaml", "standbys: 3\nrun_id: b\nrungs: [restart]"))
 
     config = resolve([first, second], {"TTPRUN_STANDBYS": "4", "TTPRUN_RUN_ID": "c"}, {"standbys": "5"})
 
-    assert (config.standbys, config.run_id, config.replace, config.record_limit_mib) == (5, "c", False, 8)
+    assert (config.standbys, config.run_id, config.rungs, config.record_limit_mib) == (5, "c", ["restart"], 8)
 
 
 def test_launch_options_of_several_files_are_merged_one_by_one(tmp_path: Path) -> None:
@@ -96,7 +97,8 @@ def test_a_wrong_file_is_answered_in_one_line_that_names_file_key_and_cure(
     [
         ("TTPRUN_STANBYS", "2", "TTPRUN_STANBYS: unknown; did you mean 'TTPRUN_STANDBYS'?"),
         ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' will not do; it should be a valid integer"),
-        ("TTPRUN_REPLACE", "maybe", "TTPRUN_REPLACE: 'maybe' will not do; it should be a valid boolean"),
+        ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' will not do; it should be a valid boolean"),
+        ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' will not do; it should be"),
         ("TTPRUN_LAUNCH", "x", "TTPRUN_LAUNCH is no variable of ours; set torchrun's own, such as PET_NPROC_PER_NODE"),
     ],
 )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -25,6 +25,7 @@ _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
+RungName = Literal["reconnect", "replace", "restart"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
@@ -45,7 +46,12 @@ class Config(BaseModel):
     )
     allow_faults: bool = Field(False, description="let 'ttprun inject-fault' and 'faults' break ranks of this run")
     faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
-    replace: bool = Field(True, description="repair a dead rank in mid-step; off: restart the whole group, as torchrun")
+    rungs: list[RungName] = Field(
+        list(get_args(RungName)), description="ways of recovery that may be used; what is left out is passed over"
+    )
+    max_incidents_per_hour: int | None = Field(
+        None, ge=1, description="incidents of one kind within an hour after which the job ends with exit code 93"
+    )
     freeze_timeout_s: Seconds = Field(60, description="seconds for the survivors of a fault to stop at a boundary")
     replay_timeout_s: Seconds = Field(600, description="seconds for a replacement to run the script up to its boundary")
     transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
@@ -72,6 +78,10 @@ class Config(BaseModel):
             if not (is_list or isinstance(value, bool | int | float | str)):
                 raise ValueError(f"{name} is {value!r}; give a number, a text, true, false or a list of texts")
         return {str(name).replace("-", "_"): value for name, value in launch.items()}
+
+    def without_repair(self) -> Config:
+        """The same, but no rank is repaired: a failure restarts the whole group, if that is not switched off too."""
+        return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung == "restart"]})
 
     def to_yaml(self) -> str:
         """The same configuration as a file for `--config`."""
@@ -114,7 +124,8 @@ def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Ma
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}
-    for source in (*files, _variables(environment), Source("option", "", options)):
+    given = {key: _split(key, value) if key == "rungs" else value for key, value in options.items()}
+    for source in (*files, _variables(environment), Source("option", "", given)):
         checked = _check(source)
         launch |= checked.launch
         merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
@@ -191,8 +202,20 @@ def _variables(environment: Mapping[str, str]) -> Source:
         key = variable.removeprefix(VARIABLE_PREFIX).lower()
         if key == "launch":
             raise ConfigError(f"{variable} is no variable of ours", "set torchrun's own, such as PET_NPROC_PER_NODE")
-        values[key] = {"faults": text.split(), "user_paths": text.split(os.pathsep)}.get(key, text)
+        values[key] = _split(key, text)
     return Source("variable", "", values)
+
+
+def _split(key: str, text: Any) -> object:
+    """The items of a key that is a list, from the one text of a variable or an option."""
+    match key:
+        case "faults":
+            return text.split()
+        case "user_paths":
+            return text.split(os.pathsep)
+        case "rungs":
+            return [rung.strip() for rung in text.split(",") if rung.strip()]
+    return text
 
 
 def _check(source: Source) -> Config:

@@ -15,7 +15,7 @@ def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert code == 0
     assert "ttprun --standalone --nproc-per-node 4 train.py" in text
-    assert all(word in text for word in ("status", "inject-fault", "explain", "--standbys", "--no-replace", "--config"))
+    assert all(word in text for word in ("status", "inject-fault", "explain", "--standbys", "--rungs", "--config"))
     assert max(map(len, text.splitlines())) <= 120
 
 

@@ -83,7 +83,7 @@ def test_settings_in_the_scripts_own_file_are_used_and_said(tmp_path: Path) -> N
 def test_what_is_no_rank_of_ours_is_not_repaired_and_that_is_said(flag: str) -> None:
     invocation = read_command_line([flag, "train.py"])
 
-    assert not invocation.config.replace
+    assert invocation.config.rungs == ["restart"]
     assert invocation.notices == (f"{flag}: repair is off; a failure restarts the whole group",)
 
 

@@ -117,6 +117,8 @@ def read_value(name: str, text: str) -> Any:
     """The value of a field: text, yes or no, or a number."""
     if name in TEXTS:
         return text
+    if name == "rungs":
+        return frozenset(text.split(","))
     if name in NUMBERS:
         return tuple(int(number) for number in text.split(","))
     if text in ("yes", "no"):

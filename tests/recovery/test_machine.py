@@ -186,7 +186,9 @@ def test_a_restarted_group_starts_from_nothing() -> None:
     job, _ = advance(job, GroupRestarted(at_s=12.0))
 
     fresh = new_job(Settings(world_size=2))
-    assert replace(job, story=()) == replace(fresh, generation=1, phase_since_s=12.0, incident_count=1)
+    assert replace(job, story=(), faults=(), openings=()) == replace(
+        fresh, generation=1, phase_since_s=12.0, incident_count=1
+    )
 
 
 def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:

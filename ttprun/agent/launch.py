@@ -47,7 +47,7 @@ def launch(
     if not is_one_node:
         logger.warning("a lost rank is not replaced on several nodes yet: the whole group restarts, as under torchrun")
     supervisor = Supervisor(
-        config.model_copy(update={"replace": config.replace and is_one_node}),
+        config if is_one_node else config.without_repair(),
         run,
         launch_config.nproc_per_node,
         is_python,

@@ -148,7 +148,7 @@ class Orders:
 
     def fail_job(self, action: recovery.FailJob) -> None:
         """End the job."""
-        self._end_group("fail", action.reason)
+        self._end_group("fail", action.reason, action.has_progress)
 
     def finish_job(self, action: recovery.FinishJob) -> None:
         """All ranks have finished."""

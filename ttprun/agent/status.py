@@ -111,7 +111,7 @@ class StatusPublisher:
 
 def protection_of(job: Job) -> str:
     """ "on", or why a lost rank cannot be replaced."""
-    if not job.settings.is_replace_enabled:
+    if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
     return job.unprotected_reason or "on"
 

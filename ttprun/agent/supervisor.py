@@ -80,11 +80,12 @@ class Supervisor:
         )
         settings = recovery.Settings(
             world_size=world_size,
-            is_replace_enabled=config.replace and world_size > 1 and is_python,
+            rungs=frozenset(config.rungs if world_size > 1 and is_python else config.without_repair().rungs),
+            max_incidents_per_hour=config.max_incidents_per_hour,
             limits=limits,
         )
         self.job = recovery.new_job(settings)
-        self.standbys = Standbys(config.standbys if settings.is_replace_enabled else 0, str(run.path))
+        self.standbys = Standbys(config.standbys if "replace" in settings.rungs else 0, str(run.path))
         self.status = StatusPublisher(run, config, world_size)
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 

@@ -96,8 +96,8 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     torchrun.training_script_args = script_arguments
     notices = [f"using the 'ttprun:' section of {section.name}" for section in sections]
     for flag in ("no_python", "run_path"):
-        if getattr(torchrun, flag) and config.replace:
-            config = config.model_copy(update={"replace": False})
+        if getattr(torchrun, flag) and "replace" in config.rungs:
+            config = config.without_repair()
             notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group")
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
@@ -156,6 +156,6 @@ def write_first_status(directory: RunDirectory, config: Config, launch: LaunchCo
         updated_at=now,
         restarts_left=launch.max_restarts,
         standbys=0,
-        protection="on" if config.replace else "off: a failure restarts the whole group",
+        protection="on" if "replace" in config.rungs else "off: a failure restarts the whole group",
     )
     write_status(directory.status, status)

@@ -4,8 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs`, beside it, tells which rank hangs. Read TRANSITIONS
-in `machine` first.
+`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs`, beside it, tells which rank hangs. Read
+TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -45,10 +45,11 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import Job, Life, Limits, Member, Phase, Settings, new_job
+from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
 from ttprun.recovery.machine import TRANSITIONS, advance
 
 __all__ = [
+    "RUNGS",
     "TRANSITIONS",
     "Action",
     "ConnectionBroken",

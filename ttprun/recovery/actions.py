@@ -103,19 +103,22 @@ class RestartGroup(Action):
 
     If no restart is left, the agent ends the job and posts StopAsked.
 
-    reason         for the operator
-    has_progress   False if the same fault came back at the same boundary (exit code 93 of design.md §9)
+    reason   for the operator
     """
 
     reason: str
-    has_progress: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class FailJob(Action):
-    """End all ranks; the job has failed."""
+    """End all ranks; the job has failed.
+
+    reason         for the operator
+    has_progress   False if the same fault comes back again and again (exit code 93 of design.md §9)
+    """
 
     reason: str
+    has_progress: bool = True
 
 
 @dataclass(frozen=True, slots=True)

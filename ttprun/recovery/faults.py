@@ -135,7 +135,6 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         generation=job.generation + 1,
         members=fresh_members(job.settings),
         unprotected_reason="",
-        faults=(),
     )
     return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
 
@@ -156,10 +155,13 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     phase = job.phase
     job = note_fault(job, event)
     at_s = event.at_s
+    if event.is_script_error and event.boundary == 0 and is_first_fault and not why_not:
+        return fail_job(job, at_s, f"the script failed before its first step in rank {event.rank}", rung="fail")
+    why_hopeless = why_it_does_not_help(job) if is_first_fault and "replace" in job.settings.rungs else ""
+    if why_hopeless:
+        return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:
         return restart_group(job, at_s, why_not)
-    if event.is_script_error and event.boundary == 0 and is_first_fault:
-        return fail_job(job, at_s, f"the script failed before its first step in rank {event.rank}", rung="fail")
     if job.finished:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
     if not job.survivors:
@@ -167,11 +169,6 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"
         return restart_group(job, at_s, why)
-    if is_first_fault and has_come_back(job):
-        times = job.faults.count(job.faults[-1])
-        where = f"at boundary {event.boundary}"
-        why = f"rank {event.rank} had the same fault {where} {times} times, so that replacing it does not help"
-        return restart_group(job, at_s, why, has_progress=False)
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
@@ -180,7 +177,7 @@ def why_not_protected(job: Job, lost: int) -> str:
 
     lost   rank that has just ended, and is not marked as lost yet
     """
-    if not job.settings.is_replace_enabled:
+    if "replace" not in job.settings.rungs:
         return "replacement is switched off"
     if job.unprotected_reason:
         return job.unprotected_reason
@@ -190,9 +187,22 @@ def why_not_protected(job: Job, lost: int) -> str:
     return f"the hooks of {name_ranks(silent)} have never said hello" if silent else ""
 
 
-def has_come_back(job: Job) -> bool:
-    """The newest fault has struck the same rank at the same boundary so often that replacing it does not help."""
-    return job.faults.count(job.faults[-1]) > job.settings.max_same_faults
+def why_it_does_not_help(job: Job) -> str:
+    """Why the fault that has just opened an incident must not be answered like those before it; "" if it may.
+
+    The same fault of the same rank that comes back at the same boundary will come back once more, after a restart of
+    the group too; and a budget of incidents keeps a job from limping on for days.
+    """
+    newest = job.faults[-1]
+    times = job.faults.count(newest)
+    if times > job.settings.max_same_faults:
+        where = f"at boundary {newest.boundary}"
+        return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"
+    limit = job.settings.max_incidents_per_hour
+    alike = sum(opening.kind == newest.kind for opening in job.openings)
+    if limit is not None and alike > limit:
+        return f"there were {alike} incidents of the kind '{newest.kind}' within an hour (max_incidents_per_hour)"
+    return ""
 
 
 def note_fault(job: Job, event: Loss) -> Job:

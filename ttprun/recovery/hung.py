@@ -25,12 +25,14 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     """The phase has taken too long, if it is the present phase's deadline: who held it up is replaced.
 
     If nobody would be left to repair from, the group is restarted: to kill them all first would tell the operator less.
+    So it is if a rank has not got its first process yet: that is on its way, and a second one must not be asked for.
     """
     if event.name != DEADLINE_NAMES[job.phase]:
         return unchanged(job, event)
     took_s = event.at_s - job.phase_since_s
     guilty = who_is_guilty(job, event.silent)
-    if not {*job.survivors} - {*guilty}:
+    is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
+    if is_anyone_unstarted or not {*job.survivors} - {*guilty}:
         why = f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"
         return restart_group(job, event.at_s, why)
     hung = (
@@ -92,6 +94,8 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
     job = job.with_incident(rung="reconnect")
     times = job.faults.count(fault)
+    if "reconnect" not in job.settings.rungs:
+        return restart_group(job, event.at_s, "connecting anew is switched off (rungs)")
     if times > job.settings.max_reconnects:
         where = f"at boundary {event.boundary}"
         why = f"the connections broke {times} times {where}, so that building them anew does not help"

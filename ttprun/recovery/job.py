@@ -14,6 +14,8 @@ from ttprun.recovery.events import Event, RankFrozen
 from ttprun.recovery.incident import Incident
 
 NOBODY = -1  # the rank of a fault that is no rank's own
+RUNGS = frozenset({"reconnect", "replace", "restart"})
+WINDOW_S = 3600.0
 
 
 class Phase(StrEnum):
@@ -54,19 +56,21 @@ class Settings:
     """What the user and the agent have decided beforehand.
 
     world_size           number of ranks, >= 1
-    is_replace_enabled   False: every fault restarts the group, as under torchrun
+    rungs                ways of recovery that may be used; the others are passed over
     expects_protection   ranks that have not said hello yet are taken to do so
     max_attempts         attempts per incident; survivors that die while all freeze cost none
     max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
     max_reconnects       times that connections which break at one boundary are built again
+    max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
     """
 
     world_size: int
-    is_replace_enabled: bool = True
+    rungs: frozenset[str] = RUNGS
     expects_protection: bool = True
     max_attempts: int = 3
     max_same_faults: int = 3
     max_reconnects: int = 1
+    max_incidents_per_hour: int | None = None
     limits: Limits = Limits()
 
 
@@ -117,6 +121,14 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """When an incident was opened, and with what kind of fault."""
+
+    at_s: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything that the decisions depend on. Made by `new_job`, changed by `machine.advance` alone.
 
@@ -127,6 +139,7 @@ class Job:
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
     faults               that opened incidents at the newest boundary, to see one that comes back
+    openings             of incidents within WINDOW_S
     story                newest events that changed something, for errors of our own
     """
 
@@ -139,6 +152,7 @@ class Job:
     incident_count: int = 0
     unprotected_reason: str = ""
     faults: tuple[Fault, ...] = ()
+    openings: tuple[Opening, ...] = ()
     story: tuple[Event, ...] = ()
 
     @property

@@ -21,7 +21,7 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.events import Event
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import Job, Life, Member, Phase
+from ttprun.recovery.job import WINDOW_S, Job, Life, Member, Opening, Phase
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -51,7 +51,9 @@ def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
         opened_at_s=at_s,
         detect_s=detect_s,
     )
-    return replace(job, incident=incident, incident_count=incident.id)
+    recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
+    openings = (*recent, Opening(at_s=at_s, kind=kind))
+    return replace(job, incident=incident, incident_count=incident.id, openings=openings)
 
 
 def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
@@ -115,17 +117,23 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
-def restart_group(job: Job, at_s: float, why: str, has_progress: bool = True) -> Result:
-    """Rung "restart": the agent restarts the whole group, or ends the job if no restart is left."""
+def restart_group(job: Job, at_s: float, why: str) -> Result:
+    """Rung "restart": the agent restarts the whole group, or ends the job if no restart is left.
+
+    Whoever has switched this rung off wants the scheduler to start the job again, or nobody.
+    """
+    if "restart" not in job.settings.rungs:
+        return fail_job(job, at_s, f"{why}; restarting the group is switched off (rungs)", rung="fail")
     reason = reason_of(job, why)
-    order = RestartGroup(reason, has_progress)
+    order = RestartGroup(reason)
     return enter(job, Phase.RESTARTING, at_s, (order,), rung="restart", reason=reason)
 
 
-def fail_job(job: Job, at_s: float, why: str, **incident_changes: Any) -> Result:
+def fail_job(job: Job, at_s: float, why: str, has_progress: bool = True, **incident_changes: Any) -> Result:
     """Nothing is left to try, or nothing should be: the job ends."""
     reason = reason_of(job, why)
-    return enter(job, Phase.FAILED, at_s, (FailJob(reason),), outcome="failed", reason=reason, **incident_changes)
+    order = FailJob(reason, has_progress)
+    return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=reason, **incident_changes)
 
 
 def reason_of(job: Job, why: str) -> str:

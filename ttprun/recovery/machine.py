@@ -74,17 +74,18 @@ def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
     return {(phase, event_type): Row(unchanged, (phase,), why) for event_type in event_types}
 
 
-# Where a fault can lead: another attempt, or one of the ways down.
-ANSWERS = (P.FREEZING, P.DRAINING, P.RESTARTING)
+# Where a fault can lead: another attempt, or one of the ways down. A job that may not be restarted fails instead.
+DOWN = (P.RESTARTING, P.FAILED)
+ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankStarted): row(repair.on_started, P.RUNNING),
     (P.RUNNING, RankProtected): row(faults.on_protected, P.RUNNING),
     (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
-    (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, P.FAILED, *ANSWERS),
+    (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
-    (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, P.RESTARTING),
-    (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, P.RESTARTING),
+    (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
+    (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RUNNING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.RUNNING, "said twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
@@ -93,10 +94,10 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.FREEZING, RankStarted): row(repair.on_started_in_freezing, P.FREEZING, P.RESUMING),
     (P.FREEZING, RankProtected): row(faults.on_protected, P.FREEZING),
-    (P.FREEZING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.FREEZING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.FREEZING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
-    (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, P.RESTARTING),
-    (P.FREEZING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
+    (P.FREEZING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
@@ -106,10 +107,10 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.REPLAYING, RankStarted): row(repair.on_started_in_replaying, P.REPLAYING),
     (P.REPLAYING, RankProtected): row(faults.on_protected, P.REPLAYING),
-    (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
-    (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, P.RESTARTING),
-    (P.REPLAYING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
+    (P.REPLAYING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
@@ -120,11 +121,11 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.TRANSFERRING, RankStarted): row(repair.on_started, P.TRANSFERRING),
     (P.TRANSFERRING, RankProtected): row(faults.on_protected, P.TRANSFERRING),
-    (P.TRANSFERRING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.TRANSFERRING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.TRANSFERRING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
-    (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
-    (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, P.RESTARTING),
-    (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
+    (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
+    (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
@@ -135,12 +136,12 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.RESUMING, RankStarted): row(repair.on_started, P.RESUMING),
     (P.RESUMING, RankProtected): row(faults.on_protected, P.RESUMING),
-    (P.RESUMING, RankUnprotected): row(faults.on_unprotected_in_repair, P.RESTARTING),
+    (P.RESUMING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.RESUMING, RankExited): row(faults.on_exit_in_repair, P.RESUMING, P.RUNNING, P.DONE, *ANSWERS),
     (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING),
     (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING),
-    (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, P.RESTARTING),
-    (P.RESUMING, MismatchFound): row(repair.on_mismatch, P.RESTARTING),
+    (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, *DOWN),
+    (P.RESUMING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.RESUMING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
@@ -148,8 +149,8 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
     (P.DRAINING, RankStarted): row(faults.on_started_while_draining, P.DRAINING),
-    (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.RESTARTING),
-    (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, P.RESTARTING),
+    (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, ConnectionBroken),
