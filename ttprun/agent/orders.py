@@ -141,7 +141,7 @@ class Orders:
 
     def restart_group(self, action: recovery.RestartGroup) -> None:
         """Leave the group to torch's own restart."""
-        self._end_group("restart", action.reason, action.has_progress)
+        self._end_group("restart", action.reason)
         if not self._supervisor.status.restarts_left:
             reason = "no restart is left (--max-restarts)"
             self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))

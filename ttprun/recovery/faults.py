@@ -81,7 +81,12 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         why = f"rank {event.rank} finished during the repair, so the group cannot be built again"
         return drain(mark_finished(job, event), event.at_s, why)
     if event.is_script_error and is_replacement:
+        has_come_back = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
         job = note_fault(job, event)
+        if has_come_back:
+            where = f"rank {event.rank} at boundary {event.boundary}"
+            why = f"the script fails in {where} again: it is the script's own error"
+            return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
         return restart_group(job, event.at_s, why)
     return answer_fault(job, event)

@@ -1,0 +1,54 @@
+"""When an incident is not answered by another attempt: scenario A28, and what the user has switched off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Run
+
+RunTtprun = Callable[..., Run]
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_with_93(
+    run_ttprun: RunTtprun, when: str
+) -> None:
+    run = run_ttprun("fails_in_step.py", 2, script_args=["--late"] if when == "late" else [])
+
+    assert run.exit_code == 93, run.story()
+    assert run.incidents[0]["kind"] == "exception", run.story()
+    assert run.incidents[-1]["outcome"] == "failed", run.story()
+    assert "rank 1" in run.status["reason"], run.story()
+    assert "ValueError: the fifth batch has no labels" in run.status["reason"], run.story()
+    assert "at boundary 5" in run.status["reason"], run.story()
+
+
+def test_a_job_that_may_not_replace_ranks_restarts_them_all_as_torchrun_does(run_ttprun: RunTtprun) -> None:
+    faults = ["kill:rank=1,step=3,phase=backward"]
+    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--rungs", "restart", "--max-restarts", "1"])
+
+    assert run.exit_code == 0, run.story()
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), run.story()
+    assert "replacement is switched off" in incident["reason"], run.story()
+
+
+def test_a_job_that_may_not_be_restarted_ends_with_the_reason(run_ttprun: RunTtprun) -> None:
+    faults = ["kill:rank=1,step=3,phase=backward"]
+    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--rungs", "reconnect", "--max-restarts", "1"])
+
+    assert run.exit_code == 137, run.story()
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("fail", "failed"), run.story()
+    assert "restarting the group is switched off" in run.status["reason"], run.story()
+
+
+def test_more_incidents_of_one_kind_than_allowed_within_an_hour_end_the_job_with_93(run_ttprun: RunTtprun) -> None:
+    faults = ["kill:rank=1,step=3", "kill:rank=0,step=13"]
+    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--max-incidents-per-hour", "1"])
+
+    assert run.exit_code == 93, run.story()
+    assert [incident["outcome"] for incident in run.incidents] == ["recovered", "failed"], run.story()
+    assert "max_incidents_per_hour" in run.status["reason"], run.story()
