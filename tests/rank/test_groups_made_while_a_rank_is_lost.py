@@ -192,7 +192,7 @@ def lose_behind_two_groups(agent: FakeAgent) -> None:
 
 def test_a_replacement_that_runs_from_the_top_meets_the_survivors_in_both_groups() -> None:
     """It makes the second group only after it was helped through the first, so nobody may wait for it there before."""
-    found = run_world(use_two_groups, scenario=lose_behind_two_groups, is_begun=False, limit_s=8.0)
+    found = run_world(use_two_groups, scenario=lose_behind_two_groups, is_begun=False)
 
     assert found == [[SUMS, SUMS, SUMS, SUMS, ""]] * 2
 
@@ -218,7 +218,7 @@ def lose_the_one_behind(agent: FakeAgent) -> None:
 
 def test_a_rank_that_makes_a_group_helps_one_that_is_not_there_yet() -> None:
     """Rank 0 must serve the gather again before it waits for anybody in the new group."""
-    found = run_world(be_ahead, scenario=lose_the_one_behind, size=3, is_begun=False, limit_s=8.0)
+    found = run_world(be_ahead, scenario=lose_the_one_behind, size=3, is_begun=False)
 
     sums = [60.0, 63.0, 66.0]
     assert found == [[[], sums, ""], [[10.0, 20.0, 30.0], sums, ""], [[], sums, ""]]
