@@ -62,6 +62,7 @@ def _report(connection: Connection, function: Callable[..., Any], args: tuple[An
     import torch
 
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # as in a script; a server's child would ask the server
     try:
         outcome: tuple[bool, Any] = (True, function(*args))
     except BaseException:

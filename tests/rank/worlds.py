@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -30,23 +32,36 @@ _FOR_EVER = 1 << 30  # a generation that does not end
 
 
 class FakeAgent:
-    """The agent's ends of all lines: relays `put`, notes everything else."""
+    """The agent's ends of all lines: relays `put`, notes everything else.
 
-    def __init__(self, lines: list[Channel]) -> None:
-        self.lines = lines
+    start   makes a process for a rank: (rank, generation, is it a replacement) -> (pid, our end of its line)
+    """
+
+    def __init__(self, size: int, start: Callable[[int, int, bool], tuple[int, Channel]]) -> None:
+        self._start = start
+        self.pids: list[int] = []
+        self.lines: list[Channel] = []
         self.messages: list[tuple[int, Message]] = []
         self.generation = 1
         self.boundary = 0
+        self._puts: list[tuple[int, Message]] = []
+        self._relaying = threading.Lock()
         self._news = threading.Condition()
-        for rank in range(len(lines)):
+        for rank in range(size):
+            pid, line = start(rank, self.generation, False)
+            self.pids.append(pid)
+            self.lines.append(line)
+        for rank in range(size):
             threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
     def _listen(self, rank: int) -> None:
         for message in self.lines[rank].messages():
             if message["op"] == "put":
-                for other, line in enumerate(self.lines):
-                    if other != rank:
-                        line.send(message)
+                with self._relaying:
+                    self._puts.append((rank, message))
+                    for other, line in enumerate(self.lines):
+                        if other != rank:
+                            line.send(message)
             else:
                 with self._news:
                     self.messages.append((rank, message))
@@ -71,14 +86,34 @@ class FakeAgent:
 
     def break_connections(self) -> list[Message]:
         """A new generation: every rank stops and breaks its connections; returns their reports."""
-        self.generation += 1
-        everybody = list(range(len(self.lines)))
-        self.tell_all(op="freeze", generation=self.generation, lost=[], survivors=everybody)
-        return [self.wait_for(rank, "frozen", generation=self.generation) for rank in everybody]
+        return self.freeze(lost=[])
 
-    def resume(self) -> None:
-        """Let all connect again and issue their journals."""
-        self.tell_all(op="resume", generation=self.generation, boundary=self.boundary, expected={}, skip_lines=[0, 0])
+    def freeze(self, lost: list[int]) -> list[Message]:
+        """The same without those that are lost."""
+        self.generation += 1
+        survivors = [rank for rank in range(len(self.lines)) if rank not in lost]
+        for rank in survivors:
+            self.lines[rank].send({"op": "freeze", "generation": self.generation, "lost": lost, "survivors": survivors})
+        return [self.wait_for(rank, "frozen", generation=self.generation) for rank in survivors]
+
+    def resume(self, expected: dict[str, list[str]] | None = None) -> None:
+        """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
+        order = {"op": "resume", "generation": self.generation, "boundary": self.boundary, "skip_lines": [0, 0]}
+        self.tell_all(**order, expected=expected or {})
+
+    def kill(self, rank: int) -> None:
+        """A rank is lost."""
+        os.kill(self.pids[rank], signal.SIGKILL)
+        os.waitpid(self.pids[rank], 0)
+
+    def replace(self, rank: int) -> None:
+        """Start a process in a lost rank's place; it waits for its order, and knows what was told in its generation."""
+        with self._relaying:
+            self.pids[rank], self.lines[rank] = self._start(rank, self.generation, True)
+            for teller, put in self._puts:
+                if teller != rank and put["generation"] >= self.generation:
+                    self.lines[rank].send(put)
+        threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
     def tell_value(self, rank: int, key: str) -> None:
         """End a rank's `wait_for(key)`."""
@@ -114,13 +149,16 @@ def run_world(
     scenario: Scenario | None = None,
     size: int = 2,
     is_managed: bool = True,
+    is_begun: bool = True,
     limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """What `function(rank, *args)` returns in each rank of a gloo world.
+    """What `function(rank, *args)` returns in each rank of a gloo world, which it makes itself if not `is_begun`.
 
     Raises AssertionError with a rank's traceback, or if a rank has not ended within `limit_s` seconds.
     """
-    result: list[Any] = run_alone(_drive, function, args, scenario, size, is_managed, limit_s, limit_s=3 * limit_s)
+    result: list[Any] = run_alone(
+        _drive, function, args, scenario, size, is_managed, is_begun, limit_s, limit_s=3 * limit_s
+    )
     return result
 
 
@@ -130,27 +168,39 @@ def _drive(
     scenario: Scenario | None,
     size: int,
     is_managed: bool,
+    is_begun: bool,
     limit_s: float,
 ) -> list[Any]:
-    lines = [channel.pair() for _ in range(size)]
-    pipes = [Pipe(duplex=False) for _ in range(size)]
     board_fd, _ = Board.create(size)
-    pids = []
+    recorders = [Recorder.create(RECORD_BYTES) for _ in range(size)]
+    pipes = [Pipe(duplex=False) for _ in range(size)]
     with tempfile.TemporaryDirectory() as run_dir:
-        for rank in range(size):
+
+        def start(rank: int, generation: int, is_replacement: bool) -> tuple[int, Channel]:
+            ours, theirs = channel.pair()
             pid = os.fork()
             if pid == 0:
-                _be_rank(rank, size, lines[rank][1], board_fd, pipes[rank][1], run_dir, function, args, is_managed)
-            pids.append(pid)
+                ours.close()
+                welcome = {
+                    "op": "welcome", "rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size,
+                    "generation": generation, "run_dir": run_dir, "is_replacement": is_replacement, "faults": [],
+                    "options": dict(OPTIONS),
+                }  # fmt: skip
+                fds = [board_fd, recorders[rank]]
+                _be_rank(welcome, theirs, fds, pipes[rank][1], function, args, is_managed, is_begun)
+            theirs.close()
+            return pid, ours
+
+        agent = FakeAgent(size, start)
         try:
-            agent = FakeAgent([ours for ours, _ in lines])
             if scenario is not None:
                 scenario(agent)
             results = [_result_of(pipes[rank][0], rank, limit_s) for rank in range(size)]
         finally:
-            for pid in pids:
-                os.kill(pid, 9)
-                os.waitpid(pid, 0)
+            for pid in agent.pids:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
     return results
 
 
@@ -162,32 +212,33 @@ def _result_of(pipe: Connection, rank: int, limit_s: float) -> Any:
 
 
 def _be_rank(
-    rank: int,
-    size: int,
+    welcome: Message,
     line: Channel,
-    board_fd: int,
+    fds: list[int],
     pipe: Connection,
-    run_dir: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     is_managed: bool,
+    is_begun: bool,
 ) -> None:
     import torch
     import torch.distributed as dist
 
+    rank, size = welcome["rank"], welcome["world_size"]
     try:
         torch.manual_seed(rank)
         if is_managed:
-            welcome = {
-                "op": "welcome", "rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size,
-                "generation": 1, "run_dir": run_dir, "is_replacement": False, "faults": [], "options": dict(OPTIONS),
-            }  # fmt: skip
             frames.add_user_directory(os.path.dirname(__file__))
-            presence = Presence(line, welcome, [board_fd, Recorder.create(RECORD_BYTES)])
+            presence = Presence(line, welcome, fds)
             presence.start()
             install._presence = presence
+            if welcome["is_replacement"]:
+                presence.may_start.wait()
             install._install_hooks(presence)
-        dist.init_process_group("gloo", init_method=f"file://{run_dir}/rendezvous", rank=rank, world_size=size)
+        if is_begun:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{welcome['run_dir']}/rendezvous", rank=rank, world_size=size
+            )
         outcome: tuple[bool, Any] = (True, function(rank, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())

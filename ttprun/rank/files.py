@@ -4,7 +4,8 @@ A replay runs the script from the top, and so would truncate the log that the lo
 over a checkpoint, or rename files that are long in place. So in a replay what the user's own code writes goes nowhere:
 `open` for writing gives a file whose writes are dropped, `torch.save` and the calls in MUTED do nothing. When the
 replacement goes live, each file that was open for writing is set to where it stood at the boundary, and cut there: what
-the lost rank had written after the boundary is written again. Files opened for appending are only appended to.
+the lost rank had written after the boundary is written again. Files opened for appending may be others' too, and are
+never cut: what the lost rank had appended already is passed over, see `appends.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any
 
-from ttprun.rank import faults, rewrite
+from ttprun.rank import appends, faults, rewrite
 from ttprun.rank.frames import is_user_file
-from ttprun.rank.session import current
+from ttprun.rank.session import Session, current
 
 MUTED = {
     os: ("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
     shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
 }
+# Modules that open and remove files for the one who calls them.
+_ON_BEHALF_OF_OTHERS = frozenset(
+    {
+        *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
+        *("logging", "logging.handlers", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib._datasource"),
+        *("pandas.io.common",),
+    }
+)
 _real_open = builtins.open
 _tracked: list[tuple[str, Any]] = []  # (absolute path, file opened for writing by the user's code)
 
@@ -34,8 +43,11 @@ def user_modules() -> list[tuple[str, ModuleType]]:
     return [(name, module) for name in rewrite.loaded if (module := sys.modules.get(name)) is not None]
 
 
-def _is_called_by_user(frame: FrameType) -> bool:
-    return is_user_file(frame.f_code.co_filename)
+def _is_called_by_user(caller: FrameType) -> bool:
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") in _ON_BEHALF_OF_OTHERS:
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
 def wrap_open(original: Any) -> Any:
@@ -49,8 +61,9 @@ def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **k
     if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
         return _real_open(file, mode, *args, **kwargs)
     path = os.path.abspath(os.fspath(file))
-    if session.replay is not None and os.path.isfile(path):
-        opened = _open_muted(path, mode, *args, **kwargs)
+    is_muted = session.replay is not None and os.path.isfile(path)
+    if is_muted or "a" in mode:
+        opened = _open_followed(session, file, is_muted, mode, *args, **kwargs)
     else:
         opened = _real_open(file, mode, *args, **kwargs)
     _tracked[:] = [known for known in _tracked if not known[1].closed]
@@ -58,34 +71,59 @@ def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **k
     return opened
 
 
-class _MutedFile(io.FileIO):
-    """A file whose writes are dropped until the replay is over."""
+class _FollowedFile(io.FileIO):
+    """A file whose writes are dropped in a replay, and counted if they append to it.
 
-    is_muted = True
+    key   of the path, if the file is opened for appending, else 0
+    """
+
+    is_muted = False
+    key = 0
 
     def write(self, data: Any) -> int:
-        return memoryview(data).nbytes if self.is_muted else super().write(data)
+        if self.is_muted:
+            return memoryview(data).nbytes
+        session = current()
+        if not self.key or session is None or session.replay is not None:
+            return super().write(data)
+        return appends.write(session, self.key, data, super().write)
 
     def truncate(self, size: int | None = None) -> int:
         return self.tell() if self.is_muted else super().truncate(size)
 
 
-def _open_muted(
-    path: str,
+def _open_followed(
+    session: Session,
+    file: Any,
+    is_muted: bool,
     mode: str,
     buffering: int = -1,
     encoding: str | None = None,
     errors: str | None = None,
     newline: str | None = None,
-    *_: Any,
+    closefd: bool = True,
+    opener: Any = None,
 ) -> Any:
-    raw = _MutedFile(path, "a" if "a" in mode else "r+")
-    if "b" in mode and buffering == 0:
+    """What open() gives, over a file of ours; a call that open() refuses, it refuses."""
+    is_text = "b" not in mode
+    is_wrong = not is_text and (encoding, errors, newline) != (None, None, None)
+    is_plain = opener is None and closefd and set(mode) <= set("arwxbt+U") and len(set(mode) & set("arwx")) == 1
+    if is_wrong or not is_plain or ("t" in mode and not is_text) or (is_text and buffering == 0):
+        return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    kind = "a" if "a" in mode else "r"
+    raw = _FollowedFile(file, kind + ("+" if "+" in mode or kind == "r" else ""))
+    raw.is_muted = is_muted
+    if kind == "a":
+        raw.key = appends.key_of(os.path.abspath(os.fspath(file)))
+    if buffering == 0:
         return raw
-    binary = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-    if "b" in mode:
+    size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
+    binary = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+    if not is_text:
         return binary
-    return io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
+    text = io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
+    text.mode = mode  # type: ignore[misc]
+    return text
 
 
 def positions() -> list[list[Any]]:
@@ -101,20 +139,21 @@ def positions() -> list[list[Any]]:
     return found
 
 
-def unmute(recorded: list[list[Any]]) -> None:
+def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
     """The replay is over: set each file to where it stood at the boundary."""
     where = dict(map(tuple, recorded))
     for path, opened in _tracked:
         raw = getattr(getattr(opened, "buffer", opened), "raw", opened)
-        if opened.closed or not isinstance(raw, _MutedFile):
+        if opened.closed or not isinstance(raw, _FollowedFile) or not raw.is_muted:
             continue
         opened.flush()
         raw.is_muted = False
-        if "a" not in raw.mode and path in where:
+        if not raw.key and path in where:
             opened.seek(where[path])
             opened.truncate()
         else:
             opened.seek(0, os.SEEK_END)
+    appends.go_on_from(session.recorder, boundary)
 
 
 def wrap_save(original: Any) -> Any:

@@ -191,7 +191,19 @@ def _install_hooks(presence: Presence) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ttprun.faults import parse_fault
-    from ttprun.rank import boundary, connection, faults, files, groups, loaders, loops, output, patches, workers
+    from ttprun.rank import (
+        appends,
+        boundary,
+        connection,
+        faults,
+        files,
+        groups,
+        loaders,
+        loops,
+        output,
+        patches,
+        workers,
+    )
     from ttprun.rank.journal import Journal
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.recovery import Recovery
@@ -237,6 +249,7 @@ def _install_hooks(presence: Presence) -> None:
         session.replay.begin()
     elif welcome["is_replacement"]:
         output.skip_lines(*order["skip_lines"])
+        appends.go_on_from(recorder, order["boundary"])
         if session.expected is None:
             from ttprun.rank.expected import Expected
 

@@ -7,9 +7,12 @@ pass over the batches that were handed out, without loading them.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,6 +87,7 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
 def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun = began
     iterator._ttprun_order = next(_order)
+    iterator._ttprun_batch = None
     _iterators.add(iterator)
 
 
@@ -92,15 +96,19 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     for sampler, epoch in zip(_samplers(loader), recorded["epochs"], strict=False):
         if epoch is not None and hasattr(sampler, "epoch"):
             sampler.epoch = epoch
-    for generator, state in zip(_generators(loader), recorded["generators"], strict=False):
-        generator.set_state(random_state.tensor_from_bytes(state))
-    random_state.restore(recorded["rng"])
+    _set_random_states(loader, recorded)
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
     Skipping.batches = 0 if is_iterable else skip
+    if recorded["workers"][1]:
+        # The lost rank's iterator was begun again here, which draws no seed for its workers, as making one does.
+        Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
     workers.will_make(workers.Making(tuple(recorded["workers"]), Skipping.batches))
     iterator = original(loader)
     workers.will_make(None)
+    # Without workers no index has been asked for yet, and another iterator may be made before that.
+    iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
+    Skipping.before_first = None
     if is_iterable:  # there is no sampler to advance: the batches have to be loaded
         for _ in range(skip):
             next(iterator)
@@ -111,17 +119,31 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     return iterator
 
 
+def _set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> None:
+    for generator, state in zip(_generators(loader), recorded["generators"], strict=False):
+        generator.set_state(random_state.tensor_from_bytes(state))
+    random_state.restore(recorded["rng"])
+
+
 class Skipping:
-    """Batches that the next sampler iterator has to pass over; set while an iterator is made in a replay."""
+    """Set while an iterator is made in a replay, for when it asks its sampler for the first time.
+
+    batches       that it has to pass over
+    before_first  called before the sampler begins
+    """
 
     batches = 0
+    before_first: Callable[[], None] | None = None
 
 
 def wrap_next_index(original: Any) -> Any:
     """_BaseDataLoaderIter._next_index, in a replay: pass over batches that were handed out."""
 
     def next_index(self: Any) -> Any:
-        skip, Skipping.batches = Skipping.batches, 0
+        skip, Skipping.batches = Skipping.batches or self.__dict__.pop("_ttprun_skip", 0), 0
+        before_first, Skipping.before_first = Skipping.before_first, None
+        if before_first is not None:
+            before_first()
         for _ in range(skip):
             next(self._sampler_iter)
         if skip and hasattr(self, "_worker_queue_idx_cycle"):  # batch k belongs to worker k mod n
@@ -144,7 +166,9 @@ def positioned() -> int:
 
 def records() -> list[dict[str, Any]]:
     """The iterators that are under way, oldest first."""
-    found = sorted((it for it in _iterators if _is_under_way(it)), key=lambda it: it._ttprun_order)
+    alive = list(_iterators)
+    under_way = [number for number in range(len(alive)) if _is_under_way(alive, number)]
+    found = [alive[number] for number in sorted(under_way, key=lambda number: alive[number]._ttprun_order)]
     return [
         dict(iterator._ttprun, yielded=iterator._num_yielded, batch=_fingerprints(iterator._ttprun_batch))
         for iterator in found
@@ -162,8 +186,27 @@ def _fingerprints(batch: Any) -> list[bytes]:
     return []
 
 
-def _is_under_way(iterator: Any) -> bool:
-    return bool(iterator._num_yielded) and not getattr(iterator, "_ttprun_ended", False)
+def _is_under_way(alive: list[Any], number: int) -> bool:
+    """Whether the script is inside of an iterator; if its workers persist, the loader holds it for ever."""
+    iterator = alive[number]
+    if not iterator._num_yielded or getattr(iterator, "_ttprun_ended", False):
+        return False
+    is_lasting = getattr(iterator, "_persistent_workers", False)
+    del iterator
+    return not is_lasting or sys.getrefcount(alive[number]) > _HELD_BY_ONE
+
+
+def _references_of_one() -> int:
+    class Holder:
+        held: Any
+
+    Holder.held = object()
+    alive = [Holder.held]
+    return sys.getrefcount(alive[0])
+
+
+# What getrefcount() says of an object in a list that one more holds.
+_HELD_BY_ONE = _references_of_one()
 
 
 def note_boundary() -> None:

@@ -2,8 +2,8 @@
 
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
 boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), a
-log of the results of small collectives, from which a replay answers calls whose peers have long gone on, and a ring of
-the random states of DataLoader workers.
+log of the results of small collectives, from which a replay answers calls whose peers have long gone on, a ring of
+the random states of DataLoader workers, and how much was appended to which file.
 
 A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
 ones."""
@@ -26,6 +26,9 @@ WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x worke
 WORKER_ENTRY_BYTES = 16 << 10
 WORKER_BYTES = WORKER_ITERATORS * WORKERS * WORKER_BATCHES * WORKER_ENTRY_BYTES
 _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
+APPENDED_FILES = 1024
+_APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
+APPENDED_BYTES = APPENDED_FILES * _APPENDED.size
 _SLOT = struct.Struct("<qqq")  # boundary, bytes of the head, bytes of the blobs
 _LOG = struct.Struct("<q")  # bytes used
 _ENTRY = struct.Struct("<i")  # bytes of one log entry
@@ -52,7 +55,7 @@ class Recorder:
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
         """Address space that a recorder takes; memory is taken only for what is written."""
-        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES + WORKER_BYTES
+        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
 
     @classmethod
     def create(cls, slot_bytes: int) -> int:
@@ -148,3 +151,30 @@ class Recorder:
         return (
             bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
         )
+
+    def _appended_at(self, key: int) -> int | None:
+        """Where a path's count stands or may be put; None if the table is full."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        for number in range(APPENDED_FILES):
+            at = start + (key + number) % APPENDED_FILES * _APPENDED.size
+            if _APPENDED.unpack_from(self._map, at)[0] in (0, key):
+                return at
+        return None
+
+    def appended(self, key: int) -> tuple[int, int, int]:
+        """(boundary, bytes appended since, bytes in the step before it) of a path; zeros if it is not known."""
+        at = self._appended_at(key)
+        _, since, newest, before = (0, 0, 0, 0) if at is None else _APPENDED.unpack_from(self._map, at)
+        return since, newest, before
+
+    def set_appended(self, key: int, counts: tuple[int, int, int]) -> None:
+        """Note the counts of a path; with APPENDED_FILES paths in the table a further one is not noted."""
+        at = self._appended_at(key)
+        if at is not None:
+            _APPENDED.pack_into(self._map, at, key, *counts)
+
+    def appended_keys(self) -> list[int]:
+        """The paths that have counts."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        found = (_APPENDED.unpack_from(self._map, start + n * _APPENDED.size)[0] for n in range(APPENDED_FILES))
+        return [key for key in found if key]

@@ -266,7 +266,7 @@ class Replay:
                 model._has_rebuilt_buckets = True
         gradients.poison(boundary.optimizers())
         self._output.end(*self.skip_lines)
-        files.unmute(self._target["files"])
+        files.unmute(session, self._target["files"], self.boundary)
         session.results.begin_step(self.boundary)
         for site in loops.sites:
             site.has_steps = site.has_steps or site.key in self._target["has_steps"]

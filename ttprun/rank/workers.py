@@ -70,7 +70,8 @@ def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> No
         epoch += 1
         fetcher = create(*args)
         fetch = fetcher.fetch
-        is_resumed = making.skip > 0 and epoch == making.key[1]
+        # Workers are made for a later epoch than their first only in a replay, if the lost rank's persisted.
+        is_resumed = epoch == making.key[1] and (making.skip > 0 or epoch > 0)
         # Batch k belongs to worker k mod n; this is how many of its own were passed over.
         number = (making.skip - worker + workers - 1) // workers if is_resumed else 0
         is_first = is_resumed

@@ -1,0 +1,332 @@
+"""A DataLoader in a replay hands out what the undisturbed one would have handed out from there on.
+
+Three lives, each in a process of its own: one that nothing disturbs, one that is lost in the middle, and its replacement.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from tests.rank.fakes import RECORD_BYTES, become, make_session
+from tests.rank.processes import run_alone
+from ttprun.rank import install, loaders, patches, random_state, workers
+from ttprun.rank.recorder import Recorder
+
+EPOCHS = 2
+STOPS = ((0, 4), (1, 3))  # (epoch, batches handed out in it) at which the rank is lost
+STOPS_OF_LASTING = (*STOPS, (1, 1))
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, n: int = 24) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index])
+
+
+class Augmented(Numbers):
+    """Draws from every generator that has no name."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(
+            [index, torch.rand(1).item(), random.random(), float(np.random.rand())], dtype=torch.float64
+        )
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, by = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, 24, by):
+            yield torch.tensor([index, torch.rand(1).item()], dtype=torch.float64)
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(12).tolist()
+        for first in order:
+            yield [first, first + 12]
+
+    def __len__(self) -> int:
+        return 12
+
+
+def distributed(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
+    return DataLoader(dataset, batch_size=2, sampler=sampler, **options)
+
+
+TWO = {"num_workers": 2}
+LASTING = {"num_workers": 2, "persistent_workers": True}
+KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
+    "in order": lambda: [DataLoader(Numbers(), 3)],
+    "shuffled": lambda: [DataLoader(Numbers(), 3, shuffle=True)],
+    "shuffled, three workers": lambda: [DataLoader(Numbers(), 3, shuffle=True, num_workers=3)],
+    "shuffled by a generator": lambda: [DataLoader(Numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(7))],
+    "shuffled by a generator, workers": lambda: [
+        DataLoader(Numbers(), 3, shuffle=True, generator=torch.Generator().manual_seed(7), **TWO)
+    ],
+    "drop last": lambda: [DataLoader(Numbers(25), 3, shuffle=True, drop_last=True)],
+    "much fetched ahead": lambda: [DataLoader(Numbers(), 3, shuffle=True, prefetch_factor=5, **TWO)],
+    "distributed": lambda: [distributed(Numbers())],
+    "distributed, lasting workers": lambda: [distributed(Numbers(), **LASTING)],
+    "weighted": lambda: [DataLoader(Numbers(), 3, sampler=WeightedRandomSampler(torch.ones(24), 24))],
+    "with replacement": lambda: [DataLoader(Numbers(), 3, sampler=RandomSampler(Numbers(), True, 24))],
+    "batches of the user's": lambda: [DataLoader(Numbers(), batch_sampler=Pairs(), **TWO)],
+    "no batches": lambda: [DataLoader(Numbers(), batch_size=None, shuffle=True)],
+    "augmented": lambda: [DataLoader(Augmented(), 3, shuffle=True)],
+    "augmented, workers": lambda: [DataLoader(Augmented(), 3, shuffle=True, **TWO)],
+    "augmented, lasting workers": lambda: [DataLoader(Augmented(), 3, shuffle=True, **LASTING)],
+    "augmented, distributed, workers": lambda: [distributed(Augmented(), **TWO)],
+    "stream": lambda: [DataLoader(Stream(), 3)],
+    "stream, workers": lambda: [DataLoader(Stream(), 3, **TWO)],
+    "two in step": lambda: [DataLoader(Numbers(), 3, shuffle=True), DataLoader(Numbers(48), 3, shuffle=True)],
+    "two in step, workers": lambda: [
+        DataLoader(Augmented(), 3, shuffle=True, **TWO), DataLoader(Augmented(48), 3, shuffle=True, **TWO)
+    ],
+}  # fmt: skip
+
+
+@dataclass
+class Life:
+    """What a process does with the loaders, and what it sees.
+
+    stop     where it is lost; None: nowhere
+    record   what a lost one has left
+    """
+
+    stop: tuple[int, int] | None = None
+    record: dict[str, Any] | None = None
+
+    def live(self, make: Callable[[], list[DataLoader[Any]]]) -> list[Any]:
+        """Train for some epochs; returns all batches, and what the main process draws for each."""
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        made = make()
+        found: list[Any] = []
+        first_epoch = 0
+        if self.record is not None:
+            first_epoch = self.record["epoch"]
+        for epoch in range(first_epoch, EPOCHS):
+            if self.record is not None and epoch == first_epoch:
+                random_state.restore(self.record["item_rng"])
+            item_rng = random_state.capture()
+            for loader in made:
+                if isinstance(loader.sampler, DistributedSampler):
+                    loader.sampler.set_epoch(epoch)
+            iterators = [iter(loader) for loader in made]
+            for number, batches in enumerate(zip(*iterators, strict=False)):
+                torch.rand(1)  # dropout in the forward pass
+                loaders.note_boundary()
+                is_lost = (epoch, number + 1) == self.stop
+                if is_lost:
+                    record = {"epoch": epoch, "item_rng": item_rng, "loaders": loaders.records()}
+                    self.record = record | {"rng": random_state.capture()}
+                if self.record is not None and not is_lost and not found:
+                    random_state.restore(self.record["rng"])  # as the replay does at the boundary
+                found.append(([batch.tolist() for batch in batches], torch.rand(1).item(), random.random()))
+                if is_lost:
+                    return found
+        return found
+
+
+class FakeReplay:
+    """The part of a replay that loaders ask: which recorded iterator to make."""
+
+    def __init__(self, records: list[dict[str, Any]]) -> None:
+        self._left = list(records)
+
+    def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
+        found = next((it for it in self._left if it["name"] == name), None)
+        if found is not None:
+            self._left.remove(found)
+        return found
+
+
+def in_child(act: Callable[[], Any]) -> Any:
+    """What `act` returns in a forked child, which is then killed with all its workers."""
+    ours, theirs = Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        multiprocessing.current_process()._config["tempdir"] = tempfile.gettempdir()  # type: ignore[attr-defined]
+        try:
+            outcome = (True, act())
+        except BaseException:
+            outcome = (False, traceback.format_exc())
+        theirs.send_bytes(pickle.dumps(outcome))
+        signal.pause()
+    try:
+        assert ours.poll(20), "no answer"
+        is_good, value = pickle.loads(ours.recv_bytes())
+    finally:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert is_good, value
+    return value
+
+
+def lives_of(kind: str) -> dict[tuple[int, int], Any]:
+    """Of each stop: what the replacement hands out, and what the undisturbed rank does from the same batch on."""
+    os.register_at_fork(after_in_child=install.die_with_parent)
+    make = KINDS[kind]
+    missing = patches.apply_all(with_replay=True)
+    assert missing == []
+    whole = in_child(lambda: _live(make, Life(), None)[0])
+    found: dict[tuple[int, int], Any] = {}
+    for stop in STOPS_OF_LASTING if "lasting" in kind else STOPS:
+        fd = Recorder.create(RECORD_BYTES)
+        try:
+            seen, record = in_child(lambda stop=stop, fd=fd: _live(make, Life(stop), fd))
+            replaced, _ = in_child(lambda record=record, fd=fd: _live(make, Life(record=record), fd))
+            # The first batch is one that was used: only how many there were matters, and what is drawn afterwards.
+            found[stop] = (
+                seen == whole[: len(seen)],
+                [replaced[0][1:], *replaced[1:]],
+                [seen[-1][1:], *whole[len(seen) :]],
+            )
+        except AssertionError as error:
+            found[stop] = str(error)
+        os.close(fd)
+    return found
+
+
+def _live(make: Callable[[], list[DataLoader[Any]]], life: Life, fd: int | None) -> tuple[list[Any], Any]:
+    fd = Recorder.create(RECORD_BYTES) if fd is None else fd
+    recorder = Recorder(fd, RECORD_BYTES)
+    workers.keep_in(recorder)
+    session = make_session(recorder=recorder)
+    if life.record is not None:
+        session.replay = FakeReplay(life.record["loaders"])  # type: ignore[assignment]
+    become(session)
+    return life.live(make), life.record
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replacement_is_handed_the_batches_that_the_lost_rank_would_have_been_handed(kind: str) -> None:
+    found = run_alone(lives_of, kind)
+
+    wrong = {stop: f"{lives}"[:600] for stop, lives in found.items() if isinstance(lives, str) or lives[1] != lives[2]}
+    assert wrong == {}
+    assert all(lives[0] for lives in found.values())
+
+
+def _records_after(act: Callable[[DataLoader[Any]], Any], options: dict[str, Any]) -> list[Any]:
+    patches.apply_all(with_replay=False)
+    become(make_session())
+    loader = DataLoader(Numbers(), 3, **options)
+    kept = act(loader)
+    found = loaders.records()
+    del kept
+    return [(record["yielded"], len(record["batch"])) for record in found]
+
+
+def stay_inside(loader: DataLoader[Any]) -> Any:
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    return iterator
+
+
+def come_to_the_end(loader: DataLoader[Any]) -> Any:
+    return list(loader)
+
+
+def break_off(loader: DataLoader[Any]) -> Any:
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    return loader
+
+
+@pytest.mark.parametrize(
+    ("act", "options", "expected"),
+    [
+        (stay_inside, {}, [(2, 1)]),
+        (stay_inside, LASTING, [(2, 1)]),
+        (come_to_the_end, {}, []),
+        (come_to_the_end, LASTING, []),
+        (break_off, {}, []),
+        (break_off, TWO, []),
+        (break_off, LASTING, []),
+    ],
+    ids=["inside", "inside, lasting", "end", "end, lasting", "break", "break, workers", "break, lasting"],
+)
+def test_only_iterators_that_the_script_is_inside_of_are_recorded(
+    act: Any, options: dict[str, Any], expected: Any
+) -> None:
+    """A validation loop that stops after a few batches must not look as if the script were still in it."""
+    assert run_alone(_records_after, act, options) == expected
+
+
+def _record_before_the_first_batch() -> list[Any]:
+    patches.apply_all(with_replay=True)
+    session = make_session()
+    become(session)
+    lost = iter(DataLoader(Numbers(), 3))
+    next(lost)
+    loaders.note_boundary()
+    next(lost), next(lost)
+    (record,) = loaders.records()
+    session.replay = FakeReplay([record])  # type: ignore[assignment]
+    loader = DataLoader(Numbers(), 3)
+    loader._ttprun_name = record["name"]  # type: ignore[attr-defined]
+    fresh = iter(loader)
+    found = [(known["yielded"], len(known["batch"])) for known in loaders.records()]
+    return [*found, next(fresh).tolist()]
+
+
+def test_an_iterator_that_has_been_positioned_and_not_yet_used_can_be_recorded() -> None:
+    """A boundary may come before its first batch is asked for."""
+    assert run_alone(_record_before_the_first_batch) == [(3, 1), (2, 0), [[6], [7], [8]]]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.ones(3),
+        [torch.ones(3), torch.zeros(2)],
+        {"x": torch.ones(3), "more": {"y": torch.ones(1)}},
+        (torch.ones(1).int(),),
+    ],
+)
+def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
+    def other(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value + 1
+        return type(value)(other(item) for item in value) if not isinstance(value, dict) else {
+            key: other(item) for key, item in value.items()
+        }  # fmt: skip
+
+    assert loaders._fingerprints(batch) == loaders._fingerprints(batch) != loaders._fingerprints(other(batch))
