@@ -19,9 +19,7 @@ from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
-_EMPTY: dict[Any, Any] = {
-    type(iter(empty)): empty for empty in ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
-}
+_EMPTY: dict[Any, Any] = dict(zip(map(type, map(iter, _EMPTIES)), _EMPTIES, strict=True))
 _REVERSED: Any = type(reversed([]))
 _WARNS = sys.hexversion >= 0x030C0000  # itertools' own __reduce__ does, in Python 3.12 and 3.13
 _BUILT = (
@@ -120,7 +118,7 @@ def _is_alike(old: Any, new: Any) -> bool:
 
 
 ITERATORS: tuple[Any, ...] = (*_EMPTY, _REVERSED, *_BUILT)
-COMPARED_ITERATORS: tuple[Any, ...] = tuple(map(type, map(iter, (set(), {}, {}.values(), {}.items()))))  # type: ignore[call-overload]
+COMPARED_ITERATORS: tuple[Any, ...] = tuple(map(type, map(iter, (set(), {}, {}.values(), {}.items()))))
 UNKNOWN_ITERATORS: tuple[Any, ...] = (
     itertools.groupby,
     itertools.pairwise,
