@@ -16,7 +16,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -46,14 +45,15 @@ frames.add_user_directory(user_values.__file__)
 frames._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
 
 Scope = dict[str, Any]
+LONG = 100_010  # more items than are recorded one by one
 
 
 def record(scope: Scope, stepped: set[int] | None = None) -> tuple[Any, list[memoryview]]:
     """A scope as it comes out of the recorder."""
-    snapshot = Snapshot(stepped or set())
-    packed = msgpack.packb(snapshot.variables(scope))
+    snapshot = Snapshot(dict.fromkeys(stepped or (), 0))
+    packed = values.pack(snapshot.variables(scope))
     blobs = [memoryview(values.raw_bytes(blob)) for blob in snapshot.blobs]
-    return msgpack.unpackb(packed, strict_map_key=False), blobs
+    return values.unpack(packed), blobs
 
 
 def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str]:
@@ -78,17 +78,17 @@ def is_refused(lost: Scope, here: Scope) -> bool:
 def test_a_function_that_runs_goes_on_with_the_variables_of_the_lost_rank() -> None:
     recorded: list[Any] = []
 
-    def take(stack: list[types.FrameType]) -> None:
-        snapshot = Snapshot(set())
-        recorded.extend(msgpack.unpackb(msgpack.packb([snapshot.variables(frame.f_locals) for frame in stack])))
-
-    def put(stack: list[types.FrameType]) -> None:
+    def act(stack: list[types.FrameType]) -> None:
+        if not recorded:
+            snapshot = Snapshot({})
+            recorded.extend(values.unpack(values.pack([snapshot.variables(frame.f_locals) for frame in stack])))
+            return
         restore = Restore([], is_comparing=True)
         for frame, variables in zip(stack, recorded, strict=True):
             restore.frame(frame, variables, "")
 
-    lost = train(take, start=7)
-    replacement = train(put, start=1)
+    lost = train(act, start=7)
+    replacement = train(act, start=1)
 
     assert replacement == lost
 
@@ -317,12 +317,45 @@ def test_a_set_of_things_that_cannot_be_recorded_does_not_hinder_the_recovery_if
 
 
 def test_a_long_list_of_another_length_is_a_mismatch() -> None:
-    assert carry({"losses": [0.0] * 30_000}, {"losses": [0.0] * 5}) == ["losses is a long container of another length"]
+    assert carry({"losses": [0.0] * LONG}, {"losses": [0.0] * 5}) == ["losses is a long container of another length"]
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque, lambda items: dict(enumerate(items))])
+def test_a_container_of_thousands_of_items_comes_back(kind: Callable[[Any], Any]) -> None:
+    here = {"losses": kind([0.5])}
+
+    carry({"losses": kind([1.0] * 30_000)}, here)
+
+    assert here["losses"] == kind([1.0] * 30_000)
+
+
+def test_a_list_that_grows_from_boundary_to_boundary_comes_back_each_time() -> None:
+    losses: list[Any] = [float(i) for i in range(40)]
+    here: Scope = {"losses": []}
+
+    for item in (1.5, "text", None, (1, "pair"), 1 << 70, [0], 2.5):
+        values.begin_boundary()
+        losses.append(item)
+        carry({"losses": losses}, here)
+        assert here["losses"] == losses
+
+
+def test_an_item_that_is_set_in_the_middle_of_a_long_list_comes_back() -> None:
+    table = [0.0] * 100
+    here: Scope = {"table": [0.0] * 100}
+    carry({"table": table}, here)
+
+    values.begin_boundary()
+    table[50] = -0.0
+    table[51] = 0
+    carry({"table": table}, here)
+
+    assert repr(here["table"]) == repr(table)
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque, lambda items: dict(enumerate(items))])
 def test_a_long_container_with_other_items_of_the_same_number_is_a_mismatch(kind: Callable[[Any], Any]) -> None:
-    assert carry({"replay_buffer": kind([1.0] * 30_000)}, {"replay_buffer": kind([2.0] * 30_000)})
+    assert carry({"replay_buffer": kind([1.0] * LONG)}, {"replay_buffer": kind([2.0] * LONG)})
 
 
 plain = st.recursive(

@@ -15,18 +15,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import msgpack
 import torch
 import xxhash
 
 from ttprun.board import Field, Phase
-from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite
+from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite, values
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.tensor_bytes import bytes_of
-from ttprun.rank.values import Snapshot
 
 _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 _wrapped_models: list[weakref.ref[Any]] = []
@@ -64,19 +62,27 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
-_stepped: tuple[Any, frozenset[int]] = (None, frozenset())
+_stepped: tuple[Any, dict[int, int]] = (None, {})
 
 
-def stepped_storages() -> frozenset[int]:
-    """Data pointers of the storages that optimizers update: parameters and the optimizers' own state.
+def stepped_storages() -> dict[int, int]:
+    """Data pointers of the storages that optimizers update, each with its place in `stepped_tensors`.
 
     The very same object as before as long as nothing shows that they have changed.
     """
     global _stepped
     seen = [_signature(optimizer) for optimizer in optimizers()]
     if seen != _stepped[0]:
-        _stepped = (seen, frozenset(pointer for optimizer in optimizers() for pointer in _pointers(optimizer)))
+        found: dict[int, int] = {}
+        for index, tensor in enumerate(stepped_tensors()):
+            found.setdefault(tensor.untyped_storage().data_ptr(), index)
+        _stepped = (seen, found)
     return _stepped[1]
+
+
+def stepped_tensors() -> list[torch.Tensor]:
+    """What the optimizers update, in an order that is the same in every rank: parameters, and the optimizers' state."""
+    return [tensor for optimizer in optimizers() for tensor in _tensors(optimizer)]
 
 
 def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -93,15 +99,12 @@ def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
     return seen
 
 
-def _pointers(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter.untyped_storage().data_ptr()
+        yield from group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield value.untyped_storage().data_ptr()
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -186,17 +189,22 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
     unfollowed = [site for scope, line in zip(scopes, lines, strict=True) for site in loops.unfollowed(scope, line)]
     loops.note_steps([loop for of_frame in active for loop in of_frame], unfollowed)
     loaders.note_boundary()
-    snapshot = Snapshot(stepped_storages())
+    values.begin_boundary()
+    followed = (id(loop.over) for of_frame in active for loop in of_frame if loop.over is not None)
+    snapshot = values.Snapshot(stepped_storages(), followed)
     record = {
         "boundary": boundary,
         "place": place(frames),
         "unfollowed": bool(unfollowed)
         or any(user_frame.f_code.co_filename not in rewrite.followed_files for user_frame in frames),
-        "variables": [snapshot.variables(scope) for scope in scopes],
+        "variables": [
+            snapshot.variables(scope, (user_frame.f_code, depth))
+            for depth, (user_frame, scope) in enumerate(zip(frames, scopes, strict=True))
+        ],
         "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in active],
         "generator_loops": snapshot.generator_loops,
         "modules": {
-            name: snapshot.variables(vars(module))
+            name: snapshot.variables(vars(module), name)
             for name, module in files.user_modules()
             if not any(
                 user_frame.f_globals is vars(module) and scope is user_frame.f_globals
@@ -218,7 +226,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }
-    return msgpack.packb(record, unicode_errors="surrogatepass"), snapshot.blobs
+    return values.pack(record), snapshot.blobs
 
 
 def weights_sample(boundary: int) -> bytes:

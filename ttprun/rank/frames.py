@@ -88,3 +88,14 @@ def set_local(frame: FrameType, name: str, value: object) -> None:
     scope[name] = value
     if scope is not frame.f_globals and sys.version_info < (3, 13):
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def unset_local(frame: FrameType, name: str) -> bool:
+    """Take a variable of a running frame away, as `del` does; False if this Python cannot do that to a function."""
+    scope = frame.f_locals
+    if scope is not frame.f_globals and sys.version_info >= (3, 13):
+        return False
+    del scope[name]
+    if scope is not frame.f_globals:
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(1))
+    return True

@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import torch
 
 from ttprun.board import Field, Phase
@@ -29,7 +28,7 @@ from ttprun.rank.output import Diverted
 from ttprun.rank.recorder import SLOTS
 from ttprun.rank.results import Answers, as_result
 from ttprun.rank.session import Session
-from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values import CannotRestoreError, Restore, unpack
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
@@ -47,7 +46,7 @@ class Record:
         if found is None:
             raise KeyError(number)
         head, blobs = found
-        self.fields: dict[str, Any] = msgpack.unpackb(head, strict_map_key=False, unicode_errors="surrogatepass")
+        self.fields: dict[str, Any] = unpack(head)
         self.blobs: list[memoryview] = []
         at = 0
         for size in self.fields["blobs"]:
@@ -226,7 +225,7 @@ class Replay:
         return ""
 
     def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> None:
-        restore = Restore(record.blobs, is_comparing)
+        restore = Restore(record.blobs, is_comparing, boundary.stepped_tensors())
         try:
             frames = user_frames(frame)
             for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):

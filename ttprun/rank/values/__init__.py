@@ -1,0 +1,25 @@
+"""The values in a script's variables: recorded at a boundary, and restored in a replacement.
+
+snapshot.py walks over the variables, restore.py writes them back, nodes.py is the form between the two; kinds.py is the
+table that says how each kind of value is treated, and the other files treat one kind each. The rule of all: what is
+neither restored, nor reproduced by the replay and compared, is refused with the variable's name.
+"""
+
+from ttprun.rank.values import kinds, modules, unchanged
+from ttprun.rank.values.large import fingerprint
+from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
+from ttprun.rank.values.restore import Restore
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.tensors import raw_bytes
+from ttprun.rank.values.unrecorded import UnrecordedTensorError
+
+__all__ = [
+    "CannotRestoreError", "Restore", "Snapshot", "UnrecordedTensorError", "begin_boundary", "fingerprint", "kinds",
+    "pack", "raw_bytes", "unpack",
+]  # fmt: skip
+
+
+def begin_boundary() -> None:
+    """What was kept of values that were not met at the boundary before is forgotten."""
+    unchanged.forget_unused()
+    modules.forget_unused()

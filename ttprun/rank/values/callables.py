@@ -1,0 +1,202 @@
+"""Functions, methods and classes: told by name, and with the state that the user's own ones can carry.
+
+A function that is found under its name in its module is only named. One that is not (made inside another function), or
+that carries state in closure, attributes or default values, must be the replacement's own at the same place; its state
+is written. A class of the user's may hold counters and tables; those are attributes like others.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from operator import is_
+from typing import Any
+
+from ttprun.rank.frames import is_user_file
+from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
+from ttprun.rank.values.objects import is_of_user
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+
+_NO_STATE = frozenset({"__wrapped__", "__isabstractmethod__"})
+_DESCRIPTORS = (
+    types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType, types.GetSetDescriptorType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, functools.cached_property, functools.partialmethod,
+)  # fmt: skip
+_named: dict[Any, list[Any]] = {}
+
+
+def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A function or class that carries no state: found under its name, or compared by it."""
+    node = _named.get(id(value))
+    if node is not None and node[0] is value:
+        found: list[Any] = node[1]
+        return found
+    try:
+        name = name_of(value)
+        found = [Tag.PLAIN, "global", name] if look_up(name) is value else [Tag.SAME, name_of(type(value)), name]
+    except (AttributeError, TypeError):
+        return [Tag.SAME, name_of(type(value)), getattr(value, "__name__", "")]
+    if found[0] is Tag.PLAIN:
+        _named[id(value)] = [value, found]
+    return found
+
+
+def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -> Any:
+    """A Python function."""
+    if not is_user_file(value.__code__.co_filename):
+        return _place_of(value)
+    defaults = _defaults(value)
+    if not value.__closure__ and not value.__dict__ and all(type(item) in SETTLED for item in defaults):
+        node = record_named(snapshot, value, depth)
+        if node[0] is Tag.PLAIN:
+            return node
+    number = snapshot.number(value)
+    cells = {}
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            cells[name] = snapshot.node(cell.cell_contents, depth + 1)
+        except ValueError:  # an empty cell: a name that is not bound yet
+            continue
+    attributes = snapshot.attributes(value.__dict__, depth, _NO_STATE) if value.__dict__ else {}
+    return [Tag.FUNCTION, number, _where(value), cells, attributes, snapshot.items(defaults, depth)]
+
+
+def _defaults(value: types.FunctionType) -> list[Any]:
+    return [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+
+
+def _where(value: types.FunctionType) -> str:
+    code = value.__code__
+    return f"{value.__module__}:{code.co_qualname}:{code.co_firstlineno}"
+
+
+def _place_of(value: types.FunctionType) -> list[Any]:
+    """A function of a library: by name, or by where it stands."""
+    name = name_of(value)
+    if look_up(name) is value:
+        return [Tag.PLAIN, "global", name]
+    return [Tag.SAME, "builtins:function", _where(value)]
+
+
+def restore_function(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The same function of the replacement's, with the lost rank's state."""
+    _, number, where, cells, attributes, defaults = node
+    if not isinstance(live, types.FunctionType) or _where(live) != where:
+        return restore.refuse(live, f"{name} is the function {where} in the lost rank and {told(live)} here")
+    if not restore.claim_or_refuse(number, live, name):
+        return live
+    for key, cell in zip(live.__code__.co_freevars, live.__closure__ or (), strict=True):
+        if key in cells:
+            try:
+                old = cell.cell_contents
+            except ValueError:
+                old = MISSING
+            value = restore.value(old, cells[key], f"{name}.{key}")
+            if value is not old and value is not MISSING:
+                cell.cell_contents = value
+    for key, item in attributes.items():
+        live.__dict__[key] = restore.value(live.__dict__.get(key, MISSING), item, f"{name}.{key}")
+    have = _defaults(live)
+    for index, (old, item) in enumerate(zip(have, defaults, strict=True)):
+        value = restore.value(old, item, f"{name}'s default {index}")
+        if value is not old and value != old:
+            restore.refuse(live, f"{name} has another default value than in the lost rank")
+    return live
+
+
+def record_method(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A bound method: its object, and the name."""
+    owner = value.__self__
+    if owner is None or isinstance(owner, types.ModuleType | type):
+        return record_named(snapshot, value, depth)
+    return [Tag.METHOD, snapshot.node(owner, depth + 1), value.__name__]
+
+
+def restore_method(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The method of the counterpart of its object."""
+    old = getattr(live, "__self__", MISSING)
+    owner = restore.value(old, node[1], f"{name}.__self__")
+    if owner is old and getattr(live, "__name__", "") == node[2]:
+        return live
+    found = getattr(owner, node[2], MISSING) if owner is not MISSING else MISSING
+    if isinstance(found, types.MethodType | types.BuiltinMethodType):
+        return found
+    return restore.refuse(live, f"{name} is the method {node[2]} in the lost rank and {told(live)} here")
+
+
+def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
+    """functools.partial: function, arguments, keywords."""
+    number = snapshot.number(value)
+    parts = (value.func, value.args, value.keywords)
+    return [Tag.PARTIAL, number, *(snapshot.node(part, depth + 1) for part in parts)]
+
+
+def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The same one if nothing has changed, else a new one."""
+    is_here = type(live) is functools.partial
+    old = (live.func, live.args, live.keywords) if is_here else (MISSING, MISSING, MISSING)
+    new = [restore.value(part, item, f"{name}'s part") for part, item in zip(old, node[2:], strict=True)]
+    if all(map(is_, new, old)) and restore.claim(node[1], live):
+        return live
+    if any(part is MISSING for part in new):
+        return restore.refuse(live, f"{name} is a partial in the lost rank and {told(live)} here")
+    made = functools.partial(new[0], *new[1], **new[2])
+    restore.claim(node[1], made)
+    return made
+
+
+def class_attributes(kind: type) -> dict[str, Any]:
+    """What a class holds beside its methods."""
+    if hasattr(kind, "__members__") or hasattr(kind, "_field_defaults"):  # enumerations and named tuples do not change
+        return {}
+    return {
+        name: item
+        for name, item in vars(kind).items()
+        if not (name[:2] == "__" and name[-2:] == "__") and name[:5] != "_abc_" and not _is_descriptor(item)
+    }
+
+
+def _is_descriptor(item: Any) -> bool:
+    return item.__class__ not in SETTLED and (isinstance(item, _DESCRIPTORS) or hasattr(type(item), "__get__"))
+
+
+# Class: (all that its dictionary holds, the nodes of its attributes if none of them can change by itself)
+_classes: dict[type, tuple[list[Any], dict[str, Any]]] = {}
+
+
+def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
+    """A class of the user's: its attributes may be counters and tables; a class of somebody else's is only named."""
+    if not is_of_user(value):
+        return record_named(snapshot, value, depth)
+    held = list(vars(value).values())
+    known = _classes.get(value)
+    if known is not None and len(known[0]) == len(held) and all(map(is_, held, known[0])):
+        attributes = known[1]
+        if not attributes:
+            return record_named(snapshot, value, depth)
+        return [Tag.CLASS, snapshot.number(value), name_of(value), attributes]
+    _classes.pop(value, None)
+    found = class_attributes(value)
+    number = snapshot.number(value) if found else 0
+    attributes = snapshot.attributes(found, depth)
+    if all(map(is_settled, attributes.values())):
+        _classes[value] = (held, attributes)
+    return [Tag.CLASS, number, name_of(value), attributes] if found else record_named(snapshot, value, depth)
+
+
+def restore_class(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The attributes of the replacement's own class of that name."""
+    if not isinstance(live, type) or name_of(live) != node[2]:
+        live = look_up(node[2])
+    if not isinstance(live, type):
+        return restore.refuse(live, f"{name} is the class {node[2]} in the lost rank, which is not here")
+    if restore.claim_or_refuse(node[1], live, name):
+        for key, item in node[3].items():
+            old = vars(live).get(key, MISSING)
+            value = restore.value(old, item, f"{name}.{key}")
+            if value is not old and value is not MISSING:
+                type.__setattr__(live, key, value)
+        for key in class_attributes(live).keys() - node[3].keys():
+            type.__delattr__(live, key)
+    return live

@@ -1,0 +1,291 @@
+"""Lists, tuples, sets, deques and dictionaries, their subclasses, and what else holds plain items."""
+
+from __future__ import annotations
+
+import array
+import collections
+import io
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import xxhash
+
+from ttprun.rank.values.nodes import (
+    MISSING,
+    CannotRestoreError,
+    Tag,
+    is_settled,
+    look_up_type,
+    name_of,
+    short_name,
+    unpack_items,
+)
+from ttprun.rank.values.objects import attributes_of, restore_attributes
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unchanged import MIN_ITEMS, packed_items
+
+MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+Handler = Callable[[Snapshot, Any, int], Any]
+
+
+def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list[Any]:
+    """What a container of a subclass has beside its items: its type and attributes."""
+    kind = type(value)
+    if kind is exact:
+        return []
+    attributes = snapshot.attributes(attributes_of(value), depth)
+    if isinstance(value, collections.defaultdict):
+        attributes["default_factory"] = snapshot.node(value.default_factory, depth + 1)
+    return [name_of(kind), attributes]
+
+
+def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
+    """Nodes of items; packed, where they are many and cannot change."""
+    if len(items) >= MIN_ITEMS:
+        # A walk of its own: if an item turns out to be no settled one, nothing is left behind.
+        packed = packed_items((id(value), which), items, Snapshot(snapshot.stepped).node)
+        if packed is not None:
+            return packed
+    return snapshot.items(items, depth)
+
+
+def _long(snapshot: Snapshot, value: Any, nodes: Any) -> list[Any]:
+    """Too long to be recorded: compared by a digest."""
+    if not isinstance(nodes, bytearray):
+        return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
+    return [Tag.LONG, name_of(type(value)), len(value), xxhash.xxh3_64_hexdigest(nodes)]
+
+
+def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Compare with what the replay has made."""
+    _, kind, length, digest = node
+    if live is MISSING or name_of(type(live)) != kind:
+        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
+    if len(live) != length:
+        restore.is_same(False, name, "is a long container of another length")
+        return live
+    mine = restore.snapshot(live)
+    restore.is_same(mine[0] == Tag.LONG and mine[3] == digest, name, "is a long container with other items")
+    return live
+
+
+def record_sequence(tag: Tag, exact: type | None) -> Handler:
+    """A handler for lists and deques; `exact` is the type that need not be told."""
+
+    def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
+        number = snapshot.number(value)
+        items = value if type(value) is list else list(value)
+        nodes = _items(snapshot, value, items, depth)
+        if len(value) > MAX_ITEMS:
+            return _long(snapshot, value, nodes)
+        own = _own(snapshot, value, exact, depth)
+        return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, value.maxlen]
+
+    return handle
+
+
+def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base: type, name: str) -> Any:
+    """The container to fill: the live one if it can stand for the recorded one, else a new and empty one."""
+    kind: Any = base if kind_name is None else look_up_type(kind_name, base)
+    if kind is None and name_of(type(live)) == kind_name:
+        kind = type(live)
+    if type(live) is kind and restore.claim(number, live):
+        return live
+    if kind is None:
+        found = short_name(kind_name or "")
+        return restore.refuse(MISSING, f"{name} is a {found} in the lost rank and {told(live)} here")
+    made: Any = kind.__new__(kind)
+    restore.claim(number, made)
+    return made
+
+
+def restore_list(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place, or a new one."""
+    target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, list, name)
+    if target is MISSING:
+        return live
+    items = restore.items(list(live) if isinstance(live, list) else [], node[2], name)
+    list.__setitem__(target, slice(None), items)
+    if len(node) > 3:
+        restore_attributes(restore, target, node[4], name)
+    return target
+
+
+def restore_deque(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place if the maximal length is the same, or a new one."""
+    _, number, nodes, kind_name, attributes, maxlen = node
+    kind: Any = look_up_type(kind_name, deque) or (type(live) if name_of(type(live)) == kind_name else None)
+    if kind is None:
+        return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {told(live)} here")
+    if type(live) is kind and live.maxlen == maxlen and restore.claim(number, live):
+        target = live
+    else:
+        target = kind.__new__(kind)
+        deque.__init__(target, (), maxlen)
+        restore.claim(number, target)
+    items = restore.items(list(live) if isinstance(live, deque) else [], nodes, name)
+    deque.clear(target)
+    deque.extend(target, items)
+    restore_attributes(restore, target, attributes, name)
+    return target
+
+
+def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A tuple; of named tuples and the like the type, too."""
+    items = snapshot.items(value, depth)
+    if len(items) > MAX_ITEMS:
+        return [Tag.REFUSED, f"is a tuple of {len(items)} items"]
+    return [Tag.TUPLE, items, *_own(snapshot, value, tuple, depth)]
+
+
+def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The same one if nothing has changed, else a new one."""
+    kind: Any = tuple if len(node) == 2 else look_up_type(node[2], tuple)
+    if kind is None:
+        kind = type(live) if name_of(type(live)) == node[2] else None
+        if kind is None:
+            return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
+    items = restore.items(live if isinstance(live, tuple) else (), node[1], name)
+    if type(live) is kind and len(live) == len(items) and all(a is b for a, b in zip(live, items, strict=True)):
+        return live
+    if len(items) != len(node[1]):
+        return live
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max and time.localtime give
+        return kind(items)
+    made = tuple.__new__(kind, items) if kind is not tuple else tuple(items)
+    if len(node) > 2 and node[3]:
+        restore_attributes(restore, made, node[3], name)
+    return made
+
+
+def record_set(tag: Tag, exact: type) -> Handler:
+    """A handler for sets: of values that are told by themselves, or that the replay reproduces."""
+
+    def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
+        number = [snapshot.number(value)] if tag is Tag.SET else []
+        nodes = [snapshot.node(item, depth + 1) for item in value] if value else []
+        if all(map(is_settled, nodes)):
+            return [tag, *number, nodes, *_own(snapshot, value, exact, depth)]
+        if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
+            return [Tag.REFUSED, "is a set of objects that can change"]
+        kinds = sorted(name_of(type(item)) for item in value)
+        return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
+
+    return handle
+
+
+def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place, or a new one."""
+    target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, set, name)
+    if target is MISSING:
+        return live
+    items = restore.items([], node[2], name)
+    if set(items) != target:
+        set.clear(target)
+        set.update(target, items)
+    if len(node) > 3:
+        restore_attributes(restore, target, node[4], name)
+    return target
+
+
+def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The same one if nothing has changed, else a new one."""
+    kind: Any = frozenset if len(node) == 2 else look_up_type(node[2], frozenset)
+    items = restore.items([], node[1], name)
+    if kind is None:
+        return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
+    if type(live) is kind and live == frozenset(items):
+        return live
+    return frozenset.__new__(kind, items)
+
+
+def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A dictionary: keys and values, in order."""
+    number = snapshot.number(value)
+    if len(value) < MIN_ITEMS:
+        keys, values = snapshot.items(value, depth), snapshot.items(value.values(), depth)
+    else:
+        keys = _items(snapshot, value, list(value), depth)
+        values = _items(snapshot, value, list(value.values()), depth, 1)
+        if len(value) > MAX_ITEMS:
+            node = _long(snapshot, value, keys)
+            return node if node[0] is Tag.REFUSED else _long(snapshot, value, _joined(keys, values))
+    return [Tag.DICT, number, keys, values, *_own(snapshot, value, dict, depth)]
+
+
+def _joined(keys: Any, values: Any) -> Any:
+    return keys + values if isinstance(values, bytearray) else values
+
+
+def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place, in the order of the lost rank, without what it has not; or a new one."""
+    target = _made(restore, live, node[1], node[4] if len(node) > 4 else None, dict, name)
+    if target is MISSING:
+        return live
+    base = OrderedDict if isinstance(target, OrderedDict) else dict
+    have = list(live) if isinstance(live, dict) else []
+    key_nodes, value_nodes = (n if isinstance(n, list) else list(unpack_items(n)) for n in node[2:4])
+    old = dict(live) if isinstance(live, dict) else {}
+    new = {}
+    for index, (key_node, value_node) in enumerate(zip(key_nodes, value_nodes, strict=True)):
+        key = restore.value(have[index] if index < len(have) else MISSING, key_node, f"a key of {name}")
+        value = restore.value(old.get(key, MISSING), value_node, f"{name}[{key!r}]")
+        if value is MISSING or key is MISSING:
+            if restore.is_comparing:
+                raise CannotRestoreError(f"{name} holds objects that are not in the replacement and cannot be recorded")
+            continue
+        new[key] = value
+    if list(new) != list(target) or any(base.__getitem__(target, key) is not value for key, value in new.items()):
+        base.clear(target)
+        for key, value in new.items():
+            base.__setitem__(target, key, value)
+    if len(node) > 4:
+        attributes = dict(node[5])
+        if isinstance(target, collections.defaultdict):
+            factory = restore.value(target.default_factory or MISSING, attributes.pop("default_factory"), name)
+            target.default_factory = None if factory is MISSING else factory
+        restore_attributes(restore, target, attributes, name)
+    return target
+
+
+def record_bytes(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """bytearray and array.array."""
+    code = value.typecode if isinstance(value, array.array) else ""
+    return [Tag.BYTES, snapshot.number(value), code, bytes(value) if not code else value.tobytes()]
+
+
+def restore_bytes(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place, or a new one."""
+    _, number, code, raw = node
+    made: Any = array.array(code, raw) if code else bytearray(raw)
+    if type(live) is not type(made) or getattr(live, "typecode", "") != code or not restore.claim(number, live):
+        restore.claim(number, made)
+        return made
+    if live != made:
+        live[:] = made
+    return live
+
+
+def record_buffer(snapshot: Snapshot, value: io.StringIO | io.BytesIO, depth: int) -> Any:
+    """A file in memory."""
+    if value.closed:
+        return [Tag.CLOSED, name_of(type(value))]
+    return [Tag.BUFFER, snapshot.number(value), value.getvalue(), value.tell()]
+
+
+def restore_buffer(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place, or a new one."""
+    _, number, content, position = node
+    kind = io.StringIO if isinstance(content, str) else io.BytesIO
+    target: Any = live
+    if type(live) is not kind or live.closed or not restore.claim(number, live):
+        target = kind()
+        restore.claim(number, target)
+    if target.getvalue() != content:
+        target.seek(0)
+        target.truncate()
+        target.write(content)
+    target.seek(position)
+    return target

@@ -1,0 +1,170 @@
+"""Which kind of value is recorded how, and which node is restored how: two tables.
+
+The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class has
+attributes, or is left to the replay (process_local.py), or is refused. Read EXACT first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import functools
+import io
+import random
+import types
+import weakref
+
+import numpy
+import torch
+
+from ttprun.rank.values import (
+    arrays,
+    callables,
+    containers,
+    iterators,
+    modules,
+    objects,
+    optimizers,
+    plain,
+    process_local,
+    random_generators,
+    restore,
+    suspended,
+    tensors,
+)
+from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.restore import RESTORERS, Restorer
+from ttprun.rank.values.snapshot import Handler, choose_with
+from ttprun.rank.values.unrecorded import Unrecorded
+
+_OF_THE_INTERPRETER: tuple[type, ...] = (
+    object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
+    types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
+)  # fmt: skip
+EXACT: dict[type, Handler] = {
+    list: containers.record_sequence(Tag.LIST, list),
+    tuple: containers.record_tuple,
+    dict: containers.record_dict,
+    bytearray: containers.record_bytes,
+    io.StringIO: containers.record_buffer,
+    io.BytesIO: containers.record_buffer,
+    types.ModuleType: plain.record_plain("module"),
+    types.FunctionType: callables.record_function,
+    types.BuiltinFunctionType: callables.record_method,
+    types.MethodType: callables.record_method,
+    types.MethodWrapperType: callables.record_method,
+    types.WrapperDescriptorType: callables.record_named,
+    types.MethodDescriptorType: callables.record_named,
+    types.ClassMethodDescriptorType: callables.record_named,
+    functools.partial: callables.record_partial,
+    functools._lru_cache_wrapper: callables.record_named,
+    types.SimpleNamespace: objects.record_object,
+    numpy.ndarray: arrays.record_array,
+    numpy.memmap: arrays.record_array,
+    Unrecorded: tensors.record_unrecorded,
+    **dict.fromkeys(_OF_THE_INTERPRETER, process_local.record_same),
+    **{base: plain.record_plain(kind) for base, kind in plain.BASES if kind not in ("enum", "path")},
+    **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
+    **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
+    **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
+    **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
+}
+
+BY_BASE: list[tuple[type, Handler]] = [
+    *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
+    (type, callables.record_class),
+    (torch.Tensor, tensors.record_tensor),
+    (torch.nn.Module, modules.record_module),
+    (torch.optim.Optimizer, optimizers.record_optimizer),
+    (torch.optim.lr_scheduler.LRScheduler, objects.record_object),
+    (torch.amp.grad_scaler.GradScaler, objects.record_object),
+    (torch.utils.data.Sampler, objects.record_object),
+    (torch.utils.data.DataLoader, objects.record_object),
+    (torch.Generator, random_generators.record_torch),
+    (random.SystemRandom, process_local.record_same),  # has no state: `entropy` counts what is drawn from it
+    (random.Random, random_generators.record_python),
+    (numpy.random.Generator, random_generators.record_numpy),
+    (numpy.random.BitGenerator, random_generators.record_numpy_bits),
+    (numpy.random.RandomState, random_generators.record_numpy_legacy),
+    (numpy.random.SeedSequence, random_generators.record_numpy_seeds),
+    (numpy.generic, plain.record_plain("numpy scalar")),
+    (numpy.dtype, plain.record_plain("numpy dtype")),
+    *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
+    (numpy.ndarray, arrays.record_other_array),
+    (numpy.ufunc, callables.record_named),
+    (types.ModuleType, plain.record_plain("module")),
+    (types.GeneratorType, suspended.record_generator),
+    (BaseException, process_local.record_exception),
+    (io.IOBase, process_local.record_file),
+    (list, containers.record_sequence(Tag.LIST, list)),
+    (tuple, containers.record_tuple),
+    (set, containers.record_set(Tag.SET, set)),
+    (frozenset, containers.record_set(Tag.FROZENSET, frozenset)),
+    (collections.deque, containers.record_sequence(Tag.DEQUE, None)),
+    (dict, containers.record_dict),
+    (array.array, containers.record_bytes),
+    (argparse.Namespace, objects.record_object),
+    (weakref.ReferenceType, process_local.record_same),
+]
+
+# Left to the replay, since the iterator and the functions are made by it, or recorded elsewhere.
+objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _anneal_func_type _scale_fn_ref")
+objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
+objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
+objects.leave_out(torch.utils.data.DataLoader, "_iterator collate_fn worker_init_fn")
+
+RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
+    Tag.SAME: restore.restore_same,
+    Tag.REFUSED: restore.restore_refused,
+    Tag.REFERENCE: restore.restore_reference,
+    Tag.PLAIN: plain.restore_plain,
+    Tag.LIST: containers.restore_list,
+    Tag.TUPLE: containers.restore_tuple,
+    Tag.SET: containers.restore_set,
+    Tag.FROZENSET: containers.restore_frozenset,
+    Tag.DEQUE: containers.restore_deque,
+    Tag.DICT: containers.restore_dict,
+    Tag.BYTES: containers.restore_bytes,
+    Tag.BUFFER: containers.restore_buffer,
+    Tag.LONG: containers.restore_long,
+    Tag.CLOSED: process_local.restore_closed,
+    Tag.OBJECT: objects.restore_object,
+    Tag.VALUE_OBJECT: objects.restore_value_object,
+    Tag.CLASS: callables.restore_class,
+    Tag.FUNCTION: callables.restore_function,
+    Tag.METHOD: callables.restore_method,
+    Tag.PARTIAL: callables.restore_partial,
+    Tag.TENSOR: tensors.restore_tensor,
+    Tag.WEIGHT: tensors.restore_weight,
+    Tag.DATA: tensors.compare_data,
+    Tag.CHANGED_DATA: tensors.restore_changed_data,
+    Tag.ACTIVATION: tensors.restore_activation,
+    Tag.MODULE: modules.restore_module,
+    Tag.ARRAY: arrays.restore_array,
+    Tag.OBJECT_ARRAY: arrays.restore_object_array,
+    Tag.ARRAY_DATA: arrays.compare_array,
+    Tag.CHANGED_ARRAY: arrays.restore_changed_array,
+    Tag.RANDOM: random_generators.restore_random,
+    Tag.OPTIMIZER: optimizers.restore_optimizer,
+    Tag.ITERATOR: iterators.restore_iterator,
+    Tag.SUSPENDED: suspended.restore_generator,
+}
+RESTORERS.update(RESTORERS_OF_TAGS)
+
+
+def handler_for(kind: type) -> Handler:
+    """How values of a type are recorded."""
+    if kind in EXACT:
+        return EXACT[kind]
+    for base, handler in BY_BASE:
+        if issubclass(kind, base):
+            return handler
+    if not objects.is_of_user(kind) and process_local.is_reproduced(kind):
+        return process_local.record_same
+    if kind.__dictoffset__ or objects.slots_of(kind):
+        return objects.record_value_object if objects.is_frozen(kind) else objects.record_object
+    return objects.record_object if objects.is_of_user(kind) else process_local.record_unknown
+
+
+choose_with(handler_for, fixed=(process_local.record_same, callables.record_named, callables.record_function))

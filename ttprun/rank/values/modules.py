@@ -1,0 +1,252 @@
+"""Modules: the tensors that no optimizer updates, what is frozen or in evaluation, and plain attributes.
+
+[tag, number of the first, type, packed description, {path: {attribute: node}}, first blob, wrapped]. What hardly ever
+changes of a module (its parts, the shapes of its tensors, `training`, `Dropout.p`) is packed once into the description,
+and only looked at again at each boundary; attributes that have changed, or can change by themselves, are recorded each
+time. All parts and tensors get numbers in the order of the description, the module itself first.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
+from ttprun.rank.values.objects import restore_attributes
+from ttprun.rank.values.plain import BASES
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+
+_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
+# Of these packages' modules, containers in attributes are fixed by the constructor (the padding of a convolution, ...).
+_CONSTANT = ("torch.nn.", "torch.ao.", "torchvision.")
+# Modules that wrap one other module for the time of the run; what else they hold is made by the replay.
+_WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
+_CAN_SETTLE: tuple[Any, ...] = (
+    *SETTLED,
+    tuple,
+    frozenset,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    *(base for base, _ in BASES),
+)
+_registrations = 0
+
+
+def _note_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+register_module_module_registration_hook(_note_registration)
+register_module_buffer_registration_hook(_note_registration)
+register_module_parameter_registration_hook(_note_registration)
+
+
+def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
+    return type(module).__module__.startswith(packages)
+
+
+class _Layout:
+    """What of a module is as it was at the boundary before.
+
+    modules    (path, module) of the parts that are told here
+    moving     (path, attributes, names) to record at each boundary
+    settled    (attributes, how to take their settled ones) of each part that has any
+    slots      (dictionary, name) of each tensor that no optimizer updates
+    packed     the description
+    """
+
+    def __init__(self, root: torch.nn.Module, snapshot: Snapshot, lively: dict[str, set[str]]) -> None:
+        self.root = root
+        self.version = _registrations
+        self.stepped = snapshot.stepped
+        self.lively = lively
+        self.modules = [(path, part) for path, part in root.named_modules() if id(part) not in snapshot.numbers]
+        self.objects: list[Any] = [part for _, part in self.modules]
+        self.slots: list[tuple[dict[str, Any], str]] = []
+        self._met: set[int] = set()
+        self.parameters: list[torch.nn.Parameter] = []
+        self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
+        self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
+        self.dictionaries = [part.__dict__ for _, part in self.modules]
+        self.lengths = list(map(len, self.dictionaries))
+        described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
+        described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
+        described["frozen"] = self.requires_grad()
+        described["attributes"] = {path: self._attributes(path, part, snapshot) for path, part in self.modules}
+        self.tensors = [where[name] for where, name in self.slots]
+        self.objects += self.tensors
+        self.ids = list(map(id, self.objects))
+        self.id_set = frozenset(self.ids)
+        self.frozen = described["frozen"]
+        self.values = self.settled_values()
+        self.packed = pack(described)
+
+    def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[Any]:
+        found = []
+        self.parameters += [item for item in part._parameters.values() if item is not None]
+        for where in (part._buffers, part._parameters):
+            for name, tensor in where.items():
+                if tensor is None or id(tensor) in snapshot.numbers or _is_stepped(tensor, snapshot):
+                    continue
+                if id(tensor) not in self._met:
+                    self._met.add(id(tensor))
+                    self.slots.append((where, name))
+                    found.append([f"{path}.{name}" if path else name, list(tensor.shape)])
+        return found
+
+    def _attributes(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> dict[str, Any]:
+        """Nodes of the settled attributes; notes where they and the others are."""
+        names = ["training"] if _is_of(part, _WRAPPERS) else [n for n in part.__dict__ if n not in _INTERNALS]
+        is_constant = _is_of(part, _CONSTANT)
+        lively = self.lively.get(path, set())
+        found, moving = {}, []
+        for name in names:
+            value = part.__dict__[name]
+            node = Snapshot(snapshot.stepped).node(value, 0) if isinstance(value, _CAN_SETTLE) else [Tag.REFUSED]
+            if name not in lively and is_settled(node):
+                found[name] = node
+            elif not is_constant or name in lively:
+                moving.append(name)
+        if found:
+            self.settled.append((part.__dict__, itemgetter(*found)))
+        if moving:
+            self.moving.append((path, part.__dict__, moving))
+        return found
+
+    def requires_grad(self) -> list[bool]:
+        """Of each parameter, whether it is learnt."""
+        return list(map(_requires_grad, self.parameters))
+
+    def settled_values(self) -> list[Any]:
+        """The settled attributes' values now."""
+        return [take(attributes) for attributes, take in self.settled]
+
+    def holds(self, snapshot: Snapshot) -> bool:
+        """Whether all is as it was; attributes that are not are recorded at each boundary from now on."""
+        if self.version != _registrations or self.stepped is not snapshot.stepped:
+            return False
+        if not self.id_set.isdisjoint(snapshot.numbers) or list(map(len, self.dictionaries)) != self.lengths:
+            return False
+        try:
+            if any(where[name] is not tensor for (where, name), tensor in zip(self.slots, self.tensors, strict=True)):
+                return False
+            if self.settled_values() == self.values:
+                return bool(self.requires_grad() == self.frozen)
+        except Exception:  # an attribute is gone, or is something that cannot be compared now
+            return False
+        self._note_lively()
+        return False
+
+    def _note_lively(self) -> None:
+        paths = {id(part.__dict__): path for path, part in self.modules}
+        before = {id(attributes): value for (attributes, _), value in zip(self.settled, self.values, strict=True)}
+        for attributes, take in self.settled:
+            if take(attributes) != before[id(attributes)]:
+                path = paths[id(attributes)]
+                known = unpack(self.packed)["attributes"][path]
+                for name, node in known.items():
+                    if name != "training" and (node.__class__ is list or attributes[name] != node):
+                        self.lively.setdefault(path, set()).add(name)
+
+
+_requires_grad: Any = attrgetter("requires_grad")
+# By the module's id: a layout holds its module, so one that was not asked for at the boundary before is dropped.
+_layouts: dict[int, _Layout] = {}
+_before: dict[int, _Layout] = {}
+
+
+def forget_unused() -> None:
+    """A boundary begins."""
+    global _layouts, _before
+    _before, _layouts = _layouts, {}
+
+
+def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in snapshot.stepped
+
+
+def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
+    """A module with all its parts, those left out that were met before."""
+    wrapped = None
+    if _is_of(value, _WRAPPERS) and len(value._modules) == 1:
+        (inner,) = value._modules.values()
+        number = snapshot.number(value)
+        wrapped = snapshot.node(inner, depth + 1)
+        return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {}, 0, wrapped]
+    layout = _layouts.get(id(value)) or _before.get(id(value))
+    if layout is None or layout.root is not value or not layout.holds(snapshot):
+        is_known = layout is not None and layout.root is value
+        layout = _Layout(value, snapshot, layout.lively if layout is not None and is_known else {})
+    _layouts[id(value)] = layout
+    number = len(snapshot.numbers)
+    snapshot.numbers.update(zip(layout.ids, range(number, number + len(layout.ids)), strict=True))
+    snapshot.alive.append(layout)
+    first = len(snapshot.blobs)
+    snapshot.blobs += [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in layout.tensors]
+    attributes = {
+        path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
+        for path, scope, names in layout.moving
+    }
+    return [Tag.MODULE, number, name_of(type(value)), layout.packed, attributes, first, wrapped]
+
+
+def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Write tensors and attributes into the replacement's module."""
+    _, number, kind, packed, attributes, first, wrapped = node
+    if not isinstance(live, torch.nn.Module) or name_of(type(live)) != kind:
+        return restore.refuse(live, f"{name} is a module {kind} in the lost rank and {told(live)} in the replacement")
+    if wrapped is not None:
+        if restore.claim_or_refuse(number, live, name):
+            live.training = packed["training"]
+            (inner,) = live._modules.values()
+            restore.value(inner, wrapped, name)
+        return live
+    described = unpack(packed)
+    parts = dict(live.named_modules())
+    for offset, (path, part_kind) in enumerate(described["modules"]):
+        if path not in parts or name_of(type(parts[path])) != part_kind:
+            return restore.refuse(live, f"{_dotted(name, path)} of type {part_kind} is not in the replacement")
+        if not restore.claim_or_refuse(number + offset, parts[path], _dotted(name, path)):
+            return live
+    number += len(described["modules"])
+    for offset, (path, shape) in enumerate(described["tensors"]):
+        tensor = _tensor_at(parts, path)
+        if tensor is None or list(tensor.shape) != shape:
+            return restore.refuse(live, f"{name}.{path} of shape {shape} is not in the replacement")
+        restore.claim(number + offset, tensor)
+        _fill(tensor, restore.blob(first + offset))
+    learnt = [item for path, _ in described["modules"] for item in parts[path]._parameters.values() if item is not None]
+    if len(learnt) != len(described["frozen"]):
+        return restore.refuse(live, f"{name} has other parameters than in the lost rank")
+    for parameter, requires_grad in zip(learnt, described["frozen"], strict=True):
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+    for path, nodes in described["attributes"].items():
+        restore_attributes(restore, parts[path], nodes | attributes.get(path, {}), _dotted(name, path), keep=None)
+    return live
+
+
+def _dotted(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
+
+
+def _tensor_at(parts: dict[str, torch.nn.Module], path: str) -> torch.Tensor | None:
+    prefix, _, leaf = path.rpartition(".")
+    owner = parts.get(prefix)
+    return None if owner is None else owner._buffers.get(leaf, owner._parameters.get(leaf))
+
+
+def _fill(tensor: torch.Tensor, raw: memoryview) -> None:
+    if len(raw):
+        tensor.data.copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))

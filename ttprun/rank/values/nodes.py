@@ -1,0 +1,140 @@
+"""The form of a record: nodes, their tags, how they become bytes, and what is raised when one cannot be used.
+
+A scalar is its own node; every other node is a list [tag, ...]. Objects that can be shared or changed carry a number;
+where one is met again, a REFERENCE takes its place. Nothing here can make another process run code: types and functions
+are told by name, and a name is only looked up among what the process has loaded by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+
+MAX_DEPTH = 100  # msgpack itself gives up at 511 lists in each other
+
+
+class Tag(enum.StrEnum):
+    """Kinds of nodes."""
+
+    SAME = "="  # reproduced by the replay and compared: [tag, type, what else must be equal]
+    REFUSED = "!"  # cannot be recorded: [tag, why]
+    REFERENCE = "r"  # an object seen before: [tag, number]
+    PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
+    LIST = "l"  # [tag, number, items], of other types than list also [..., type, attributes]
+    TUPLE = "t"  # [tag, items], of other types than tuple also [..., type, attributes]
+    SET = "s"  # as LIST
+    FROZENSET = "f"  # as TUPLE
+    DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
+    DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
+    BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
+    BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
+    LONG = "L"  # a container too long to record: [tag, type, length, digest]
+    CLOSED = "c"  # a file that is closed: [tag, type]
+    OBJECT = "o"  # [tag, number, type, {attribute: node}]
+    VALUE_OBJECT = "v"  # a frozen dataclass: [tag, type, {field: node}]
+    CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]
+    FUNCTION = "F"  # with state: [tag, number, name, {free variable: node}, {attribute: node}, defaults]
+    METHOD = "M"  # [tag, object, name]
+    PARTIAL = "P"  # functools.partial: [tag, number, function, arguments, keywords]
+    TENSOR = "T"  # see tensors.py
+    WEIGHT = "w"  # what an optimizer updates: [tag, index, dtype, shape, stride, offset, is the parameter itself]
+    DATA = "D"  # a large tensor that the replay reproduces: [tag, dtype, shape, fingerprint]
+    CHANGED_DATA = "E"  # a large tensor that was changed since the boundary before: [tag, number, dtype, shape, blob]
+    ACTIVATION = "A"  # a large tensor that depends on the weights: [tag, shape]
+    MODULE = "m"  # see modules.py
+    ARRAY = "n"  # see arrays.py
+    OBJECT_ARRAY = "a"
+    ARRAY_DATA = "N"
+    CHANGED_ARRAY = "e"
+    RANDOM = "g"  # a random generator's state: [tag, number, kind, state]
+    OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
+    ITERATOR = "i"  # [tag, number, type, [arguments], state]
+    SUSPENDED = "G"  # a generator of the user's: [tag, number, function, instruction, {variable: node}, yields from]
+
+
+class CannotRestoreError(RuntimeError):
+    """The replacement's variables do not fit the record; the message names the variable."""
+
+
+MISSING = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
+SETTLED = frozenset({float, int, bool, str, bytes, type(None)})
+
+
+def is_settled(node: Any) -> bool:
+    """Whether a node tells of a value that can never change, so that the very same object has the same node again."""
+    if node.__class__ is not list:
+        return True
+    if node[0] is Tag.TUPLE or node[0] is Tag.FROZENSET:
+        return len(node) == 2 and all(map(is_settled, node[1]))
+    return node[0] is Tag.PLAIN
+
+
+def pack(record: Any) -> bytes:
+    """A record as bytes. Integers beyond 64 bits and texts that are no Unicode cost a second try, and come back too."""
+    try:
+        packed: bytes = msgpack.packb(record)
+    except UnicodeEncodeError:
+        try:
+            packed = msgpack.packb(record, unicode_errors="surrogatepass")
+        except OverflowError:
+            packed = msgpack.packb(_without_big(record), unicode_errors="surrogatepass")
+    except OverflowError:
+        packed = msgpack.packb(_without_big(record), unicode_errors="surrogatepass")
+    return packed
+
+
+def unpack(packed: bytes | bytearray | memoryview) -> Any:
+    """What `pack` has packed; tuples come back as lists."""
+    return msgpack.unpackb(packed, strict_map_key=False, unicode_errors="surrogatepass")
+
+
+def unpack_items(packed: bytes) -> Iterator[Any]:
+    """Nodes that were packed one behind the other."""
+    unpacker = msgpack.Unpacker(
+        strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=max(1, len(packed))
+    )
+    unpacker.feed(packed)
+    yield from unpacker
+
+
+def _without_big(node: Any) -> Any:
+    if node.__class__ is int:
+        return node if -(1 << 63) <= node < 1 << 64 else [Tag.PLAIN, "int", hex(node)]
+    if isinstance(node, list | tuple):
+        return [_without_big(item) for item in node]
+    if isinstance(node, dict):
+        return {key: _without_big(item) for key, item in node.items()}
+    return node
+
+
+def name_of(kind: Any) -> str:
+    """A type's or function's name as another process can look it up: "module:qualified name"."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def short_name(name: str) -> str:
+    """The part of a name that a person wants to read."""
+    return name.rpartition(":")[2]
+
+
+def look_up(name: str) -> Any:
+    """What this process has loaded under a name that `name_of` gave, MISSING if there is nothing."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module, MISSING)
+    for part in path.split("."):
+        found = vars(found).get(part, MISSING) if hasattr(found, "__dict__") else MISSING
+        if found is MISSING:
+            return MISSING
+        if isinstance(found, staticmethod | classmethod):
+            found = found.__func__
+    return found
+
+
+def look_up_type(name: str, base: type) -> type | None:
+    """A type that this process has loaded, if it is a subclass of `base`."""
+    found = look_up(name)
+    return found if isinstance(found, type) and issubclass(found, base) else None

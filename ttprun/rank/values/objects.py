@@ -1,0 +1,164 @@
+"""Objects: their attributes, whether they stand in a dictionary or in slots.
+
+An object cannot be made in the replacement without running its class's own code, so the replay must have made it; its
+attributes are written into it. A frozen dataclass is a value, and is made anew where it differs.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from operator import is_
+from typing import Any
+
+from ttprun.rank.frames import is_user_file
+from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+
+# Attributes that mean something in their own process only.
+_PROCESS_LOCAL = """
+    pid _pid ppid _parent_pid _owner_pid tid fd _fd fileno _fileno ident _ident native_id _native_id
+    thread_id _thread_id port _port address _address hostname
+"""
+PROCESS_LOCAL = frozenset(_PROCESS_LOCAL.split())
+_of_user: dict[type, bool] = {}
+_slots: dict[type, tuple[str, ...]] = {}
+
+
+def is_of_user(kind: type) -> bool:
+    """Whether a class is defined in the user's code."""
+    known = _of_user.get(kind)
+    if known is None:
+        filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        known = _of_user[kind] = bool(filename) and is_user_file(str(filename))
+    return known
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots of a class and its bases."""
+    known = _slots.get(kind)
+    if known is None:
+        known = _slots[kind] = tuple(
+            name
+            for base in kind.__mro__
+            for name, item in vars(base).items()
+            if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and base.__flags__ & (1 << 9)
+        )
+    return known
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """All attributes that an object itself holds."""
+    found = getattr(value, "__dict__", None)
+    slots = slots_of(type(value))
+    if not slots:
+        return found if isinstance(found, dict) else {}
+    found = dict(found) if isinstance(found, dict) else {}
+    for name in slots:
+        item = _slot(value, name)
+        if item is not MISSING:
+            found[name] = item
+    return found
+
+
+def _slot(value: Any, name: str) -> Any:
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return MISSING
+
+
+# Of objects of these classes some attributes are left to the replay; see `leave_out`.
+_LEFT_OUT: list[tuple[type, frozenset[str]]] = []
+_left_out: dict[type, frozenset[str]] = {}
+
+
+def leave_out(base: type, names: str) -> None:
+    """Attributes of a class's objects that are neither recorded nor changed."""
+    _LEFT_OUT.append((base, frozenset(names.split())))
+
+
+def left_out(kind: type) -> frozenset[str]:
+    """Names of the attributes that are left to the replay."""
+    known = _left_out.get(kind)
+    if known is None:
+        names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
+        known = _left_out[kind] = frozenset().union(*names, () if is_of_user(kind) else PROCESS_LOCAL)
+    return known
+
+
+def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """An object with attributes."""
+    number = snapshot.number(value)
+    kind = type(value)
+    return [Tag.OBJECT, number, name_of(kind), snapshot.attributes(attributes_of(value), depth, left_out(kind))]
+
+
+def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Write the attributes into the replacement's object."""
+    _, number, kind, attributes = node
+    if name_of(type(live)) != kind or isinstance(live, type):
+        return restore.refuse(
+            live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} in the replacement"
+        )
+    if restore.claim_or_refuse(number, live, name):
+        restore_attributes(restore, live, attributes, name, keep=left_out(type(live)))
+    return live
+
+
+def restore_attributes(
+    restore: Restore, live: Any, nodes: dict[str, Any], name: str, keep: frozenset[str] | None = frozenset()
+) -> None:
+    """Write an object's attributes, and take away those that the lost rank's has not.
+
+    keep    names that are not recorded, and stay; None: all that are not recorded stay
+    """
+    scope = attributes_of(live)
+    slots = slots_of(type(live))
+    for key, node in nodes.items():
+        old = scope.get(key, MISSING)
+        value = restore.value(old, node, f"{name}.{key}")
+        if value is not old and value is not MISSING:
+            if key in slots:
+                object.__setattr__(live, key, value)
+            else:
+                vars(live)[key] = value
+    if keep is None:
+        return
+    for key in [key for key in scope if key not in nodes and key not in keep]:
+        if key in slots:
+            object.__delattr__(live, key)
+        else:
+            del vars(live)[key]
+
+
+def is_frozen(kind: type) -> bool:
+    """Whether a class is a frozen dataclass."""
+    return bool(getattr(getattr(kind, "__dataclass_params__", None), "frozen", False))
+
+
+def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A frozen dataclass: it has no identity worth keeping."""
+    return [Tag.VALUE_OBJECT, name_of(type(value)), snapshot.attributes(attributes_of(value), depth)]
+
+
+def restore_value_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The same object if it has the same fields, else a new one."""
+    kind = type(live) if name_of(type(live)) == node[1] else look_up_type(node[1], object)
+    if kind is None or not is_frozen(kind):
+        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} here")
+    old = attributes_of(live) if type(live) is kind else {}
+    fields = {key: restore.value(old.get(key, MISSING), item, f"{name}.{key}") for key, item in node[2].items()}
+    if len(old) == len(fields) and all(map(_is_as_it_was, fields.values(), map(old.get, fields))):
+        return live
+    if any(value is MISSING for value in fields.values()):
+        return restore.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
+    made: Any = object.__new__(kind)
+    for key, value in fields.items():
+        object.__setattr__(made, key, value)
+    return made
+
+
+def _is_as_it_was(new: Any, old: Any) -> bool:
+    return is_(new, old) or (type(new) is type(old) and type(new) in (int, str, bool, bytes) and new == old)

@@ -1,0 +1,41 @@
+"""Optimizers: hyper-parameters, and what a class of the user's keeps beside them. Their state comes from a peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.objects import restore_attributes
+from ttprun.rank.values.restore import Restore
+from ttprun.rank.values.snapshot import Snapshot
+
+_PARAMS = frozenset({"params"})
+# What torch itself keeps in an optimizer; `step` is there if a scheduler has wrapped it.
+_INTERNALS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
+
+
+def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
+    """Hyper-parameters of each group, and attributes."""
+    number = snapshot.number(value)
+    groups = [snapshot.attributes(group, depth, _PARAMS) for group in value.param_groups]
+    return [Tag.OPTIMIZER, number, name_of(type(value)), groups, snapshot.attributes(vars(value), depth, _INTERNALS)]
+
+
+def restore_optimizer(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Write them into the replacement's optimizer."""
+    _, number, kind, groups, attributes = node
+    if name_of(type(live)) != kind or len(live.param_groups) != len(groups):
+        return restore.refuse(live, f"{name} is another optimizer than in the lost rank")
+    if not restore.claim_or_refuse(number, live, name):
+        return live
+    for group, recorded in zip(live.param_groups, groups, strict=True):
+        for key, item in recorded.items():
+            value = restore.value(group.get(key, MISSING), item, f"{name}.param_groups.{key}")
+            if value is not MISSING:
+                group[key] = value
+        for key in group.keys() - recorded.keys() - _PARAMS:
+            del group[key]
+    restore_attributes(restore, live, attributes, name, keep=_INTERNALS)
+    return live

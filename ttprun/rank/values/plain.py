@@ -1,0 +1,211 @@
+"""Immutable values: each kind is told by its parts, and made again from them.
+
+A node is [Tag.PLAIN, kind, *parts]. CODECS holds both directions of every kind; a part is a scalar or such a node.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import re
+import sys
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, look_up, look_up_type, name_of
+from ttprun.rank.values.restore import Restore
+from ttprun.rank.values.snapshot import Snapshot
+
+
+def _int_text(value: int) -> str:
+    return hex(value)  # unlike decimal text of any length
+
+
+def _encode(value: Any) -> Any:
+    """The node of a part; raises TypeError if it is not plain."""
+    if value is None or type(value) in (bool, float, str, bytes):
+        return value
+    if type(value) is int:
+        return value if abs(value) < 1 << 63 else [Tag.PLAIN, "int", _int_text(value)]
+    for base, kind in BASES:
+        if isinstance(value, base):
+            return [Tag.PLAIN, kind, *map(_encode, CODECS[kind][0](value))]
+    raise TypeError(type(value).__qualname__)
+
+
+def decode(node: Any) -> Any:
+    """The value of a plain node."""
+    if node.__class__ is not list:
+        return node
+    return CODECS[node[1]][1](*map(decode, node[2:]))
+
+
+def _enum_parts(value: enum.Enum) -> tuple[Any, ...]:
+    members = type(value).__members__
+    name = value.name if members.get(value.name) is value else None  # a combination of flags has no name of its own
+    return name_of(type(value)), name, None if name is not None else value.value
+
+
+def _enum_of(kind: str, name: str | None, value: Any) -> enum.Enum:
+    found = look_up_type(kind, enum.Enum)
+    if found is None:
+        raise CannotRestoreError(f"{kind} is not in the replacement")
+    member: enum.Enum = getattr(found, name) if name is not None else found(value)
+    return member
+
+
+def _path_of(kind: str, text: str) -> Any:
+    found = look_up_type(kind, pathlib.PurePath)
+    if found is None:
+        raise CannotRestoreError(f"{kind} is not in the replacement")
+    return found(text)
+
+
+def dtype_text(dtype: Any) -> str:
+    """A numpy dtype as text from which `dtype_of` makes it again, fields and all."""
+    is_simple = dtype.names is None and dtype.subdtype is None
+    return str(dtype.str) if is_simple else repr(numpy.lib.format.dtype_to_descr(dtype))
+
+
+def dtype_of(text: str) -> numpy.dtype[Any]:
+    """The dtype of a `dtype_text`."""
+    found: numpy.dtype[Any] = (
+        numpy.lib.format.descr_to_dtype(ast.literal_eval(text)) if text[0] in "[(" else numpy.dtype(text)
+    )
+    return found
+
+
+def _found(name: str) -> Any:
+    found = look_up(name)
+    if found is MISSING:
+        raise CannotRestoreError(f"{name} is not in the replacement")
+    return found
+
+
+def _timezone_of(offset: datetime.timedelta, name: str | None) -> datetime.timezone:
+    return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
+
+
+def _module_of(name: str) -> types.ModuleType:
+    if name not in sys.modules:
+        raise CannotRestoreError(f"module {name} is not in the replacement")
+    return sys.modules[name]
+
+
+def _scalar_parts(value: Any) -> tuple[Any, ...]:
+    if getattr(value, "__dict__", None):
+        raise TypeError("number or text with attributes")
+    base: Any = next(base for base in (int, float, str, bytes, complex) if isinstance(value, base))
+    return name_of(type(value)), base.__new__(base, value)
+
+
+def _scalar_of(kind: str, value: Any) -> Any:
+    found = look_up_type(kind, type(value))
+    if found is None:
+        raise CannotRestoreError(f"{kind} is not in the replacement")
+    return type(value).__new__(found, value)
+
+
+Codec = tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]
+
+# kind: (parts of a value, value of the parts)
+CODECS: dict[str, Codec] = {
+    "int": (lambda v: (_int_text(v),), lambda text: int(text, 16)),
+    "complex": (lambda v: (v.real, v.imag), complex),
+    "datetime": (
+        lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo, v.fold),
+        lambda *parts: datetime.datetime(*parts[:8], fold=parts[8]),
+    ),
+    "date": (lambda v: (v.year, v.month, v.day), datetime.date),
+    "time": (
+        lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo, v.fold),
+        lambda *parts: datetime.time(*parts[:5], fold=parts[5]),
+    ),
+    "timedelta": (lambda v: (v.days, v.seconds, v.microseconds), datetime.timedelta),
+    "timezone": (lambda v: (*v.__getinitargs__(), None)[:2], _timezone_of),
+    "zone": (lambda v: (v.key,), zoneinfo.ZoneInfo),
+    "decimal": (lambda v: (str(v),), decimal.Decimal),
+    "fraction": (lambda v: (v.numerator, v.denominator), fractions.Fraction),
+    "path": (lambda v: (name_of(type(v)), str(v)), _path_of),
+    "enum": (_enum_parts, _enum_of),
+    "range": (lambda v: (v.start, v.stop, v.step), range),
+    "slice": (lambda v: (v.start, v.stop, v.step), slice),
+    "uuid": (lambda v: (v.bytes,), lambda raw: uuid.UUID(bytes=raw)),
+    "pattern": (lambda v: (v.pattern, v.flags), re.compile),
+    "ellipsis": (lambda v: (), lambda: ...),
+    "not implemented": (lambda v: (), lambda: NotImplemented),
+    "torch constant": (lambda v: (str(v),), lambda text: getattr(torch, text.removeprefix("torch."))),
+    "device": (lambda v: (str(v),), torch.device),
+    "shape": (lambda v: tuple(v), lambda *sizes: torch.Size(sizes)),
+    "numpy dtype": (lambda v: (dtype_text(v),), dtype_of),
+    "numpy scalar": (
+        lambda v: (dtype_text(v.dtype), v.tobytes()),
+        lambda text, raw: numpy.frombuffer(raw, dtype=dtype_of(text)).copy()[0],
+    ),
+    "scalar": (_scalar_parts, _scalar_of),
+    "module": (lambda v: (v.__name__,), _module_of),
+    "global": (lambda v: (name_of(v),), _found),
+}  # fmt: skip
+
+# The first base that fits decides; a datetime is a date, and an IntEnum's member an int, too.
+BASES: tuple[tuple[type, str], ...] = (
+    (enum.Enum, "enum"),
+    (datetime.datetime, "datetime"),
+    (datetime.date, "date"),
+    (datetime.time, "time"),
+    (datetime.timedelta, "timedelta"),
+    (datetime.timezone, "timezone"),
+    (zoneinfo.ZoneInfo, "zone"),
+    (decimal.Decimal, "decimal"),
+    (fractions.Fraction, "fraction"),
+    (pathlib.PurePath, "path"),
+    (range, "range"),
+    (slice, "slice"),
+    (uuid.UUID, "uuid"),
+    (re.Pattern, "pattern"),
+    (type(...), "ellipsis"),
+    (type(NotImplemented), "not implemented"),
+    (torch.dtype, "torch constant"),
+    (torch.layout, "torch constant"),
+    (torch.memory_format, "torch constant"),
+    (torch.device, "device"),
+    (torch.Size, "shape"),
+    (complex, "complex"),
+)
+# What is made again is of exactly these types.
+EXACT = frozenset(base for base, kind in BASES if kind not in ("enum", "path"))
+
+
+def record_plain(kind: str) -> Any:
+    """A handler for immutable values of one kind."""
+    parts = CODECS[kind][0]
+
+    def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
+        try:
+            return [Tag.PLAIN, kind, *map(_encode, parts(value))]
+        except TypeError as error:
+            return [Tag.REFUSED, f"is a {type(value).__qualname__} with a {error} in it"]
+
+    return handle
+
+
+def restore_plain(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """The value again; `live` itself if it is the same, since others may hold it."""
+    try:
+        value = decode(node)
+    except CannotRestoreError as error:
+        return restore.refuse(live, f"{name} cannot be restored: {error}")
+    if live is value:
+        return live
+    is_same = type(live) is type(value) and type(live) in EXACT and live == value and repr(live) == repr(value)
+    return live if is_same else value

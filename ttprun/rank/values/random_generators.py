@@ -1,0 +1,68 @@
+"""Random generators that the script has in variables; the global ones are recorded with each boundary anyhow."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from ttprun.rank import random_state
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.restore import Restore
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.tensors import raw_bytes
+
+
+def record_torch(snapshot: Snapshot, value: torch.Generator, depth: int) -> Any:
+    """torch.Generator."""
+    if value is torch.default_generator:
+        return [Tag.SAME, "torch:Generator", "the default one"]
+    return [Tag.RANDOM, snapshot.number(value), "torch", raw_bytes(value.get_state())]
+
+
+def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
+    """random.Random."""
+    version, words, gauss = value.getstate()
+    return [Tag.RANDOM, snapshot.number(value), "python", [version, list(words), gauss]]
+
+
+def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random.Generator."""
+    return [Tag.RANDOM, snapshot.number(value), "numpy", snapshot.node(value.bit_generator.state, depth + 1)]
+
+
+def record_numpy_bits(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random.BitGenerator."""
+    return [Tag.RANDOM, snapshot.number(value), "numpy bits", snapshot.node(value.state, depth + 1)]
+
+
+def record_numpy_legacy(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random.RandomState, over any bit generator."""
+    return [Tag.RANDOM, snapshot.number(value), "numpy legacy", snapshot.node(value.get_state(legacy=False), depth + 1)]
+
+
+def record_numpy_seeds(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """numpy.random.SeedSequence: how many children it has had cannot be set, only compared."""
+    return [Tag.SAME, name_of(type(value)), repr(value.state)]
+
+
+def restore_random(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Put the state into the replacement's own generator."""
+    _, number, kind, state = node
+    if not restore.claim_or_refuse(number, live, name):
+        return live
+    try:
+        if kind == "torch":
+            live.set_state(random_state.tensor_from_bytes(state))
+        elif kind == "python":
+            live.setstate((state[0], tuple(state[1]), state[2]))
+        elif kind == "numpy":
+            live.bit_generator.state = restore.value(MISSING, state, name)
+        elif kind == "numpy bits":
+            live.state = restore.value(MISSING, state, name)
+        else:
+            live.set_state(restore.value(MISSING, state, name))
+    except (AttributeError, TypeError, ValueError):
+        return restore.refuse(live, f"{name} is another random generator than in the lost rank")
+    return live

@@ -1,0 +1,165 @@
+"""Write recorded values into the variables of a replacement.
+
+`Restore` walks the recorded nodes beside the values that stand in the replacement under the same names. What can be
+changed in place is changed in place, since something else may hold it too; what is immutable is replaced; what the
+replay must have reproduced is compared. Anything else is refused with the variable's name: never is an old value left
+standing. How each kind of node is restored stands in kinds.py.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ttprun.rank.frames import set_local, unset_local
+from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
+from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
+
+Restorer = Callable[["Restore", Any, list[Any], str], Any]
+RESTORERS: dict[Any, Restorer] = {}
+
+
+class Restore:
+    """One walk over a record.
+
+    blobs           the modules' tensors, in the order of the snapshot: bytes of each
+    is_comparing    whether this is the boundary itself: what does not fit is refused. On the way to it, what does not
+                    fit may still come right, and is left as it is
+    stepped         what the optimizers update here, in the order of the snapshot's numbers
+    mismatches      what the replay should have reproduced and has not: the variable and what differs
+    """
+
+    def __init__(self, blobs: list[memoryview], is_comparing: bool, stepped: Sequence[torch.Tensor] = ()) -> None:
+        self.mismatches: list[str] = []
+        self.stepped = stepped
+        self.is_comparing = is_comparing
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._blobs = blobs
+        self._objects: dict[int, Any] = {}
+        self._claims: dict[int, int] = {}
+
+    def frame(self, frame: types.FrameType, recorded: dict[str, Any], where: str) -> None:
+        """Write a frame's variables; those that are not plain are changed in place."""
+        scope = frame.f_locals
+        written, gone = self._changes(scope, recorded, where)
+        for name, value in written.items():
+            set_local(frame, name, value)
+        for name in gone:
+            if not unset_local(frame, name):
+                self.refuse(None, f"{where}{name} is set here, and was not in the lost rank")
+
+    def module(self, scope: dict[str, Any], recorded: dict[str, Any], where: str) -> None:
+        """Write the variables of a module that has no frame on the stack."""
+        written, gone = self._changes(scope, recorded, where)
+        scope.update(written)
+        for name in gone:
+            del scope[name]
+
+    def _changes(
+        self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What to write, and what to take away."""
+        nodes = dict(recorded)
+        nodes.update(unpack(nodes.pop(FIXED)) if FIXED in nodes else {})
+        written = {}
+        for name, node in nodes.items():
+            live = scope.get(name, MISSING)
+            value = self.value(live, node, f"{where}{name}")
+            if value is not live and value is not MISSING:
+                written[name] = value
+        return written, [name for name in scope if name not in nodes and not is_hidden(name)]
+
+    def value(self, live: Any, node: Any, name: str) -> Any:
+        """The value to put where `live` stands; `live` itself if it was changed in place or is left as it is."""
+        if node.__class__ is not list:
+            return node
+        return RESTORERS[node[0]](self, live, node, name)
+
+    def claim(self, number: int, value: Any) -> bool:
+        """Let `value` stand for an object of the record; False if it stands for another one already."""
+        if self._claims.setdefault(id(value), number) != number:
+            return False
+        self._objects[number] = value
+        return True
+
+    def claim_or_refuse(self, number: int, value: Any, name: str) -> bool:
+        """The same for what can be only one object. Refuses if `value` stands for another one already."""
+        if self.claim(number, value):
+            return True
+        self.refuse(value, f"{name} is an object of its own in the lost rank, and shared with another name here")
+        return False
+
+    def known(self, number: int, live: Any, name: str) -> Any:
+        """The counterpart of an object of the record that came before."""
+        if number in self._objects:
+            return self._objects[number]
+        return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
+
+    def items(self, live: Any, nodes: Any, name: str) -> list[Any]:
+        """Values of a container's items, each set over its counterpart in `live`."""
+        if not isinstance(nodes, list):
+            nodes = list(unpack_items(nodes))
+        values = [
+            self.value(live[i] if i < len(live) else MISSING, node, f"{name}[{i}]") if node.__class__ is list else node
+            for i, node in enumerate(nodes)
+        ]
+        if self.is_comparing and any(value is MISSING for value in values):
+            raise CannotRestoreError(f"{name} holds objects that are not in the replacement and cannot be recorded")
+        return [value for value in values if value is not MISSING]
+
+    def blob(self, index: int) -> memoryview:
+        """The bytes of one blob."""
+        return self._blobs[index]
+
+    def snapshot(self, live: Any) -> Any:
+        """The node that this process would record for a value."""
+        return Snapshot({tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(self.stepped)}).node(live, 0)
+
+    def is_same(self, condition: bool, name: str, what: str) -> None:
+        """Note a mismatch unless `condition` holds."""
+        if self.is_comparing and not condition:
+            self.mismatches.append(f"{name} {what}")
+
+    def refuse(self, live: Any, why: str) -> Any:
+        """This value does not fit. At the boundary itself that ends the recovery; before it, `live` stays."""
+        if self.is_comparing:
+            raise CannotRestoreError(why)
+        return live
+
+
+def told(value: Any) -> str:
+    """A value's type, for a reason."""
+    if value is MISSING:
+        return "not set"
+    return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
+
+
+def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the replay must have reproduced: nothing is written."""
+    if live is MISSING:
+        return restore.refuse(
+            live, f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is not set here"
+        )
+    mine = restore.snapshot(live)
+    if mine[:2] != node[:2] if mine.__class__ is list else True:
+        return restore.refuse(
+            live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} in the replacement"
+        )
+    if mine != node:
+        return restore.refuse(
+            live, f"{name}, a {short_name(node[1])}, is not as in the lost rank, and cannot be recorded"
+        )
+    return live
+
+
+def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the lost rank could not record."""
+    return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}")
+
+
+def restore_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """An object that came before."""
+    return restore.known(node[1], live, name)

@@ -1,0 +1,179 @@
+"""Read the plain values that a script keeps in its variables.
+
+`Snapshot` walks from the variables of the user's frames through containers and objects, and turns what it finds into
+nodes that another process can write into its own variables (restore.py). Every value gets a node: what can neither be
+recorded nor compared says so, and is refused by name when it is needed. How a type is recorded stands in kinds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ttprun.rank import loops
+from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, pack
+
+# Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
+_HIDDEN = """
+    __name__ __doc__ __package__ __loader__ __spec__ __annotations__ __builtins__ __file__ __cached__ __path__
+    __warningregistry__ __class__ __conditional_annotations__ __annotate__
+"""
+HIDDEN = frozenset(_HIDDEN.split())
+FIXED = ""  # under this name a scope's record holds, packed, the nodes of what is the same at each boundary
+
+Handler = Callable[["Snapshot", Any, int], Any]
+HANDLERS: dict[type, Handler] = {}
+_choosers: list[Callable[[type], Handler]] = []
+_fixed: set[Handler] = set()
+
+
+def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) -> None:
+    """Who tells, once for each type, how its values are recorded.
+
+    fixed    handlers whose SAME nodes depend on the type or name alone
+    """
+    _choosers[:] = [chooser]
+    _fixed.update(fixed)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a variable is none of the script's."""
+    return name.startswith("__") and (name in HIDDEN or name.startswith(loops.VARIABLE_PREFIX))
+
+
+class _Scope:
+    """What is known of one scope from boundaries before.
+
+    fixed       variables whose very object has the same node at each boundary: functions, modules, paths, ...
+    functions   those among them that could be given attributes
+    moving      names that have held another object before, and are not counted on any more
+    packed      the nodes of `fixed`
+    """
+
+    __slots__ = ("fixed", "functions", "moving", "packed", "stepped")
+
+    def __init__(self, stepped: Any) -> None:
+        self.stepped = stepped
+        self.fixed: dict[str, Any] = {}
+        self.functions: list[Any] = []
+        self.moving: set[str] = set()
+        self.packed = b""
+
+
+_scopes: dict[Hashable, _Scope] = {}
+_attributes_of = attrgetter("__dict__")
+
+
+class Snapshot:
+    """One walk over the user's variables at a boundary.
+
+    stepped    data pointers of the storages that optimizers update, with their order; these are repaired from a peer
+    followed   ids of the iterators that loops under way run over: their positions are recorded with the loops
+    blobs      tensors to write behind the plain part: modules' buffers, and weights that no optimizer updates
+    generator_loops   loops that are under way in suspended generators of the user's
+    numbers    number of each object met so far, by its id
+    storages   number of the tensor with which a storage was recorded, by the storage's address
+    """
+
+    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = ()) -> None:
+        self.stepped = stepped
+        self.followed = set(followed)
+        self.blobs: list[torch.Tensor] = []
+        self.generator_loops: list[dict[str, Any]] = []
+        self.numbers: dict[int, int] = {}
+        self.storages: dict[int, int] = {}
+        self.alive: list[Any] = []  # ids stay valid only as long as the objects live
+
+    def variables(self, scope: Mapping[str, Any], key: Hashable = None) -> dict[str, Any]:
+        """Nodes of a scope's variables.
+
+        key    names the scope at each boundary; with it, what does not change is packed only once
+        """
+        if key is None:
+            return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
+        known = _scopes.get(key)
+        if known is None or known.stepped is not self.stepped:
+            known = _scopes[key] = _Scope(self.stepped)
+        found: dict[str, Any] = {}
+        fixed = known.fixed
+        met = 0
+        for name, value in scope.items():
+            if name in fixed and fixed[name] is value:
+                met += 1
+            elif name[:2] != "__" or not is_hidden(name):
+                found[name] = value if value.__class__ in SETTLED else self.node(value, 0)
+        if met < len(fixed) or any(map(_attributes_of, known.functions)):
+            known.moving.update(name for name, value in fixed.items() if scope.get(name) is not value)
+            known.moving.update(name for name in fixed if getattr(scope.get(name), "__dict__", None))
+            fixed.clear()
+            known.functions = []
+            return self.variables(scope, key)
+        self._settle(known, scope, found)
+        if fixed:
+            found[FIXED] = known.packed
+        return found
+
+    def _settle(self, known: _Scope, scope: Mapping[str, Any], found: dict[str, Any]) -> None:
+        """Take what can be counted on at the next boundary out of `found`."""
+        new = [
+            name
+            for name, node in found.items()
+            if node.__class__ is list and name not in known.moving and _is_fixed(scope[name], node)
+        ]
+        if not new and known.packed:
+            return
+        for name in new:
+            known.fixed[name] = scope[name]
+            del found[name]
+        known.functions = [value for value in known.fixed.values() if value.__class__ is FunctionType]
+        known.packed = pack({name: self.node(value, 0) for name, value in known.fixed.items()})
+
+    def loop(self, loop: loops.Loop) -> dict[str, Any]:
+        """A loop that is under way, and what it runs over if that is a generator of the user's."""
+        return dict(loop.record(), over=self.node(loop.over, 0))
+
+    def number(self, value: Any) -> int:
+        """The number of an object that is met for the first time."""
+        number = self.numbers[id(value)] = len(self.numbers)
+        self.alive.append(value)
+        return number
+
+    def node(self, value: Any, depth: int) -> Any:
+        """The node of one value."""
+        kind = type(value)
+        if kind in SETTLED:
+            return value
+        handler = HANDLERS.get(kind)
+        if handler is None:
+            handler = HANDLERS[kind] = _choosers[0](kind)
+        known = self.numbers.get(id(value))
+        if known is not None:
+            return [Tag.REFERENCE, known]
+        if depth > MAX_DEPTH:
+            return [Tag.REFUSED, f"is nested more than {MAX_DEPTH} deep"]
+        return handler(self, value, depth)
+
+    def items(self, values: Any, depth: int) -> list[Any]:
+        """Nodes of a container's items, fast where all are scalars."""
+        if set(map(type, values)) <= SETTLED:
+            return list(values)
+        return [self.node(value, depth + 1) for value in values]
+
+    def attributes(self, scope: Mapping[str, Any], depth: int, without: frozenset[str] = frozenset()) -> dict[str, Any]:
+        """Nodes of an object's attributes."""
+        return {
+            name: value if value.__class__ in SETTLED else self.node(value, depth + 1)
+            for name, value in scope.items()
+            if name not in without and name.__class__ is str
+        }
+
+
+def _is_fixed(value: Any, node: list[Any]) -> bool:
+    """Whether the very same object has the same node at each boundary."""
+    if value.__class__ is FunctionType and value.__dict__:
+        return False
+    return is_settled(node) or (node[0] is Tag.SAME and HANDLERS[type(value)] in _fixed)

@@ -1,0 +1,81 @@
+"""Generators that are suspended between two items: their variables are part of the script's state.
+
+[tag, number, function, instruction, variables, yields from]. Where one stands is told by the instruction, and inside of
+its `for` loops by the loops that are followed. A loop that is not followed hides its position: such a generator is
+refused, unless the position is known from a loop that runs over the generator itself.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from typing import Any
+
+from ttprun.rank import loops
+from ttprun.rank.frames import is_user_file
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+
+_ENDED = -2
+_loop_bodies: dict[types.CodeType, list[range]] = {}
+
+
+def _bodies(code: types.CodeType) -> list[range]:
+    """The instructions of each `for` loop and comprehension of a code."""
+    found = _loop_bodies.get(code)
+    if found is None:
+        found = _loop_bodies[code] = [
+            range(step.offset, step.argval) for step in dis.get_instructions(code) if step.opname == "FOR_ITER"
+        ]
+    return found
+
+
+def _hidden_loops(frame: types.FrameType) -> int:
+    """How many loops are under way in a frame whose positions nobody knows."""
+    active = sum(frame.f_lasti in body for body in _bodies(frame.f_code))
+    if not active:
+        return 0
+    scope = frame.f_locals
+    known = len(loops.of_frame(scope, frame.f_lineno))
+    return active - known - (".0" in scope)  # a generator expression holds its outermost iterator under this name
+
+
+def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
+    return f"{value.gi_code.co_filename}:{value.gi_code.co_qualname}:{value.gi_code.co_firstlineno}"
+
+
+def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
+    """A generator, of the user's or of a library's."""
+    frame = value.gi_frame
+    if value.gi_running:
+        return [Tag.SAME, name_of(type(value)), "running"]  # its frame is on the stack
+    number = snapshot.number(value)
+    if frame is None:
+        return [Tag.SUSPENDED, number, _where(value), _ENDED, {}, None]
+    is_followed = id(value) in snapshot.followed
+    if not is_user_file(frame.f_code.co_filename) and is_followed:
+        return [Tag.SAME, name_of(type(value)), "followed"]
+    active = loops.of_frame(frame.f_locals, frame.f_lineno)
+    snapshot.followed.update(id(loop.over) for loop in active if loop.over is not None)
+    if not is_followed and _hidden_loops(frame) > 0:
+        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
+    snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
+    inner = snapshot.node(value.gi_yieldfrom, depth + 1)
+    return [Tag.SUSPENDED, number, _where(value), frame.f_lasti, snapshot.variables(frame.f_locals), inner]
+
+
+def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Write its variables; it must stand at the same instruction."""
+    _, number, where, instruction, variables, inner = node
+    if not isinstance(live, types.GeneratorType) or _where(live) != where:
+        return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {told(live)} here")
+    frame = live.gi_frame
+    if (frame.f_lasti if frame is not None else _ENDED) != instruction:
+        return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")
+    if restore.claim_or_refuse(number, live, name) and frame is not None:
+        old = live.gi_yieldfrom
+        if restore.value(MISSING if old is None else old, inner, f"{name}/") not in (old, None):
+            return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
+        restore.frame(frame, variables, f"{name}/")
+    return live

@@ -1,0 +1,245 @@
+"""Tensors in variables.
+
+Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
+dtype, shape, layout, bytes or the number of the tensor that came with the storage, flags, device]. `layout` is [stride,
+offset, bytes of the storage], None for a tensor that is all of its storage, False for a small part of a large one.
+Those that optimizers update come from a peer; only which of them it is is recorded. Large ones: see large.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ttprun.rank.values.large import SMALL_BYTES, follow
+from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unrecorded import Unrecorded, shape_of
+
+_LEAF, _PARAMETER = 1, 2  # flags
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in `torch`."""
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements as bytes."""
+    if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if not tensor.is_contiguous():
+        tensor = tensor.detach().contiguous()
+    size = tensor.nbytes
+    return ctypes.string_at(tensor.data_ptr(), size) if size else b""
+
+
+def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Tensor:
+    """A new tensor from recorded bytes."""
+    kind = getattr(torch, dtype)
+    if not len(raw):
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
+
+
+def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
+    """Any tensor."""
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        return _record_unusual(value)
+    try:
+        storage = value.untyped_storage()
+        at = storage.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own, a DTensor or the like
+        return [Tag.REFUSED, f"is a {name_of(type(value))} without memory of its own"]
+    dtype, shape = dtype_name(value.dtype), list(value.shape)
+    index = snapshot.stepped.get(at)
+    if index is not None and at:
+        is_itself = isinstance(value, torch.nn.Parameter)
+        return [Tag.WEIGHT, index, dtype, shape, list(value.stride()), value.storage_offset(), is_itself]
+    if value.nbytes > SMALL_BYTES:
+        return _record_large(snapshot, value, dtype, shape)
+    number = snapshot.number(value)
+    flags = 0
+    if value.requires_grad and value.is_leaf:
+        flags = _LEAF | (_PARAMETER if isinstance(value, torch.nn.Parameter) else 0)
+    device = "" if value.device.type == "cpu" else str(value.device)
+    node = [Tag.TENSOR, number, dtype, shape]
+    size = storage.nbytes()
+    if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
+        return [*node, False, raw_bytes(value), flags, device]
+    first = snapshot.storages.get(at)
+    if first is None and size == value.nbytes and value.is_contiguous():
+        if size:
+            snapshot.storages[at] = number
+        return [*node, None, raw_bytes(value), flags, device]
+    layout = [list(value.stride()), value.storage_offset(), size]
+    if first is None:
+        snapshot.storages[at] = number
+        return [*node, layout, raw_bytes(_whole(storage)), flags, device]
+    return [*node, layout, first, flags, device]
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _record_large(snapshot: Snapshot, value: torch.Tensor, dtype: str, shape: list[int]) -> Any:
+    if value.grad_fn is not None:
+        return [Tag.ACTIVATION, shape]
+    digest, is_changing = follow(value)
+    if not is_changing:
+        return [Tag.DATA, dtype, shape, digest]
+    node = [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs)]
+    snapshot.blobs.append(value.detach().cpu().contiguous())
+    return node
+
+
+def _record_unusual(value: torch.Tensor) -> Any:
+    """Sparse, quantized and shapes without data: compared."""
+    what = f"{value.layout} {value.dtype} {list(value.shape)}"
+    if value.is_meta:
+        return [Tag.SAME, "torch:Tensor", f"meta {what}"]
+    if value.layout is torch.sparse_coo:
+        parts = [value._indices(), value._values()]
+    elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [value.crow_indices(), value.col_indices(), value.values()]
+    elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [value.ccol_indices(), value.row_indices(), value.values()]
+    else:
+        return [Tag.REFUSED, f"is a tensor of {what}"]
+    digests = " ".join(follow(part.detach())[0].hex() for part in parts)
+    return [Tag.SAME, "torch:Tensor", f"{what} {digests}"]
+
+
+def record_unrecorded(snapshot: Snapshot, value: Unrecorded, depth: int) -> Any:
+    """A large activation that a repair before has not brought back either."""
+    return [Tag.ACTIVATION, shape_of(value)]
+
+
+def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Something that says so when it is used."""
+    return Unrecorded(name, node[1])
+
+
+def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """In place where the live tensor lies in memory as the recorded one, else a new one."""
+    _, number, dtype, shape, layout, raw, flags, device = node
+    if not _is_like(live, dtype, shape, device):
+        live = MISSING
+    if live is not MISSING and layout is False and raw_bytes(live) == raw and restore.claim(number, live):
+        return _flagged(live, flags)
+    if layout is False:
+        made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags)
+        restore.claim(number, made)
+        return made
+    if live is not MISSING and _fits(restore, live, number, layout, raw) and restore.claim(number, live):
+        return _flagged(live, flags)
+    storage = _storage(restore, number, raw)
+    if storage is None:
+        return restore.refuse(live, f"{name} shares memory with a tensor that could not be restored")
+    stride, offset, _ = layout or (list(torch.empty(shape, device="meta").stride()), 0, 0)
+    made = torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
+    made = _flagged(made, flags)
+    restore.claim(number, made)
+    return made
+
+
+def _is_like(live: Any, dtype: str, shape: list[int], device: str) -> bool:
+    """Whether a live value is a tensor of this form, with no history."""
+    if type(live) not in (torch.Tensor, torch.nn.Parameter) or live.layout is not torch.strided:
+        return False
+    is_there = str(live.device) == (device or "cpu") and live.grad_fn is None
+    return is_there and dtype_name(live.dtype) == dtype and list(live.shape) == shape
+
+
+def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: Any) -> bool:
+    """Whether a live tensor can stand for the recorded one; if so, its storage is written."""
+    storage = live.untyped_storage()
+    if layout is None:
+        if storage.nbytes() != live.nbytes or not live.is_contiguous():
+            return False
+    elif [list(live.stride()), live.storage_offset(), storage.nbytes()] != layout:
+        return False
+    if isinstance(raw, int):
+        known = restore.storages.get(raw)
+        return known is not None and known.data_ptr() == storage.data_ptr()
+    if storage.nbytes() != len(raw):
+        return False
+    taken = any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values()) if len(raw) else False
+    if taken:
+        return False
+    restore.storages[number] = storage
+    if len(raw):
+        _whole(storage).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return True
+
+
+def _storage(restore: Restore, number: int, raw: Any) -> torch.UntypedStorage | None:
+    if isinstance(raw, int):
+        return restore.storages.get(raw)
+    made = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
+    storage = restore.storages[number] = made.untyped_storage()
+    return storage
+
+
+def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+    if flags & _PARAMETER and not isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor)
+    if tensor.is_leaf and tensor.requires_grad != bool(flags & _LEAF):
+        tensor.requires_grad_(bool(flags & _LEAF))
+    return tensor
+
+
+def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What optimizers update: nothing is written, but it must be the same one of them."""
+    _, index, dtype, shape, stride, offset, is_itself = node
+    is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
+    if index >= len(restore.stepped):
+        if is_alike:
+            return live
+        return restore.refuse(live, f"{name} is a weight in the lost rank and {told(live)} here")
+    owner = restore.stepped[index]
+    if (
+        is_alike
+        and live.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+        and live.storage_offset() == offset
+    ):
+        return live
+    if is_itself and isinstance(owner, torch.nn.Parameter) and list(owner.shape) == shape:
+        return owner
+    if dtype_name(owner.dtype) != dtype:
+        return restore.refuse(live, f"{name} is a view of a weight that is of another type here")
+    return owner.detach().as_strided(shape, stride, offset)
+
+
+def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the replay has loaded again."""
+    _, dtype, shape, expected = node
+    if not restore.is_comparing:
+        return live
+    if not isinstance(live, torch.Tensor):
+        restore.is_same(False, name, "is a large tensor in the lost rank and not in the replacement")
+    elif list(live.shape) != shape or dtype_name(live.dtype) != dtype:
+        restore.is_same(False, name, f"has shape {list(live.shape)} where the lost rank had {shape}")
+    else:
+        restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
+    return live
+
+
+def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """A large tensor that the script changes: from the record's blobs."""
+    _, number, dtype, shape, index = node
+    found = tensor_of(dtype, shape, restore.blob(index))
+    is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
+    if is_alike and live.grad_fn is None and restore.claim(number, live):
+        live.data.copy_(found)
+        return live
+    restore.claim(number, found)
+    return found

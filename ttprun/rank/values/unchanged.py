@@ -1,0 +1,94 @@
+"""Long containers of values that never change: packed once, and again only what was added.
+
+A vocabulary, a list of file names, the losses so far: walking them at each boundary would cost more than all the rest.
+A container is known to be as it was if it holds the very same objects, which is seen from their addresses at once. Only
+containers of settled nodes (see nodes.py) are kept, so what is held here is no tensor and nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.rank.values.nodes import SETTLED, is_settled, pack
+
+MIN_ITEMS = 12  # below, packing anew is as fast
+_OB_ITEM = 3 * ctypes.sizeof(ctypes.c_void_p)  # offset of the items' address in CPython's list object
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+
+
+class _Kept:
+    """items: objects whose addresses are `addresses`; packed: their nodes, one behind the other."""
+
+    __slots__ = ("addresses", "items", "packed")
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.addresses = b""
+        self.packed = bytearray()
+
+
+_kept: dict[tuple[int, int], _Kept] = {}
+_before: dict[tuple[int, int], _Kept] = {}
+
+
+def forget_unused() -> None:
+    """A boundary begins: what was not asked for at the one before is forgotten."""
+    global _kept, _before
+    _before, _kept = _kept, {}
+
+
+def _addresses(items: list[Any]) -> bytes:
+    at = ctypes.c_void_p.from_address(id(items) + _OB_ITEM).value
+    return ctypes.string_at(at, len(items) * _WORD) if at else b""
+
+
+def _addresses_one_by_one(items: list[Any]) -> bytes:
+    return b"".join(id(item).to_bytes(_WORD, "little") for item in items)
+
+
+def _choose() -> Callable[[list[Any]], bytes]:
+    """The fast way, if this interpreter's lists are laid out as expected."""
+    items = [object(), "x", 7.5]
+    return _addresses if _addresses(items) == _addresses_one_by_one(items) else _addresses_one_by_one
+
+
+addresses = _choose()
+
+
+def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any]) -> bytearray | None:
+    """The nodes of all items, one behind the other; None if some item can change.
+
+    key     (address of the container, 0 for its keys, 1 for its values); another container there does no harm
+    items   what it holds now, in order
+    node    gives the node of one item
+    """
+    kept = _before.get(key) or _kept.get(key)
+    if kept is None:
+        first = items[0].__class__
+        if first not in SETTLED and not issubclass(first, tuple):
+            return None
+        kept = _Kept()
+    now = addresses(items)
+    known = kept.addresses
+    if now != known:
+        if not now.startswith(known):
+            kept = _Kept()
+        begin = len(kept.items)
+        added = items[begin:]
+        if not set(map(type, added)) <= SETTLED:
+            added = [node(item, 1) for item in added]
+            if not all(map(is_settled, added)):
+                return None
+        kept.packed += _pack_all(added)
+        kept.items += items[begin:]
+        kept.addresses = now
+    _kept[key] = kept
+    return kept.packed
+
+
+def _pack_all(nodes: list[Any]) -> bytes:
+    """Nodes one behind the other: a packed list without its head of 1, 3 or 5 bytes."""
+    packed = pack(nodes)
+    return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
