@@ -49,8 +49,13 @@ def links(session: Session) -> dict[int, list[socket.socket]]:
             peer = connection.listener_of(port)
             peer = callers.get(port) if peer is None else peer
             if peer is not None:
-                found[group.ranks[peer]].append(sock.dup())
+                found[group.ranks[peer]].append(_duplicate(sock))
     return dict(found)
+
+
+def _duplicate(sock: socket.socket) -> socket.socket:
+    """Another descriptor of the same socket. Not sock.dup(), which makes the socket blocking, for gloo too."""
+    return socket.socket(fileno=os.dup(sock.fileno()))
 
 
 def _callers(exchange: Exchange, connection: Connection, name: str, size: int, rank: int) -> dict[int, int]:
@@ -72,7 +77,7 @@ def break_links(session: Session, fault: Fault) -> str:
         for sock in sockets:
             _BREAK[fault.kind](sock, fault)
         if fault.seconds is not None and fault.kind in _MEND:
-            _mend_later(fault, [sock.dup() for sock in sockets])
+            _mend_later(fault, [_duplicate(sock) for sock in sockets])
     finally:
         for sock in (sock for found in known.values() for sock in found):
             sock.close()
