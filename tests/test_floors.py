@@ -13,8 +13,9 @@ FLOORS = {
     "observe": {"errors"},
     "rank": {"board", "channel", "faults", "errors"},
     "shim": {"rank"},
-    "agent": {"board", "channel", "config", "errors", "faults", "observe", "rank", "recovery"},
-    "cli": {"agent", "config", "errors", "faults", "observe", "rank"},
+    "agent": {"board", "channel", "config", "errors", "faults", "observe", "rank", "recovery", "schedule"},
+    "cli": {"agent", "config", "drill", "errors", "faults", "observe", "rank", "schedule"},
+    "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
 

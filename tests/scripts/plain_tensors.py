@@ -21,7 +21,7 @@ w1 = (0.05 * torch.randn(256, 128)).requires_grad_()
 w2 = (0.05 * torch.randn(128, 1)).requires_grad_()
 for w in (w1, w2):
     dist.broadcast(w.detach(), src=0)
-optimizer = torch.optim.SGD([w1, w2], lr=0.05, momentum=0.9)
+optimizer = torch.optim.SGD([w1, w2], lr=0.002, momentum=0.9)
 
 history = []
 for step in range(args.steps):

@@ -47,14 +47,15 @@ class Reports:
             self._supervisor.standbys.warm_up(message["modules"])
         elif op == "present":
             seat.greet()
+            self._supervisor.injections.greeted(seat)
         elif op == "script_error":
             if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
                 os.write(2, message["traceback"].encode())
             seat.script_error = message["error"]
         elif op == "fault_struck":
-            self._supervisor.faults = [fault for fault in self._supervisor.faults if str(fault) != message["fault"]]
-            told = {key: message[key] for key in ("fault", "phase", "step")}
-            self._supervisor.log("fault_injected", rank=seat.rank, **told)
+            self._supervisor.injections.struck(seat, message)
+        elif op == "fault_failed":
+            self._supervisor.injections.failed(seat, message)
         elif op == "note":
             self._supervisor.log("note", rank=seat.rank, text=message["text"])
             logger.warning("rank %d: %s", seat.rank, message["text"])

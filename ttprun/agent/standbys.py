@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.agent.processes import Standby
+from ttprun.agent.processes import Standby, kill_session
 
 
 class Standbys:
@@ -43,6 +43,14 @@ class Standbys:
         chosen = next((standby for standby in alive if standby.is_ready), alive[0] if alive else None)
         self._waiting = [standby for standby in alive if standby is not chosen]
         return chosen
+
+    def kill_one(self) -> int | None:
+        """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""
+        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        if not alive:
+            return None
+        kill_session(alive[0].process.pid)
+        return alive[0].process.pid
 
     def end(self) -> None:
         """Kill those that were not needed."""

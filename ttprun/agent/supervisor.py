@@ -22,6 +22,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.control import ControlSocket
+from ttprun.agent.injections import Injections
 from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
 from ttprun.agent.reports import Reports
@@ -64,7 +65,7 @@ class Supervisor:
         self._board_fd = -1
         self.seats: list[Seat] = []
         self.replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
-        self.faults = [parse_fault(text) for text in config.faults]
+        self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
         self.reports = Reports(self)
         self._is_stopping = False
@@ -123,6 +124,7 @@ class Supervisor:
             self._is_paused = False
             if is_restart:
                 self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
+            self.injections.begin()
             for seat in self.seats:
                 self.welcome(seat, is_replacement=False)
             self.standbys.refill(self.watch_standby)
@@ -188,13 +190,17 @@ class Supervisor:
         while not self._is_stopping:
             now = time.monotonic()
             wait_s = _STATUS_EVERY_S
+            next_timer_s = self.injections.next_timer_s()
             if self._deadlines:
                 wait_s = min(wait_s, max(0.0, self._deadlines[0][0] - now))
+            if next_timer_s is not None:
+                wait_s = min(wait_s, max(0.0, next_timer_s - now))
             try:
                 for key, _ in self.selector.select(wait_s):
                     if key.fileobj in self.selector.get_map():
                         key.data()
                 self._pass_deadlines()
+                self.injections.pass_time()
                 self.status.publish(self)
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
@@ -228,7 +234,7 @@ class Supervisor:
             "generation": self.job.generation,
             "run_dir": str(self.run.path),
             "is_replacement": is_replacement,
-            "faults": [str(fault) for fault in self.faults if fault.rank == seat.rank],
+            "faults": self.injections.waiting_in(seat.rank),
             "options": {
                 "allow_faults": config.allow_faults,
                 "record_limit_mib": config.record_limit_mib,
@@ -284,6 +290,7 @@ class Supervisor:
             signal=event.signal,
             boundary=event.boundary,
             reason=event.reason,
+            at_s=event.at_s,
         )
         self.advance(event)
 
@@ -317,19 +324,9 @@ class Supervisor:
         """A request of `ttprun inject-fault`."""
         if not self.config.allow_faults:
             return {"ok": False, "error": "this run was started without --allow-faults"}
-        fault = parse_fault(str(request["fault"]))
-        if fault.rank >= len(self.seats):
-            return {"ok": False, "error": f"there is no rank {fault.rank}; this run has {len(self.seats)} ranks"}
         if self.verdict is not None:
             return {"ok": False, "error": "the run has ended"}
-        seat = self.seats[fault.rank]
-        if fault.kind == "kill" and fault.step is None and fault.phase is None:
-            self.log("fault_injected", rank=fault.rank, fault=str(fault), phase=None, step=None)
-            kill_session(seat.pid)
-            return {"ok": True, "message": f"rank {fault.rank} (pid {seat.pid}) has been killed"}
-        seat.tell({"op": "fault", "fault": str(fault)})
-        self.log("fault_armed", rank=fault.rank, fault=str(fault))
-        return {"ok": True, "message": f"armed in rank {fault.rank}: {fault}"}
+        return {"ok": True, "message": self.injections.order(parse_fault(str(request["fault"])), "inject-fault")}
 
     # Decisions, and what they order.
 

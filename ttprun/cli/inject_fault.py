@@ -1,9 +1,12 @@
-"""`ttprun inject-fault`: break one rank of a running job on purpose, to see it recover. Without torch."""
+"""`ttprun inject-fault`: break a running job on purpose, to see it recover. Without torch."""
 
 from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
 from typing import Annotated
 
 import typer
@@ -11,36 +14,68 @@ import typer
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config import read_config_file, resolve
 from ttprun.errors import ConfigError
-from ttprun.faults import KINDS, PHASES, Fault, check_word
+from ttprun.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import read_status
+from ttprun.observe.status import RunStatus, read_status
+from ttprun.schedule import Strike, strikes
 
 ANSWER_LIMIT_S = 10.0
+# Of a schedule without end, so many strikes are shown.
+SHOWN_STRIKES = 20
 
 
 def inject_fault(
-    kind: Annotated[str, typer.Argument(help="Kind of fault; 'list' shows all kinds and phases.")],
+    kind: Annotated[
+        str, typer.Argument(help="Kind of fault; several with commas, or 'random', with --seed; 'list' shows them all.")
+    ],
     rank: Annotated[int | None, typer.Option(help="Global rank in which it strikes.")] = None,
     at_step: Annotated[int | None, typer.Option(help="Optimizer step, from 0; default: the running one.")] = None,
     phase: Annotated[str | None, typer.Option(help="Phase of the step; default: wherever the rank is.")] = None,
+    after: Annotated[float | None, typer.Option(help="Seconds to wait first.")] = None,
+    every: Annotated[str | None, typer.Option(help="Again and again: 10s (seconds) or 5steps.")] = None,
+    count: Annotated[int | None, typer.Option(help="How often; default: once, with --every without end.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw what is not given, the same each time: rank, phase, step.")
+    ] = None,
+    code: Annotated[int | None, typer.Option(help="Exit code, for exit.")] = None,
+    peer: Annotated[int | None, typer.Option(help="Other end of the link, for reset, silent and slow.")] = None,
+    rate: Annotated[int | None, typer.Option(help="Bytes a second, for slow.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="How long a hang or a broken link lasts.")] = None,
     run: Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done; do nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
 ) -> int:
-    """Cause a fault in one rank of a run that was started with --allow-faults.
+    """Cause a fault in a run that was started with --allow-faults, once or by a schedule.
 
     For example: ttprun inject-fault kill --rank 1 --at-step 20 --phase backward
+
+    A storm: ttprun inject-fault random --seed 7 --every 10s --count 5 (see it first with --dry-run)
+
+    The same is written in one word for --fault and for configurations: random:every=10s,count=5,seed=7
     """
     if kind == "list":
-        print_words()
+        print_words(as_json)
         return 0
-    fault = read_fault(kind, rank, at_step, phase)
+    values = {"rank": rank, "step": at_step, "phase": phase, "after": after, "every": every, "count": count}
+    values |= {"seed": seed, "code": code, "peer": peer, "rate": rate, "seconds": seconds}
+    fault = read_fault(kind, values)
     directory = RunDirectory.find(run)
-    check_run(directory, fault)
-    print(send_fault(directory, fault))
+    status = check_run(directory, fault)
+    if dry_run:
+        show_strikes(status, fault, as_json)
+        return 0
+    message = send_fault(directory, fault)
+    told = {"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message}
+    print(json.dumps(told) if as_json else message)
     return 0
 
 
-def print_words() -> None:
+def print_words(as_json: bool) -> None:
     """Print the kinds and phases of faults."""
+    if as_json:
+        kinds = {kind: {"what": meaning, "phases": phases_of(kind)} for kind, meaning in KINDS.items()}
+        print(json.dumps({"kinds": kinds, "phases": PHASES}))
+        return
     console = open_console()
     for title, words in (("kind", KINDS), ("phase", PHASES)):
         table = new_table(console, title, "what happens" if title == "kind" else "when it strikes")
@@ -49,24 +84,63 @@ def print_words() -> None:
         console.print(table)
 
 
-def read_fault(kind: str, rank: int | None, at_step: int | None, phase: str | None) -> Fault:
-    """The fault that the command line describes. Raises ConfigError."""
+def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
+    """The fault that the command line describes; `values` has the keys of Fault. Raises ConfigError."""
+    for key, value in values.items():
+        if isinstance(value, int | float) and value < 0:
+            option = "--at-step" if key == "step" else f"--{key}"
+            raise ConfigError(f"{option}: {value} is below 0", "give a whole number from 0")
+    given = ",".join(f"{key}={value}" for key, value in values.items() if value is not None)
     try:
-        check_word("fault", kind, KINDS)
-        if phase is not None:
-            check_word("phase", phase, PHASES)
+        for word in kind.split(","):
+            check_word("fault", word, [*KINDS, RANDOM])
+        if values["rank"] is None and values["seed"] is None and not kind.endswith(("agent-kill", "standby-kill")):
+            raise ValueError("no rank is named; add --rank R, or --seed S to draw one")
+        return parse_fault(f"{kind}:{given}")
     except ValueError as error:
         raise ConfigError(*str(error).split("; ", 1)) from None
-    if rank is None:
-        raise ConfigError("no rank is named", "add --rank R")
-    for option, value in (("--rank", rank), ("--at-step", at_step)):
-        if value is not None and value < 0:
-            raise ConfigError(f"{option}: {value} is below 0", "give a whole number from 0")
-    return Fault(kind, rank, at_step, phase)
 
 
-def check_run(directory: RunDirectory, fault: Fault) -> None:
-    """The run must live, allow faults and have that rank. Raises ConfigError."""
+def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
+    """Print what an order would come to if it were given now."""
+    running_step = max((rank.step or 0 for rank in status.ranks), default=0)
+    coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
+    shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES
+    if as_json:
+        told = [{"after_s": strike.after_s} | _given(strike.fault) for strike in shown]
+        print(json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": True, "strikes": told}))
+        return
+    console = open_console()
+    console.print(f"run {status.run_id}, step {running_step}: nothing is done; this order would be")
+    table = new_table(
+        console, "#", "after", "kind", "rank", "step", "phase", "with", right=("#", "after", "rank", "step")
+    )
+    for strike in shown:
+        table.add_row(*_row(strike))
+    console.print(table)
+    if has_more:
+        console.print("... and so on")
+
+
+def _row(strike: Strike) -> tuple[str, ...]:
+    fault = strike.fault
+    own = {key: value for key, value in _given(fault).items() if key not in ("kind", "rank", "step", "phase")}
+    after = "at once" if strike.after_s is None and strike.number == 0 else "the one before"
+    return (
+        str(strike.number + 1),
+        after if strike.after_s is None else f"{strike.after_s:g} s",
+        fault.kind,
+        *("-" if value is None else str(value) for value in (fault.rank, fault.step, fault.phase)),
+        " ".join(f"{key}={value}" for key, value in own.items()) or "-",
+    )
+
+
+def _given(fault: Fault) -> dict[str, object]:
+    return {key: value for key, value in asdict(fault).items() if value is not None}
+
+
+def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
+    """The run must live, allow faults and have that rank; returns its status. Raises ConfigError."""
     try:
         status = read_status(directory.status)
         config = resolve([read_config_file(str(directory.config))], {}, {})
@@ -77,10 +151,11 @@ def check_run(directory: RunDirectory, fault: Fault) -> None:
         raise ConfigError(f"run {status.run_id} has ended ({ending})", "name a running one with --run")
     if not config.allow_faults:
         raise ConfigError(f"run {status.run_id} does not allow faults", "start it with --allow-faults")
-    if fault.rank >= status.world_size:
-        raise ConfigError(
-            f"--rank: run {status.run_id} has no rank {fault.rank}", f"name one from 0 to {status.world_size - 1}"
-        )
+    for option, rank in (("--rank", fault.rank), ("--peer", fault.peer)):
+        if rank is not None and rank >= status.world_size:
+            last = status.world_size - 1
+            raise ConfigError(f"{option}: run {status.run_id} has no rank {rank}", f"name one from 0 to {last}")
+    return status
 
 
 def send_fault(directory: RunDirectory, fault: Fault) -> str:

@@ -127,8 +127,8 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
         raise ConfigError(f"--nproc-per-node: {launch.nproc_per_node} ranks", "give 1 or more")
     world_size = launch.nproc_per_node * launch.max_nodes
     for text in config.faults:
-        rank = parse_fault(text).rank
-        if rank >= world_size:
+        fault = parse_fault(text)
+        if any(rank is not None and rank >= world_size for rank in (fault.rank, fault.peer)):
             raise ConfigError(f"fault '{text}': there are {world_size} ranks", f"use ranks 0 to {world_size - 1}")
 
 

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -116,10 +116,13 @@ class Connection:
             ports = _listening_ports() - before
         exchange.put(generation, f"{prefix}port {rank}", ",".join(map(str, ports)).encode())
         self._ports = set(ports)
+        self._listeners = dict.fromkeys(ports, rank)
         # All members are here, and so alive a moment ago, before anybody enters C++ code that cannot be interrupted.
         for peer in range(size):
             told = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
-            self._ports |= {int(port) for port in told.split(b",") if port}
+            theirs = {int(port) for port in told.split(b",") if port}
+            self._ports |= theirs
+            self._listeners |= dict.fromkeys(theirs, peer)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [device]
@@ -130,12 +133,22 @@ class Connection:
 
     def cut(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""
+        for sock in self.sockets():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def sockets(self) -> Iterator[socket.socket]:
+        """Duplicates of this backend's connected sockets; each is closed when the next one is asked for."""
         for fd in _socket_fds():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
                     continue
                 if sock.getsockname()[1] in self._ports or sock.getpeername()[1] in self._ports:
-                    sock.shutdown(socket.SHUT_RDWR)
+                    yield sock
+
+    def listener_of(self, port: int) -> int | None:
+        """The member of the group that listens on a port, None if none does."""
+        return self._listeners.get(port)
 
 
 def _socket_fds() -> list[int]:

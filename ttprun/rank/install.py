@@ -22,7 +22,8 @@ from typing import Any
 
 from ttprun.board import Board, Phase
 from ttprun.channel import Channel
-from ttprun.rank import rewrite
+from ttprun.faults import parse_fault
+from ttprun.rank import damage, rewrite
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
 
@@ -79,15 +80,10 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
 
 def strike_at_start(welcome: dict[str, Any]) -> None:
     """Faults of phase "start" strike before anything else; the others wait for their hooks."""
-    from ttprun.faults import parse_fault
-
-    for text in welcome["faults"]:
-        fault = parse_fault(text)
+    for ordered in welcome["faults"]:
+        fault = parse_fault(ordered["fault"])
         if fault.phase == "start" and _presence is not None:
-            _presence.channel.send({"op": "fault_struck", "fault": text, "phase": "start", "step": 0})
-            if fault.kind == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(1)
+            damage.cause(_presence.channel, damage.Armed(ordered["number"], fault), "start", 0, None)
 
 
 def tell_before(previous: Any) -> Any:
@@ -144,7 +140,11 @@ def _finish() -> None:
     if _presence is not None and os.getpid() == _presence.pid and not _presence.has_script_failed:
         from ttprun.rank import faults
 
-        faults.reached("exit")
+        try:
+            faults.reached("exit")
+        except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
+            sys.excepthook(*sys.exc_info())
+            os._exit(damage.EXIT_CODE)
         module = sys.modules.get("ttprun.rank.session")
         session = module.current() if module is not None else None
         if session is not None and session.replay is not None:
@@ -190,7 +190,6 @@ def take_over() -> None:
 def _install_hooks(presence: Presence) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    from ttprun.faults import parse_fault
     from ttprun.rank import (
         appends,
         boundary,
@@ -239,8 +238,8 @@ def _install_hooks(presence: Presence) -> None:
     register_optimizer_step_post_hook(boundary.after_step)
     output.count_lines()
     begin(session)
-    for text in welcome["faults"]:
-        faults.arm(parse_fault(text))
+    for ordered in welcome["faults"]:
+        faults.arm(ordered["number"], parse_fault(ordered["fault"]))
     if options["allow_faults"]:
         faults.watch_modules()
     if is_replay:

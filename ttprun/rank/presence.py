@@ -12,6 +12,7 @@ from typing import Any
 
 from ttprun.board import Board, Field
 from ttprun.channel import Channel, Message
+from ttprun.rank import damage
 
 
 class Presence:
@@ -75,5 +76,7 @@ class Presence:
             self.generation = message["generation"]
             self.order = message
             self.may_start.set()
+        elif op == "fault_done":
+            damage.done_by_agent()
         else:
             self._early.append(message)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults
+from ttprun.rank import broken_links, faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
@@ -191,9 +191,16 @@ class ManagedGroup(ProcessGroup):
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
         native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
         native._set_group_name(self._name)
+        if self._session.options["allow_faults"]:
+            broken_links.publish(self._exchange, connection, self._name, self._rank)
         with self._session.journal.lock:
             self._connection = connection
             self._native = native
+
+    @property
+    def connection(self) -> Connection | None:
+        """The present connection; None while there is none."""
+        return self._connection
 
     def cut(self) -> None:
         """Break the connection: whatever is pending on it fails at once."""
@@ -218,11 +225,11 @@ class ManagedGroup(ProcessGroup):
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
         journal = session.journal
-        faults.reached_collective(op)
-        board, row = session.board, session.local_rank
-        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
-        session.touch(Phase.COLLECTIVE)
         inputs_at, outputs_at = OPERATIONS[op]
+        is_left_out = faults.reached_collective(op, () if inputs_at is None else args[inputs_at])
+        board, row = session.board, session.local_rank
+        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + (not is_left_out))
+        session.touch(Phase.COLLECTIVE)
         entry = Entry(self, op, args)
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
@@ -231,6 +238,9 @@ class ManagedGroup(ProcessGroup):
             entry.place = location_key()
         if session.replay is not None:
             session.replay.answer(entry)
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if is_left_out:
             entry.is_done = True
             return ManagedWork(journal, entry)
         if session.is_applying:

@@ -18,7 +18,7 @@ from typing import Any
 from ttprun.board import Field, Phase
 from ttprun.channel import Message
 from ttprun.faults import parse_fault
-from ttprun.rank import faults, repair
+from ttprun.rank import damage, faults, repair
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import Entry
@@ -51,7 +51,9 @@ class Recovery:
         if op == "put":
             session.exchange.deliver(message["generation"], message["key"], base64.b64decode(message["value"]))
         elif op == "fault":
-            faults.arm(parse_fault(message["fault"]))
+            faults.arm(message["number"], parse_fault(message["fault"]))
+        elif op == "fault_done":
+            damage.done_by_agent()
         elif op == "unprotected":
             with session.changed:
                 session.unprotected = session.unprotected or message["reason"]
@@ -93,6 +95,7 @@ class Recovery:
 
     def _on_freeze(self, message: Message) -> None:
         session = self._session
+        faults.reached("freeze")
         with session.journal.lock:
             session.journal.is_frozen = True
         with session.changed:
@@ -169,6 +172,7 @@ class Recovery:
 
     def _on_send_state(self, message: Message) -> None:
         session = self._session
+        faults.reached("transfer")
         digest = repair.serve(
             session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
         )
@@ -185,6 +189,7 @@ class Recovery:
 
     def _on_resume(self, message: Message) -> None:
         session = self._session
+        faults.reached("rebuild")
         if session.replay is not None:
             self._go_live(message)
             return
@@ -208,6 +213,7 @@ class Recovery:
                 self._connect_up_to(entry.group)
             inner = entry.group.issue_again(entry)
             again.append((entry, inner))
+            faults.reached("reissue")
             if not entry.is_done:
                 session.journal.attach(entry, inner)
                 if entry.future is not None:
@@ -215,6 +221,7 @@ class Recovery:
         with session.changed:
             session.is_holding = False
             session.changed.notify_all()
+        faults.reached("thaw")
         for entry, inner in again:
             inner.wait()
             entry.group.complete(entry, inner)
