@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
 # How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
 PATIENCE_S = 15.0
-# How long after the failure the agent is told of it: if a peer has died, the agent knows by then, and it is an incident.
+# How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
 TELL_AFTER_S = 1.0
 # Steps after which spare buffers of shapes that have not come again are given up.
 _TRIM_EVERY = 16
