@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-ROW_FIELDS = 16
+ROW_FIELDS = 24
 FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
 
 
@@ -32,6 +32,10 @@ class Field(enum.IntEnum):
     LINES_OUT = 6  # lines that the script has written to stdout since its newest boundary
     LINES_ERR = 7  # the same for stderr
     LEAVING = 8  # how often the script has said that it is done with its process group
+    OPERATION = 9  # the newest collective: its place in OPERATION_NAMES
+    MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
+    PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
+    MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
 
 
 class Phase(enum.IntEnum):
@@ -47,6 +51,35 @@ class Phase(enum.IntEnum):
     REPLAYING = 7
     REPAIRING = 8
     FINISHED = 9
+    CONNECTING = 10
+
+
+# The collectives of torch 2.13 and of older releases; "connect" is ours: the group itself is being made.
+OPERATION_NAMES = (
+    "none",
+    "connect",
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+)
 
 
 FUTEX_WAIT = 0
@@ -114,10 +147,14 @@ class Board:
             0,
         )
 
-    def clear_row(self, rank: int) -> None:
-        """Forget a process: the next one in this row starts at boundary 0."""
-        for field in range(ROW_FIELDS):
-            self.announce(rank, field, 0)
+    def forget_process(self, rank: int) -> None:
+        """A process has ended: the next one in this row has given no sign of life yet. Its progress is left."""
+        for field in (Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS, Field.MAIN_BEATS):
+            self.set(rank, field, 0)
+
+    def address_of(self, rank: int, field: int) -> int:
+        """Where a field lies in this process's memory."""
+        return self._address + (rank * ROW_FIELDS + field) * 8
 
     def touch(self, rank: int, phase: Phase) -> None:
         """Note a phase and a sign of life."""

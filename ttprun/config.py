@@ -56,6 +56,11 @@ class Config(BaseModel):
     replay_timeout_s: Seconds = Field(600, description="seconds for a replacement to run the script up to its boundary")
     transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
     resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
+    hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
+        "auto",
+        description="seconds after which a rank that others wait for is taken for hung, killed and replaced; 0: never; "
+        "auto: 5 times the slowest recent step, at least 10",
+    )
     commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")

@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.rank.fakes import OPTIONS, RECORD_BYTES
 from ttprun import channel
+from ttprun.agent import stacks
 from ttprun.agent.processes import rank_environment
 from ttprun.board import Board
 from ttprun.channel import Channel, Message
@@ -70,7 +71,8 @@ def run_under_shim(
     theirs.close()
     board_fd, _ = Board.create(1)
     record_fd = Recorder.create(RECORD_BYTES)
-    ours.send(welcome_of(directory, **welcome), [board_fd, record_fd])
+    stack_fd = stacks.create()
+    ours.send(welcome_of(directory, **welcome), [board_fd, record_fd, stack_fd])
     result = Outcome(0, "")
     listener = threading.Thread(target=_listen, args=(ours, result), daemon=True)
     listener.start()
@@ -81,6 +83,7 @@ def run_under_shim(
         process.wait()
         os.close(board_fd)
         os.close(record_fd)
+        os.close(stack_fd)
     result.code = process.returncode
     listener.join(1)
     ours.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import subprocess
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
+
+
+_KILL_LIMIT_S = 10.0  # a process in uninterruptible sleep may take its time
 
 
 class Orders:
@@ -132,12 +136,18 @@ class Orders:
         self._supervisor.set_deadline(action.generation, action.name, action.after_s)
 
     def kill_rank(self, action: recovery.KillRank) -> None:
-        """End a process whose rank is given to another one."""
+        """End a process whose rank is given to another one.
+
+        It is waited for, since what it has left on the board must not change any more; SIGKILL takes no time.
+        """
         seat = self._supervisor.seats[action.rank]
         self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason)
         self._supervisor.forget(seat)
         seat.is_lost = True
         kill_session(seat.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            seat.handler.proc.wait(_KILL_LIMIT_S)
+        seat.note_leavings(self._supervisor.board)
 
     def restart_group(self, action: recovery.RestartGroup) -> None:
         """Leave the group to torch's own restart."""

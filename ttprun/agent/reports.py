@@ -38,6 +38,7 @@ class Reports:
         """A message has come from the process of a seat."""
         op = message["op"]
         if op == "put":
+            seat.told_in = message["generation"]
             for other in self._supervisor.seats:
                 if other is not seat:
                     other.pass_on(message)
@@ -46,8 +47,11 @@ class Reports:
         elif op == "modules":
             self._supervisor.standbys.warm_up(message["modules"])
         elif op == "present":
+            seat.main_thread = message["main_thread"]
             seat.greet()
             self._supervisor.injections.greeted(seat)
+        elif op == "broken":
+            self._supervisor.lookout.take_broken(seat, message)
         elif op == "script_error":
             if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
                 os.write(2, message["traceback"].encode())

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler
 from ttprun.board import Board, Field
 from ttprun.channel import Message
 from ttprun.recovery.events import RankExited
-
-KILLED_FOR_MEMORY = 137
 
 
 @dataclass
@@ -23,6 +23,9 @@ class Seat:
     """One rank of this node.
 
     record_fd       memfd of its recorder
+    stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
+    main_thread     ident of its main thread
+    told_in         newest generation in which it has told the others something, mostly its port
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
@@ -33,6 +36,7 @@ class Seat:
     local_rank: int
     handler: RankHandler
     record_fd: int
+    stack_fd: int = -1
     pid: int = 0
     pidfd: int = -1
     is_present: bool = False
@@ -42,6 +46,9 @@ class Seat:
     held: Message | None = None
     held_puts: list[Message] = field(default_factory=list)
     script_error: str = ""
+    traceback: str = ""
+    main_thread: int = 0
+    told_in: int = -1
     journal: dict[str, Any] = field(default_factory=dict)
     lost_lines: tuple[int, int] = (0, 0)
     lost_boundary: int = 0
@@ -54,7 +61,9 @@ class Seat:
         self.is_present = self.is_protected = self.is_finished = self.is_lost = False
         self.held = None
         self.held_puts = []
-        self.script_error = ""
+        self.script_error = self.traceback = ""
+        self.main_thread = 0
+        self.told_in = -1
         self.journal = {}
 
     def tell(self, message: Message) -> None:
@@ -81,14 +90,32 @@ class Seat:
             self.handler.channel.send(put)
         self.held_puts = []
 
-    def leave(self, board: Board, died_at_s: float | None) -> RankExited:
-        """The process has ended: note what it leaves, and say how it ended."""
+    def leave(self, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
+        """The process has ended: note what it leaves, and say how it ended.
+
+        cause_of_signal   given the signal and the pid, says why; "" if it does not know
+        """
         code = self.handler.proc.wait()
         os.close(self.pidfd)
         self.pidfd = -1
-        self.is_present = False
         self.is_finished = code == 0
         self.is_lost = not self.is_finished
+        self.note_leavings(board)
+        signal = -code if code < 0 else None
+        return RankExited(
+            at_s=time.monotonic(),
+            rank=self.rank,
+            pid=self.pid,
+            code=code if code >= 0 else None,
+            signal=signal,
+            boundary=self.lost_boundary,
+            is_script_error=bool(self.script_error) or (code > 0 and not self.is_protected),
+            reason=self._cause(None if signal is None else cause_of_signal(signal, self.pid)),
+        )
+
+    def note_leavings(self, board: Board) -> None:
+        """The process is gone: keep what its replacement needs, and clear its signs of life."""
+        self.is_present = False
         self.lost_boundary = board.get(self.local_rank, Field.RECORDED)
         self.lost_lines = (
             board.get(self.local_rank, Field.LINES_OUT),
@@ -96,15 +123,13 @@ class Seat:
         )
         if self.is_lost:
             board.set(self.local_rank, Field.LEAVING, 0)
-        now = time.monotonic()
-        return RankExited(
-            at_s=now,
-            rank=self.rank,
-            pid=self.pid,
-            code=code if code >= 0 else None,
-            signal=-code if code < 0 else None,
-            boundary=self.lost_boundary,
-            detected_after_s=0.0 if died_at_s is None else max(0.0, now - died_at_s),
-            is_script_error=bool(self.script_error) or (code > 0 and not self.is_protected),
-            reason=self.script_error,
-        )
+            board.forget_process(self.local_rank)
+
+    def _cause(self, of_signal: str | None) -> str:
+        """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
+        if self.script_error:
+            return self.script_error
+        stack = "" if of_signal is None else stacks.left_behind(self.stack_fd)
+        frame = stacks.innermost_user_frame(stack)
+        self.traceback = stack
+        return ", in ".join(filter(None, (of_signal, frame)))

@@ -21,8 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent import stacks
+from ttprun.agent.causes import Causes
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.injections import Injections
+from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
+from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
 from ttprun.agent.reports import Reports
@@ -68,6 +72,8 @@ class Supervisor:
         self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
         self.reports = Reports(self)
+        self.lookout = Lookout(self)
+        self._causes = Causes()
         self._is_stopping = False
         self._is_paused = False
         self._is_broken = False
@@ -103,12 +109,14 @@ class Supervisor:
         """A group of ranks is about to be started: `ranks` is (global rank, local rank) of each."""
         for seat in self.seats:
             os.close(seat.record_fd)
+            os.close(seat.stack_fd)
         if self._board_fd >= 0:
             os.close(self._board_fd)
         self._board_fd, self._board = Board.create(len(ranks))
         slot_bytes = self.config.record_limit_mib << 20
         unsat: Any = None
-        self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes)) for rank, local in ranks]
+        self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes), stacks.create()) for rank, local in ranks]
+        self.lookout.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
         self.first_failure = None
@@ -189,7 +197,7 @@ class Supervisor:
     def _loop(self) -> None:
         while not self._is_stopping:
             now = time.monotonic()
-            wait_s = _STATUS_EVERY_S
+            wait_s = _STATUS_EVERY_S if self.lookout.is_off else LOOK_EVERY_S
             next_timer_s = self.injections.next_timer_s()
             if self._deadlines:
                 wait_s = min(wait_s, max(0.0, self._deadlines[0][0] - now))
@@ -201,6 +209,8 @@ class Supervisor:
                         key.data()
                 self._pass_deadlines()
                 self.injections.pass_time()
+                if self.verdict is None and not self._is_paused and self._board is not None:
+                    self.lookout.look()
                 self.status.publish(self)
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
@@ -218,7 +228,8 @@ class Supervisor:
     def _pass_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             at_s, _, generation, name = heapq.heappop(self._deadlines)
-            self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name))
+            silent = self.lookout.silent_ranks() if generation == self.job.generation else ()
+            self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name, silent=silent))
 
     # What happens to ranks.
 
@@ -244,7 +255,7 @@ class Supervisor:
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },
         }
-        fds = [self._board_fd, seat.record_fd]
+        fds = [self._board_fd, seat.record_fd, seat.stack_fd]
         handler = seat.handler
         if isinstance(handler, StandbyHandler):
             message["env"] = rank_environment(dict(os.environ) | handler.start["env"], str(self.run.path))
@@ -275,7 +286,7 @@ class Supervisor:
         self.selector.unregister(seat.pidfd)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(seat.handler.channel.sock)
-        event = seat.leave(self.board, None)
+        event = seat.leave(self.board, self._causes.of_signal)
         if seat.is_finished:
             self.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:

@@ -159,6 +159,7 @@ def pass_boundary(session: Session) -> None:
         session.applied += 1
         session.is_applying = False
         session.board.set(session.local_rank, Field.APPLIED, session.applied)
+        session.board.set(session.local_rank, Field.MEETINGS, 0)
         session.changed.notify_all()
     session.touch(Phase.COMPUTING)
     if session.applied == 1 and session.local_rank == 0:

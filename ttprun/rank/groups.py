@@ -15,7 +15,7 @@ from ttprun.board import FINISHED, Field, Phase
 from ttprun.rank import faults
 from ttprun.rank.journal import PATIENCE_S
 from ttprun.rank.process_group import INTERNAL_NAME, ManagedGroup
-from ttprun.rank.session import Session, current
+from ttprun.rank.session import CONNECT, Session, current
 
 _LOOK_AGAIN_S = 1.0
 MANAGED = ("gloo", "cpu:gloo")
@@ -96,7 +96,9 @@ def _connect(group: Any) -> None:
     """Come together with the group's other members, as the script expects; a replay meets nobody."""
     session = current()
     if isinstance(group, ManagedGroup) and session is not None and session.replay is None:
+        session.meet(CONNECT, group.size())
         group.connect()
+        session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 
 
 def wrap_destroy_process_group(original: Any) -> Any:

@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
@@ -23,7 +24,7 @@ from typing import Any
 from ttprun.board import Board, Phase
 from ttprun.channel import Channel
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, rewrite
+from ttprun.rank import damage, heartbeat, rewrite, stack
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
 
@@ -65,7 +66,9 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
         add_user_directory(path)
     _presence = Presence(channel, welcome, fds)
     _presence.start()
-    channel.send({"op": "present", "pid": os.getpid()})
+    stack.write_when_asked(fds[2])
+    heartbeat.start(Board(fds[0], welcome["local_world_size"]), welcome["local_rank"])
+    channel.send({"op": "present", "pid": os.getpid(), "main_thread": threading.main_thread().ident})
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = tell_before(sys.excepthook)
@@ -115,8 +118,6 @@ _is_forking_main = False
 
 
 def _before_fork() -> None:
-    import threading
-
     global _is_forking_main
     _is_forking_main = threading.current_thread() is threading.main_thread()
 
@@ -125,6 +126,7 @@ def _leave_in_child() -> None:
     """A forked child (a DataLoader worker) is no rank; it ends with the rank that forked it from its main thread."""
     global _presence
     if _presence is not None:
+        stack.forget()
         for fd in _presence.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -226,6 +228,7 @@ def _install_hooks(presence: Presence) -> None:
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,
     )
+    session.journal.tell_broken = lambda reason: session.tell_broken(session.generation, reason)
     order = presence.order
     is_replay = bool(order) and order["op"] == "replay"
     loops.positioned_by_themselves(loaders.iterator_types())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
 # How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
 PATIENCE_S = 15.0
+# How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
+TELL_AFTER_S = 1.0
 # Steps after which spare buffers of shapes that have not come again are given up.
 _TRIM_EVERY = 16
 
@@ -35,6 +37,7 @@ class Entry:
     outputs     the tensors that the operation writes
     saved       (user's tensor, copy made before the operation was issued)
     inner       the backend's work in the present generation; None while the rank is frozen
+    failed      the work that has ended with `error`, if its future has told so
     place       where in the script it was called, only if its result is small enough to be kept
     size_bytes  what it holds, of inputs and outputs
     """
@@ -42,6 +45,7 @@ class Entry:
     __slots__ = (
         "args",
         "error",
+        "failed",
         "future",
         "group",
         "inner",
@@ -64,6 +68,7 @@ class Entry:
         self.size_bytes = 0
         self.is_done = False
         self.error: BaseException | None = None
+        self.failed: Any = None
         self.place = ""
 
     @property
@@ -77,6 +82,8 @@ class Journal:
 
     `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
     stays in the journal for the recovery to issue.
+
+    tell_broken   called with a reason when an operation has failed and no fault has been heard of
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -84,6 +91,8 @@ class Journal:
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
         self.is_frozen = False
+        self.tell_broken: Callable[[str], None] = lambda reason: None
+        self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
         self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -171,11 +180,55 @@ class Journal:
                 entry.group.complete(entry, inner)
 
     def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
-        end = time.monotonic() + PATIENCE_S
+        started = time.monotonic()
+        end = started + PATIENCE_S
+        is_told = False
         while entry.inner is None or entry.inner is failed:
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
+            elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
+                is_told = True
+                self.tell_broken(f"{entry.op}: {entry.error}")
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
                 raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
             self.news.wait(0.5)
+
+    def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:
+        """A future's operation has failed (DDP waits for futures in C++, not in `wait`).
+
+        The future stays pending through a recovery; if none comes within PATIENCE_S, it gets the error.
+        """
+        with self.lock:
+            entry.error, entry.failed = error, inner
+            is_in_journal = entry in self.entries
+            is_first = is_in_journal and not self._is_watching
+            self._is_watching = self._is_watching or is_first
+        if is_first:
+            threading.Thread(target=self._watch_failed_futures, name="ttprun-patience", daemon=True).start()
+        if not is_in_journal and entry.future is not None:
+            entry.future.set_exception(error)
+
+    def _watch_failed_futures(self) -> None:
+        started = time.monotonic()
+        is_told = False
+        while True:
+            with self.news:
+                failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
+                waited_s = time.monotonic() - started
+                is_over = waited_s > PATIENCE_S or any(not entry.group.is_protected() for entry in failed)
+                if not failed or (is_over and not self.is_frozen):
+                    self._is_watching = False
+                    break
+                must_tell = not self.is_frozen and not is_told and waited_s > TELL_AFTER_S
+                if self.is_frozen:
+                    started = time.monotonic()
+                if not must_tell:
+                    self.news.wait(0.2)
+            if must_tell:
+                is_told = True
+                self.tell_broken(f"{failed[0].op}: {failed[0].error}")
+        for entry in failed:
+            self.drop(entry)
+            if entry.future is not None and not entry.is_done and isinstance(entry.error, Exception):
+                entry.future.set_exception(entry.error)

@@ -124,6 +124,8 @@ ALSO: tuple[Change, ...] = (
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
     Change("sys", "excepthook", "to tell the agent that the script itself has failed"),
     Change("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
+    Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
+    Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
     Change("os", "fork", "a child forked by the main thread (a DataLoader worker) ends with its rank"),
     Change(
         "os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"

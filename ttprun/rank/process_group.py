@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.board import Field, Phase
+from ttprun.board import OPERATION_NAMES, Phase
 from ttprun.rank import broken_links, faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
@@ -27,6 +27,7 @@ from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
 from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.rank.session import Session, current
 
+OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
@@ -227,9 +228,8 @@ class ManagedGroup(ProcessGroup):
         journal = session.journal
         inputs_at, outputs_at = OPERATIONS[op]
         is_left_out = faults.reached_collective(op, () if inputs_at is None else args[inputs_at])
-        board, row = session.board, session.local_rank
-        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + (not is_left_out))
-        session.touch(Phase.COLLECTIVE)
+        if not is_left_out:
+            session.meet(OPERATION_NUMBERS[op], self._size)
         entry = Entry(self, op, args)
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
@@ -280,7 +280,7 @@ class ManagedGroup(ProcessGroup):
             try:
                 finished.value()
             except Exception as error:
-                entry.error = error
+                self._session.journal.note_failure(entry, inner, error)
                 return
             self.complete(entry, inner)
 

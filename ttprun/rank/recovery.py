@@ -21,7 +21,7 @@ from ttprun.faults import parse_fault
 from ttprun.rank import damage, faults, repair
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
-from ttprun.rank.journal import Entry
+from ttprun.rank.journal import TELL_AFTER_S, Entry
 from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
@@ -77,6 +77,11 @@ class Recovery:
             except Exception as error:
                 if self._newest_generation > message["generation"]:
                     continue
+                if message["op"] == "resume" and isinstance(error, RuntimeError | OSError):
+                    # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
+                    if not self._hears_of_fault(message["generation"]):
+                        session.tell_broken(message["generation"], str(error))
+                    continue
                 detail = "" if isinstance(error, repair.NotRepairableError) else traceback.format_exc()
                 session.channel.send(
                     {
@@ -86,6 +91,13 @@ class Recovery:
                         "detail": detail,
                     }
                 )
+
+    def _hears_of_fault(self, generation: int) -> bool:
+        """Whether a newer generation begins within a moment."""
+        give_up_at_s = time.monotonic() + TELL_AFTER_S
+        while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
+            time.sleep(_LOOK_AGAIN_S)
+        return self._newest_generation > generation
 
     def _check_overtaken(self) -> None:
         if self._newest_generation > self._session.generation:

@@ -273,6 +273,7 @@ class Replay:
         session.applied = self.boundary
         session.board.announce(session.local_rank, Field.APPLIED, self.boundary)
         session.board.announce(session.local_rank, Field.RECORDED, self.boundary)
+        session.board.set(session.local_rank, Field.MEETINGS, 0)
         session.touch(Phase.COMPUTING)
 
     def end_without_repair(self) -> None:

@@ -8,7 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ttprun.board import Board, Phase
+from ttprun.board import OPERATION_NAMES, Board, Field, Phase
+
+CONNECT = OPERATION_NAMES.index("connect")
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -66,6 +68,25 @@ class Session:
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""
         self.board.touch(self.local_rank, Phase.REPLAYING if self.replay is not None else phase)
+
+    def meet(self, operation: int, size: int) -> None:
+        """The main thread comes to a collective, or to the making of a group.
+
+        operation   its place in board.OPERATION_NAMES
+        size        ranks that take part; only where all do can it be told who has not come
+        """
+        board, row = self.board, self.local_rank
+        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
+        board.set(row, Field.OPERATION, operation)
+        if size == self.world_size:
+            board.set(row, Field.MEETINGS, board.get(row, Field.MEETINGS) + 1)
+        self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
+
+    def tell_broken(self, generation: int, reason: str) -> None:
+        """Say that the connections of a generation are broken, though no fault has been heard of."""
+        if self.is_repairable():
+            first_line = reason.splitlines()[0] if reason else ""
+            self.channel.send({"op": "broken", "generation": generation, "reason": first_line})
 
     def give_up_protection(self, reason: str) -> None:
         """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""

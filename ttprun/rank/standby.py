@@ -54,7 +54,7 @@ def main() -> None:
             fds += later  # one read may bring both messages, and then the descriptors come with the first
     except EOFError:
         return
-    for output, target in zip(fds[2:], (1, 2), strict=False):
+    for output, target in zip(fds[3:], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)
     os.environ.clear()
@@ -64,7 +64,7 @@ def main() -> None:
     is_module = arguments[0] == "-m"
     script = arguments[1] if is_module else rewrite.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else rewrite.directory_of(script)
-    install.enter(channel, welcome, fds[:2], "" if is_module else script)
+    install.enter(channel, welcome, fds[:3], "" if is_module else script)
     install.take_over()
     _run(script, is_module, arguments, welcome)
 

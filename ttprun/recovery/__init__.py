@@ -4,8 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs`, beside it, tells which rank hangs. Read
-TRANSITIONS in `machine` first.
+`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs` stands beside them: it tells which rank hangs.
+Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (

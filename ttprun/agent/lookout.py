@@ -1,0 +1,236 @@
+"""The lookout: a few times a second it looks at the board and at /proc, and says which rank hangs.
+
+What it sees goes to `ttprun.recovery.hangs`, which judges; a rank that hangs is reported with its Python stack, and
+becomes an event of the state machine, which kills it and has it replaced. A script that ttprun cannot repair is only
+reported, unless the user has set a limit himself: ttprun must not end a job that might have gone on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from ttprun import recovery
+from ttprun.agent import stacks
+from ttprun.board import OPERATION_NAMES, Field, Phase
+from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+    from ttprun.channel import Message
+
+logger = logging.getLogger("ttprun")
+
+EVERY_S = 0.25
+_TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
+_REPAIRING = (
+    recovery.Phase.FREEZING,
+    recovery.Phase.REPLAYING,
+    recovery.Phase.TRANSFERRING,
+    recovery.Phase.RESUMING,
+)
+_DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Phase.FROZEN} | {
+    Phase.FROZEN: Doing.COMPUTING
+}
+
+
+class Lookout:
+    """Watches the ranks that a supervisor looks after."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        limit = supervisor.config.hang_timeout_s
+        self._limit_s = None if limit == "auto" else float(limit)
+        self._watch = Watch(self._limit_s)
+        self._next_s = 0.0
+        self._is_repairing = False
+        self._reported: set[tuple[int, int]] = set()
+
+    @property
+    def is_off(self) -> bool:
+        """The user does not want hangs to be found."""
+        return self._limit_s == 0.0
+
+    def begin_group(self) -> None:
+        """New ranks: nothing is known of them."""
+        self._watch = Watch(self._limit_s)
+        self._reported = set()
+
+    def look(self) -> None:
+        """Look if it is time to, and act on what is seen."""
+        now = time.monotonic()
+        if self.is_off or now < self._next_s:
+            return
+        self._next_s = now + EVERY_S
+        phase = self._supervisor.job.phase
+        if phase is recovery.Phase.RUNNING:
+            if self._is_repairing:
+                self._watch.begin_anew(now)
+            self._is_repairing = False
+            verdicts = self._watch.look(now, self._sights())
+        elif phase in _REPAIRING:
+            self._is_repairing = True
+            verdicts = self._watch.look_at_repair(now, self._sights())
+        else:
+            return
+        for verdict in verdicts:
+            self._act(verdict)
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold the present phase of a recovery up, as far as the board tells; () if it does not."""
+        supervisor, now = self._supervisor, time.monotonic()
+        job, board = supervisor.job, supervisor.board
+        sights = self._sights()
+        dead = tuple(
+            sight.rank
+            for sight in sights
+            if sight.is_stopped or (sight.pulse_at_s and self._watch.is_silent(sight, now))
+        )
+        seats = [supervisor.seats[rank] for rank in job.survivors]
+        if dead or job.phase not in (recovery.Phase.FREEZING, recovery.Phase.RESUMING):
+            return dead
+        if job.phase is recovery.Phase.RESUMING:
+            # Who connects tells the others its port first; who has not done so is waited for by all.
+            has_any = any(seat.told_in == job.generation for seat in supervisor.seats)
+            return tuple(seat.rank for seat in supervisor.seats if has_any and seat.told_in < job.generation)
+        late = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.HELD) < job.generation)
+        boundary = max(board.get(seat.local_rank, Field.APPLIED) for seat in seats)
+        behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
+        return late or behind
+
+    def take_broken(self, seat: Seat, message: Message) -> None:
+        """A rank says that an operation has failed, though it has heard of no fault."""
+        supervisor, now = self._supervisor, time.monotonic()
+        supervisor.log("connection_broken", rank=seat.rank, generation=message["generation"], reason=message["reason"])
+        if message["generation"] != supervisor.job.generation:
+            return
+        is_leaving = any(other.is_finished or supervisor.board_row(other)[Field.LEAVING] for other in supervisor.seats)
+        if is_leaving:
+            return
+        self._watch.look(now, self._sights())
+        laggards = self._watch.laggards() if "imed out" in message["reason"] else ()
+        for sight in laggards:
+            self._report(self._watch.why_absent(now, sight.rank))
+        if not laggards:
+            reason = f"rank {seat.rank}: {message['reason']}"
+            self._break(message.get("boundary", self._boundary()), 0.0, reason)
+
+    def _boundary(self) -> int:
+        board = self._supervisor.board
+        return min(board.get(seat.local_rank, Field.APPLIED) for seat in self._supervisor.seats)
+
+    def _act(self, verdict: Verdict) -> None:
+        supervisor = self._supervisor
+        if isinstance(verdict, Straggler):
+            sight = verdict.sight
+            supervisor.log(
+                "straggler", rank=sight.rank, step=sight.boundary, took_s=verdict.took_s, usual_s=verdict.usual_s
+            )
+            logger.warning("%s", verdict.reason)
+        elif isinstance(verdict, Stalled):
+            self._stall(verdict)
+        else:
+            self._report(verdict)
+
+    def _stall(self, verdict: Stalled) -> None:
+        if (-1, verdict.boundary) in self._reported and self._is_unrepairable():
+            return
+        self._reported.add((-1, verdict.boundary))
+        self._supervisor.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=verdict.reason)
+        logger.warning("%s", verdict.reason)
+        self._break(verdict.boundary, verdict.for_s, verdict.reason)
+
+    def _break(self, boundary: int, for_s: float, reason: str) -> None:
+        self._supervisor.advance(
+            recovery.ConnectionBroken(
+                at_s=time.monotonic(),
+                generation=self._supervisor.job.generation,
+                boundary=boundary,
+                detected_after_s=for_s,
+                reason=reason,
+            )
+        )
+
+    def _report(self, hung: Hung) -> None:
+        supervisor, sight = self._supervisor, hung.sight
+        is_only_told = self._limit_s is None and self._is_unrepairable()
+        if is_only_told and (sight.rank, sight.boundary) in self._reported:
+            return
+        self._reported.add((sight.rank, sight.boundary))
+        seat = supervisor.seats[sight.rank]
+        text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
+        main_thread = stacks.main_thread_of(text, seat.main_thread)
+        frame = stacks.innermost_user_frame(main_thread)
+        reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
+        supervisor.log(
+            "rank_hung",
+            rank=sight.rank,
+            pid=sight.pid,
+            way=hung.way.name.lower(),
+            phase=sight.doing,
+            step=sight.boundary,
+            operation=hung.awaited.operation if hung.awaited is not None else None,
+            number=hung.awaited.meetings if hung.awaited is not None else None,
+            awaited_by=hung.awaited.rank if hung.awaited is not None else None,
+            for_s=round(hung.for_s, 3),
+            limit_s=hung.limit_s,
+            frame=frame,
+            stack=text,
+        )
+        told = f"\n{main_thread}" if main_thread else ""
+        action = "it cannot be replaced, so it is left alone" if is_only_told else "it is killed"
+        logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, told)
+        if not is_only_told:
+            supervisor.advance(
+                recovery.RankHung(
+                    at_s=time.monotonic(),
+                    rank=sight.rank,
+                    pid=sight.pid,
+                    boundary=supervisor.board.get(seat.local_rank, Field.RECORDED),
+                    detected_after_s=hung.for_s,
+                    reason=reason,
+                )
+            )
+
+    def _is_unrepairable(self) -> bool:
+        job = self._supervisor.job
+        return "replace" not in job.settings.rungs or bool(job.unprotected_reason)
+
+    def _sights(self) -> list[Sight]:
+        found = (self._sight(seat) for seat in self._supervisor.seats if not seat.is_finished and not seat.is_lost)
+        return [sight for sight in found if sight is not None]
+
+    def _sight(self, seat: Seat) -> Sight | None:
+        """One rank now; None if its process has just ended."""
+        row = self._supervisor.board_row(seat)
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, cpu_s = state_of(seat.pid)
+            if state in "ZX":
+                return None
+            return Sight(
+                rank=seat.rank,
+                pid=seat.pid,
+                boundary=row[Field.APPLIED],
+                meetings=row[Field.MEETINGS],
+                doing=_DOING[Phase(row[Field.PHASE])],
+                operation=OPERATION_NAMES[row[Field.OPERATION]],
+                seen_at_s=row[Field.SEEN_NS] / 1e9,
+                pulse_at_s=row[Field.PULSE_NS] / 1e9,
+                beats=row[Field.MAIN_BEATS],
+                cpu_s=cpu_s,
+                is_stopped=state == "T",
+            )
+        return None
+
+
+def state_of(pid: int) -> tuple[str, float]:
+    """State letter of a process ("T": stopped by a signal, "t": by a debugger) and its processor time so far.
+
+    Raises OSError if there is no such process.
+    """
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S

@@ -1,0 +1,107 @@
+"""The Python stack of a rank that hangs or has crashed: from py-spy if it is installed, else the rank writes it itself.
+
+A process that has been stopped cannot answer a signal; only py-spy can look into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from ttprun.rank.stack import SIGNAL
+
+PY_SPY_LIMIT_S = 4.0
+ANSWER_LIMIT_S = 1.0
+_LOOK_AGAIN_S = 0.005
+_OURS = str(Path(__file__).resolve().parents[1])
+_NOT_THE_USERS = (_OURS + os.sep, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<string>")
+# faulthandler's lines, and py-spy's.
+_FRAME = re.compile(r'^ +File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
+_SPIED = re.compile(r"^ +(?P<name>\S.*) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+
+
+def create() -> int:
+    """A memfd for one rank's stacks."""
+    return os.memfd_create("ttprun-stack", os.MFD_CLOEXEC)
+
+
+def take(pid: int, fd: int, is_stopped: bool) -> str:
+    """The stacks of all threads of a living process, "" if they cannot be had. Blocks some seconds at most.
+
+    fd   the memfd into which the process writes when it is asked
+    """
+    return _spy(pid) or ("" if is_stopped else _ask(pid, fd))
+
+
+def left_behind(fd: int) -> str:
+    """What a process that has crashed has written, "" if nothing; the memfd is empty afterwards."""
+    text = _read(fd)
+    with contextlib.suppress(OSError):
+        _clear(fd)
+    return text
+
+
+def main_thread_of(text: str, main_thread: int) -> str:
+    """The main thread's part of a text of `take`; all of it if it is not marked.
+
+    main_thread   its ident, as the rank has told it
+    """
+    blocks = re.split(r"\n(?=(?:Current thread|Thread) )", "\n" + text)
+    marks = (f"0x{main_thread:016x}", '"MainThread"')
+    return next((block.strip("\n") for block in blocks if any(mark in block[:200] for mark in marks)), text.strip("\n"))
+
+
+def innermost_user_frame(text: str) -> str:
+    """ "train.py:33 in forward", "" if there is no frame of the user's; frames come innermost first."""
+    for line in text.splitlines():
+        found = _FRAME.match(line) or _SPIED.match(line)
+        if found and not found["file"].startswith(_NOT_THE_USERS) and "-packages/" not in found["file"]:
+            return f"{os.path.basename(found['file'])}:{found['line']} in {found['name']}"
+    return ""
+
+
+def _spy(pid: int) -> str:
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    if program is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_LIMIT_S
+        )
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def _ask(pid: int, fd: int) -> str:
+    with contextlib.suppress(OSError):
+        _clear(fd)
+        os.kill(pid, SIGNAL)
+        give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
+        before = -1
+        while time.monotonic() < give_up_at_s:
+            time.sleep(_LOOK_AGAIN_S)
+            size = os.fstat(fd).st_size
+            if size and size == before:
+                break
+            before = size
+    return _read(fd)
+
+
+def _clear(fd: int) -> None:
+    """The rank shares our place in the file, so it writes from the beginning again."""
+    os.ftruncate(fd, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _read(fd: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.pread(fd, 1 << 18, 0).decode(errors="replace").lstrip("\0")
+    return ""
