@@ -62,6 +62,10 @@ class Config(BaseModel):
         "auto: 5 times the slowest recent step, at least 10",
     )
     commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
+    verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
+    on_nan: Literal["warn", "stop"] = Field(
+        "warn", description="what to do when a rank's own gradient is NaN: say so, or end the job in front of the step"
+    )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
     user_paths: list[str] = Field([], description="further directories whose modules count as the user's code")

@@ -14,6 +14,7 @@ from ttprun.rank.journal import Journal
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.results import Results
 from ttprun.rank.session import Session
+from ttprun.rank.verification import Verifier
 
 RECORD_BYTES = 1 << 20
 OPTIONS: dict[str, Any] = {
@@ -45,6 +46,7 @@ def make_session(
     recorder = Recorder(Recorder.create(RECORD_BYTES), RECORD_BYTES)
     line = FakeChannel() if channel is None else channel
     world_size = known.pop("world_size", 2)
+    journal = known.pop("journal", Journal(64 << 20))
     return Session(
         rank=known.pop("rank", 0),
         local_rank=known.pop("local_rank", 0),
@@ -54,7 +56,8 @@ def make_session(
         channel=line,
         board=Board.create(world_size)[1] if board is None else board,
         recorder=known.pop("recorder", recorder),
-        journal=known.pop("journal", Journal(64 << 20)),
+        journal=journal,
+        verifier=Verifier(line, journal, every=0, is_strict=False),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),
         **known,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.board import Field
 from ttprun.channel import Message
+from ttprun.recovery.replicas import Replicas
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -33,6 +35,8 @@ class Reports:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self._replicas = Replicas(world_size=1)
+        self._nan_step = -2
 
     def take(self, seat: Seat, message: Message) -> None:
         """A message has come from the process of a seat."""
@@ -60,11 +64,55 @@ class Reports:
             self._supervisor.injections.struck(seat, message)
         elif op == "fault_failed":
             self._supervisor.injections.failed(seat, message)
+        elif op == "digest":
+            self._compare(seat, message["boundary"], message["digest"])
+        elif op == "nan":
+            self._on_nan(seat, message)
         elif op == "note":
             self._supervisor.log("note", rank=seat.rank, text=message["text"])
             logger.warning("rank %d: %s", seat.rank, message["text"])
         else:
             self._on_report(seat, op, message)
+
+    def begin_group(self, world_size: int) -> None:
+        """All ranks are new: nothing is known of their weights."""
+        self._replicas = Replicas(world_size=world_size)
+        self._nan_step = -2
+
+    def _compare(self, seat: Seat, boundary: int, digest: str) -> None:
+        """What a rank has said of its weights; during a recovery the survivors' are compared anyhow."""
+        if self._supervisor.job.incident is not None:
+            return
+        before = self._replicas
+        self._replicas, divergence = before.told(seat.rank, boundary, digest)
+        if before.are_alike and not self._replicas.are_alike:
+            self._supervisor.log("replicas_not_alike", boundary=boundary)
+        if divergence is None:
+            return
+        self._supervisor.log("replicas_diverged", **asdict(divergence))
+        fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": divergence.sentence}
+        if not divergence.ranks:
+            generation = self._supervisor.job.generation
+            self._supervisor.advance(recovery.MismatchFound(rank=seat.rank, generation=generation, **fields))
+        for odd in (self._supervisor.seats[rank] for rank in divergence.ranks):
+            odd.has_diverged = True
+            recorded = self._supervisor.board.get(odd.local_rank, Field.RECORDED)
+            self._supervisor.advance(recovery.RankDiverged(rank=odd.rank, pid=odd.pid, boundary=recorded, **fields))
+
+    def _on_nan(self, seat: Seat, message: Message) -> None:
+        """A rank has found a NaN in its own gradient; told to stop, it stands in front of the step."""
+        is_spread = message["step"] == self._nan_step + 1  # through the weights, which the first one has reached
+        self._nan_step = message["step"]
+        if is_spread:
+            return
+        is_stop = self._supervisor.config.on_nan == "stop"
+        told = f"rank {seat.rank} has NaN in its own gradient in step {message['step']} ({message['where']})"
+        self._supervisor.log("nan_found", rank=seat.rank, step=message["step"], where=message["where"])
+        if is_stop:
+            reason = f"{told}; no rank has taken the step (on_nan: stop)"
+            self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+        else:
+            logger.warning("%s; training goes on (on_nan: warn)", told)
 
     def _on_report(self, seat: Seat, op: str, message: Message) -> None:
         """A message that is an event of the state machine."""

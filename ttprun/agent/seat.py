@@ -29,6 +29,7 @@ class Seat:
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
+    has_diverged    it was lost because its weights are not the others'
     lost_lines      lines of stdout and stderr that the lost process had written since boundary 0 or its newest record
     """
 
@@ -50,6 +51,7 @@ class Seat:
     main_thread: int = 0
     told_in: int = -1
     journal: dict[str, Any] = field(default_factory=dict)
+    has_diverged: bool = False
     lost_lines: tuple[int, int] = (0, 0)
     lost_boundary: int = 0
 

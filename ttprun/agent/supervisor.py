@@ -117,6 +117,7 @@ class Supervisor:
         unsat: Any = None
         self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes), stacks.create()) for rank, local in ranks]
         self.lookout.begin_group()
+        self.reports.begin_group(len(ranks))
         self.replace_handler = replace_handler
         self.verdict = None
         self.first_failure = None
@@ -251,6 +252,8 @@ class Supervisor:
                 "record_limit_mib": config.record_limit_mib,
                 "journal_limit_mib": config.journal_limit_mib,
                 "commit_timeout_s": config.commit_timeout_s,
+                "verify_every": config.verify_every,
+                "on_nan": config.on_nan,
                 "user_paths": config.user_paths,
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },

@@ -107,6 +107,12 @@ def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def _weights() -> Iterator[torch.Tensor]:
+    for optimizer in optimizers():
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Global pre-hook of Optimizer.step."""
     global _running
@@ -129,6 +135,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for entry in session.journal.unfinished():
             session.journal.wait(entry)
         boundary = session.applied + 1
+        session.verifier.look(boundary, _weights())
         if _write_record(session, boundary, sys._getframe(1)):
             _commit(session, boundary)
     session.journal.clear()

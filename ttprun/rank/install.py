@@ -211,9 +211,11 @@ def _install_hooks(presence: Presence) -> None:
     from ttprun.rank.replay import Replay
     from ttprun.rank.results import Results
     from ttprun.rank.session import Session, begin
+    from ttprun.rank.verification import Verifier
 
     welcome, options = presence.welcome, presence.welcome["options"]
     recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
+    journal = Journal(options["journal_limit_mib"] << 20)
     session = Session(
         rank=welcome["rank"],
         local_rank=welcome["local_rank"],
@@ -223,12 +225,13 @@ def _install_hooks(presence: Presence) -> None:
         channel=presence.channel,
         board=Board(presence.fds[0], welcome["local_world_size"]),
         recorder=recorder,
-        journal=Journal(options["journal_limit_mib"] << 20),
+        journal=journal,
+        verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,
     )
-    session.journal.tell_broken = lambda reason: session.tell_broken(session.generation, reason)
+    journal.tell_broken = lambda reason: session.tell_broken(session.generation, reason)
     order = presence.order
     is_replay = bool(order) and order["op"] == "replay"
     loops.positioned_by_themselves(loaders.iterator_types())

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.replay import Replay
     from ttprun.rank.results import Results
+    from ttprun.rank.verification import Verifier
 
 
 @dataclass
@@ -47,6 +48,7 @@ class Session:
     journal: Journal
     results: Results
     exchange: Exchange
+    verifier: Verifier
     generation: int = 0
     applied: int = 0
     unprotected: str = ""

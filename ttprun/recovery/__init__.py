@@ -4,8 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung` (handlers); `machine` (the table). `hangs` stands beside them: it tells which rank hangs.
-Read TRANSITIONS in `machine` first.
+`repair`, `faults`, `hung` (handlers); `machine` (the table). Beside them stand `hangs` (which rank hangs) and
+`replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -29,6 +29,7 @@ from ttprun.recovery.events import (
     Event,
     GroupRestarted,
     MismatchFound,
+    RankDiverged,
     RankEvent,
     RankExited,
     RankFrozen,
@@ -70,6 +71,7 @@ __all__ = [
     "MismatchFound",
     "MissingTransition",
     "Phase",
+    "RankDiverged",
     "RankEvent",
     "RankExited",
     "RankFrozen",

@@ -143,6 +143,30 @@ class RankHung(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankDiverged(RankEvent):
+    """A rank's weights are not those of the majority. It is killed, and then lost: its replacement gets the others'.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record
+    detected_after_s   not known: a replica may have diverged at any moment since all were last alike
+    reason             at which boundary it was seen
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "divergence"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"rank {self.rank} has diverged ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBroken(Event):
     """A connection between ranks is broken or silent, though every process lives and no rank is behind the others.
 
@@ -263,6 +287,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankUnprotected,
     RankExited,
     RankHung,
+    RankDiverged,
     ConnectionBroken,
     RankFrozen,
     RankReplayed,

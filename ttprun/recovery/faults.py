@@ -12,6 +12,7 @@ from ttprun.recovery.events import (
     DeadlinePassed,
     GroupRestarted,
     MismatchFound,
+    RankDiverged,
     RankExited,
     RankHung,
     RankProtected,
@@ -34,7 +35,7 @@ from ttprun.recovery.ladder import (
 )
 from ttprun.recovery.repair import end_resuming, note_process
 
-Loss = RankExited | RankHung
+Loss = RankExited | RankHung | RankDiverged
 
 
 def on_protected(job: Job, event: RankProtected) -> Result:

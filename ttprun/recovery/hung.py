@@ -1,4 +1,4 @@
-"""Handlers of what does not end by itself: a rank that hangs, a deadline that passes, connections that break.
+"""Handlers of what does not end by itself: ranks that hang or diverge, deadlines that pass, connections that break.
 
 A process that is there but does not answer is worth no more than one that has ended: it is killed, and its rank is lost
 like any other. Read `who_is_guilty` first: whom a wait is blamed on.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, RankHung
+from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, Fault, Job, Life, Phase
 from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, open_incident, restart_group, unchanged
@@ -18,6 +18,11 @@ from ttprun.recovery.repair import missing_from, what_is_missing
 
 def on_hung(job: Job, event: RankHung) -> Result:
     """A rank hangs, and the agent has seen which."""
+    return lose(job, (event,))
+
+
+def on_diverged(job: Job, event: RankDiverged) -> Result:
+    """A rank trains with other weights than the rest: its process is of no use any more."""
     return lose(job, (event,))
 
 
@@ -72,7 +77,7 @@ def where_the_job_stands(job: Job) -> int:
     return job.faults[-1].boundary if job.faults else 0
 
 
-def lose(job: Job, hung: tuple[RankHung, ...], is_costly: bool = False) -> Result:
+def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = False) -> Result:
     """Kill processes that hang, all in one incident, and answer for them as for any lost rank."""
     kills = tuple(KillRank(event.rank, event.sentence) for event in hung if event.pid is not None)
     *others, last = hung

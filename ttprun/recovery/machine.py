@@ -20,6 +20,7 @@ from ttprun.recovery.events import (
     Event,
     GroupRestarted,
     MismatchFound,
+    RankDiverged,
     RankEvent,
     RankExited,
     RankFrozen,
@@ -84,6 +85,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RUNNING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
@@ -99,6 +101,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
     (P.FREEZING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.FREEZING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -112,6 +115,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
     (P.REPLAYING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.REPLAYING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -127,6 +131,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.TRANSFERRING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -143,6 +148,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, *DOWN),
     (P.RESUMING, MismatchFound): row(repair.on_mismatch, *DOWN),
     (P.RESUMING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RESUMING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESUMING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -153,25 +159,25 @@ TRANSITIONS: dict[Key, Row] = {
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
-    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, ConnectionBroken),
+    **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "the repair was given up", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was given up", RankRebuilt, RankReissued),
     #
     (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
-    **ignored(P.RESTARTING, "the agent is ending this process", RankHung, ConnectionBroken),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
     #
-    **ignored(P.DONE, "the job is over", RankHung, ConnectionBroken),
+    **ignored(P.DONE, "the job is over", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
     #
-    **ignored(P.FAILED, "the job is over", RankHung, ConnectionBroken),
+    **ignored(P.FAILED, "the job is over", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
@@ -205,6 +211,6 @@ def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
     if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken):
         return event.generation != job.generation
-    if isinstance(event, RankExited | RankHung):
+    if isinstance(event, RankExited | RankHung | RankDiverged):
         return event.pid != job.members[event.rank].pid
     return False

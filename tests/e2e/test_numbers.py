@@ -1,0 +1,57 @@
+"""What is wrong with the numbers while every process is well: a replica that has diverged, a gradient that is NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.e2e.harness import Run
+
+RunTtprun = Callable[..., Run]
+
+FLIP = "flip-bit:rank=1,step=7,phase=before_step,seed=5"
+NAN = "nan:rank=1,step=7,phase=collective"
+
+
+def test_a_rank_whose_weights_differ_is_named_and_gets_those_of_the_majority(run_ttprun: RunTtprun) -> None:
+    run = run_ttprun("epochs_dataloader.py", 3, faults=[FLIP], options=["--verify-every", "1"])
+
+    assert run.exit_code == 0, run.story()
+    (incident,) = run.incidents
+    assert (incident["kind"], incident["ranks"], incident["outcome"]) == ("divergence", [1], "recovered"), run.story()
+    assert "weights differ" in incident["reason"], run.story()
+    assert len({line.split(" sha256 ")[1] for lines in run.hashes.values() for line in lines if " model " in line}) == 1
+
+
+def test_of_two_ranks_that_differ_none_is_right_and_both_start_anew(run_ttprun: RunTtprun) -> None:
+    run = run_ttprun("plain_tensors.py", 2, faults=[FLIP], options=["--verify-every", "1", "--max-restarts", "1"])
+
+    assert run.exit_code == 0, run.story()
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), run.story()
+    assert "no majority" in incident["reason"], run.story()
+
+
+def test_replicas_that_are_alike_are_compared_and_left_alone(run_ttprun: RunTtprun) -> None:
+    run = run_ttprun("plain_tensors.py", 2, options=["--verify-every", "1"])
+
+    assert run.exit_code == 0, run.story()
+    assert run.incidents == [], run.story()
+    assert not [event for event in run.events if event["event"].startswith("replicas")], run.story()
+
+
+def test_a_nan_in_the_gradient_of_one_rank_is_named_and_training_goes_on(run_ttprun: RunTtprun) -> None:
+    run = run_ttprun("plain_tensors.py", 2, faults=[NAN])
+
+    assert run.exit_code == 0, run.story()
+    (found,) = (event for event in run.events if event["event"] == "nan_found")
+    assert (found["rank"], found["step"]) == (1, 7), run.story()
+    assert "rank 1 has NaN in its own gradient in step 7" in run.output, run.story()
+
+
+def test_told_to_stop_at_a_nan_no_rank_takes_the_step(run_ttprun: RunTtprun) -> None:
+    run = run_ttprun("plain_tensors.py", 2, faults=[NAN], options=["--on-nan", "stop"])
+
+    assert run.exit_code == 1, run.story()
+    assert "rank 1 has NaN in its own gradient in step 7" in run.status["reason"], run.story()
+    assert [rank["step"] for rank in run.status["ranks"]] == [7, 7], run.story()
+    assert run.final is None, run.story()

@@ -1,0 +1,89 @@
+"""Two looks at the numbers while training goes well: are my weights still the others', and is my gradient a number?
+
+Weights are compared between ranks every `verify_every` steps: they are copied in front of the step, which takes as long
+as a copy does, and hashed on a thread of their own while training goes on; the agent compares. A gradient is looked at
+in front of every step, in the rank that made it: after the all-reduce a NaN is in all ranks, and nobody knows whose.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+
+from ttprun.rank.tensor_bytes import bytes_of
+
+if TYPE_CHECKING:
+    from ttprun.channel import Channel
+    from ttprun.rank.journal import Journal
+
+
+class Verifier:
+    """Looks at gradients and weights in front of each step, and tells the agent.
+
+    every      boundaries between two looks at the weights, beside the first; 0: none
+    is_strict  a NaN in this rank's gradient keeps it from taking the step
+    """
+
+    def __init__(self, channel: Channel, journal: Journal, every: int, is_strict: bool) -> None:
+        self._channel = channel
+        self._journal = journal
+        self._every = every
+        self._is_strict = is_strict
+        self._had_nan = False
+        self._copies: list[torch.Tensor] = []
+        self._work: queue.Queue[int] = queue.Queue()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._thread: threading.Thread | None = None
+
+    def look(self, boundary: int, weights: Iterator[torch.Tensor]) -> None:
+        """The step behind which the boundary lies is about to be taken.
+
+        If there is a NaN and the rank is strict, this blocks till the agent ends the process; the other ranks wait for
+        its record all the while, so that nobody takes the step.
+        """
+        where = nan_in(self._journal)
+        if where and not self._had_nan:
+            self._channel.send({"op": "nan", "step": boundary - 1, "where": where})
+            if self._is_strict:
+                threading.Event().wait()
+        self._had_nan = bool(where)
+        if self._every and (boundary == 1 or boundary % self._every == 0) and self._is_idle.is_set():
+            self._copy(list(weights))
+            self._is_idle.clear()
+            self._work.put(boundary)
+
+    def _copy(self, weights: list[torch.Tensor]) -> None:
+        """Into the same buffers as before. While these are being hashed no look is taken: the agent can wait."""
+        if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
+            self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
+        for copy, one in zip(self._copies, weights, strict=True):
+            copy.copy_(one.detach())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._hash, name="ttprun-verification", daemon=True)
+            self._thread.start()
+
+    def _hash(self) -> None:
+        while True:
+            boundary = self._work.get()
+            state = xxhash.xxh3_64()
+            for copy in self._copies:
+                state.update(bytes_of(copy))
+            self._channel.send({"op": "digest", "boundary": boundary, "digest": state.hexdigest()})
+            self._is_idle.set()
+
+
+def nan_in(journal: Journal) -> str:
+    """Which of the step's collectives this rank has given a NaN; "" if none. One pass over the inputs' copies."""
+    with journal.lock:
+        inputs = [(number, entry.op, copy) for number, entry in enumerate(journal.entries) for _, copy in entry.saved]
+    for number, op, copy in inputs:
+        # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+        if copy.is_floating_point() and bool(copy.sum().isnan()) and bool(copy.isnan().any()):
+            return f"{op} number {number} of the step, {int(copy.isnan().sum())} of {copy.numel()} elements"
+    return ""
