@@ -47,7 +47,7 @@ class Lookout:
         self._watch = Watch(self._limit_s)
         self._next_s = 0.0
         self._is_repairing = False
-        self._reported: set[tuple[int, int]] = set()
+        self._reported: set[tuple[int, int]] = set()  # what has been told already
 
     @property
     def is_off(self) -> bool:
@@ -116,7 +116,7 @@ class Lookout:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
             reason = f"rank {seat.rank}: {message['reason']}"
-            self._break(message.get("boundary", self._boundary()), 0.0, reason)
+            self._break(self._boundary(), message["after_s"], reason)
 
     def _boundary(self) -> int:
         board = self._supervisor.board
@@ -136,9 +136,10 @@ class Lookout:
             self._report(verdict)
 
     def _stall(self, verdict: Stalled) -> None:
-        if (-1, verdict.boundary) in self._reported and self._is_unrepairable():
+        episode = (-1 - self._supervisor.job.generation, verdict.boundary)
+        if episode in self._reported:
             return
-        self._reported.add((-1, verdict.boundary))
+        self._reported.add(episode)
         self._supervisor.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=verdict.reason)
         logger.warning("%s", verdict.reason)
         self._break(verdict.boundary, verdict.for_s, verdict.reason)

@@ -1,6 +1,7 @@
 """The Python stack of a rank that hangs or has crashed: from py-spy if it is installed, else the rank writes it itself.
 
-A process that has been stopped cannot answer a signal; only py-spy can look into it.
+A process that has been stopped is let go on for as long as it takes to write, some milliseconds. That is no danger: it
+is about to be killed, and a rank may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +39,7 @@ def take(pid: int, fd: int, is_stopped: bool) -> str:
 
     fd   the memfd into which the process writes when it is asked
     """
-    return _spy(pid) or ("" if is_stopped else _ask(pid, fd))
+    return _spy(pid) or _ask(pid, fd, is_stopped)
 
 
 def left_behind(fd: int) -> str:
@@ -80,10 +82,12 @@ def _spy(pid: int) -> str:
     return ""
 
 
-def _ask(pid: int, fd: int) -> str:
+def _ask(pid: int, fd: int, is_stopped: bool) -> str:
     with contextlib.suppress(OSError):
         _clear(fd)
         os.kill(pid, SIGNAL)
+        if is_stopped:
+            os.kill(pid, signal.SIGCONT)
         give_up_at_s = time.monotonic() + ANSWER_LIMIT_S
         before = -1
         while time.monotonic() < give_up_at_s:
@@ -92,6 +96,8 @@ def _ask(pid: int, fd: int) -> str:
             if size and size == before:
                 break
             before = size
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
     return _read(fd)
 
 

@@ -231,7 +231,7 @@ def _install_hooks(presence: Presence) -> None:
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,
     )
-    journal.tell_broken = lambda reason: session.tell_broken(session.generation, reason)
+    journal.tell_broken = lambda reason, after_s: session.tell_broken(session.generation, reason, after_s)
     order = presence.order
     is_replay = bool(order) and order["op"] == "replay"
     loops.positioned_by_themselves(loaders.iterator_types())

@@ -38,6 +38,8 @@ class Entry:
     saved       (user's tensor, copy made before the operation was issued)
     inner       the backend's work in the present generation; None while the rank is frozen
     failed      the work that has ended with `error`, if its future has told so
+    future      what the script or DDP waits for, None if nobody does
+    promise     its other end; it gets the outputs, or an exception
     place       where in the script it was called, only if its result is small enough to be kept
     size_bytes  what it holds, of inputs and outputs
     """
@@ -53,6 +55,7 @@ class Entry:
         "op",
         "outputs",
         "place",
+        "promise",
         "saved",
         "size_bytes",
     )
@@ -65,16 +68,38 @@ class Entry:
         self.saved: list[tuple[Tensor, Tensor]] = []
         self.inner: Any = None
         self.future: torch.futures.Future[Any] | None = None
+        self.promise: torch.futures.Future[Any] | None = None
         self.size_bytes = 0
         self.is_done = False
         self.error: BaseException | None = None
         self.failed: Any = None
         self.place = ""
 
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The future of the outputs.
+
+        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
+        """
+        self.promise = torch.futures.Future()
+        self.future = self.promise.then(_value_or_raise)
+        return self.future
+
+    def settle(self, result: list[Tensor] | BaseException | None) -> None:
+        """Complete the future, if there is one: with the outputs, or with an error."""
+        if self.promise is not None and not self.promise.done():
+            self.promise.set_result(result)
+
     @property
     def signature(self) -> str:
         """What must agree between ranks; made up only when somebody asks."""
         return signature_of(self.op, self.args)
+
+
+def _value_or_raise(promise: torch.futures.Future[Any]) -> Any:
+    result = promise.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 class Journal:
@@ -91,7 +116,7 @@ class Journal:
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
         self.is_frozen = False
-        self.tell_broken: Callable[[str], None] = lambda reason: None
+        self.tell_broken: Callable[[str, float], None] = lambda reason, after_s: None
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
@@ -188,7 +213,7 @@ class Journal:
                 end = time.monotonic() + PATIENCE_S
             elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
                 is_told = True
-                self.tell_broken(f"{entry.op}: {entry.error}")
+                self.tell_broken(f"{entry.op}: {entry.error}", TELL_AFTER_S)
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
                 raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
@@ -206,8 +231,8 @@ class Journal:
             self._is_watching = self._is_watching or is_first
         if is_first:
             threading.Thread(target=self._watch_failed_futures, name="ttprun-patience", daemon=True).start()
-        if not is_in_journal and entry.future is not None:
-            entry.future.set_exception(error)
+        if not is_in_journal:
+            entry.settle(error)
 
     def _watch_failed_futures(self) -> None:
         started = time.monotonic()
@@ -227,8 +252,8 @@ class Journal:
                     self.news.wait(0.2)
             if must_tell:
                 is_told = True
-                self.tell_broken(f"{failed[0].op}: {failed[0].error}")
+                self.tell_broken(f"{failed[0].op}: {failed[0].error}", TELL_AFTER_S)
         for entry in failed:
             self.drop(entry)
-            if entry.future is not None and not entry.is_done and isinstance(entry.error, Exception):
-                entry.future.set_exception(entry.error)
+            if not entry.is_done:
+                entry.settle(entry.error)

@@ -68,13 +68,14 @@ class ManagedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors; it stays pending through a recovery."""
         entry = self._entry
-        if entry.future is None:
-            entry.future = torch.futures.Future()
-            if entry.is_done:
-                entry.future.set_result(entry.outputs)
-            elif entry.inner is not None:
-                entry.group.bridge(entry, entry.inner)
-        return entry.future
+        if entry.future is not None:
+            return entry.future
+        future = entry.make_future()
+        if entry.is_done:
+            entry.settle(entry.outputs)
+        elif entry.inner is not None:
+            entry.group.bridge(entry, entry.inner)
+        return future
 
 
 class ManagedGroup(ProcessGroup):
@@ -293,8 +294,7 @@ class ManagedGroup(ProcessGroup):
                 return
             entry.is_done = True
         self._session.results.keep(entry)
-        if entry.future is not None:
-            entry.future.set_result(entry.outputs)
+        entry.settle(entry.outputs)
 
     def issue_again(self, entry: Entry) -> Any:
         """Issue a journal entry in the present generation; returns the backend's work.

@@ -80,7 +80,7 @@ class Recovery:
                 if message["op"] == "resume" and isinstance(error, RuntimeError | OSError):
                     # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
                     if not self._hears_of_fault(message["generation"]):
-                        session.tell_broken(message["generation"], str(error))
+                        session.tell_broken(message["generation"], str(error), TELL_AFTER_S)
                     continue
                 detail = "" if isinstance(error, repair.NotRepairableError) else traceback.format_exc()
                 session.channel.send(

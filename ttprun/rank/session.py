@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -84,11 +85,15 @@ class Session:
             board.set(row, Field.MEETINGS, board.get(row, Field.MEETINGS) + 1)
         self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
 
-    def tell_broken(self, generation: int, reason: str) -> None:
-        """Say that the connections of a generation are broken, though no fault has been heard of."""
+    def tell_broken(self, generation: int, reason: str, after_s: float) -> None:
+        """Say that the connections of a generation are broken, though no fault has been heard of.
+
+        after_s   seconds since they broke
+        """
         if self.is_repairable():
-            first_line = reason.splitlines()[0] if reason else ""
-            self.channel.send({"op": "broken", "generation": generation, "reason": first_line})
+            self.channel.send(
+                {"op": "broken", "generation": generation, "reason": _in_short(reason), "after_s": after_s}
+            )
 
     def give_up_protection(self, reason: str) -> None:
         """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""
@@ -117,3 +122,9 @@ def begin(session: Session) -> None:
 def _forget() -> None:
     global _session
     _session = None
+
+
+def _in_short(error: str) -> str:
+    """A backend's error without the place in its source, and without its advice: the first line's first sentence."""
+    line = error.splitlines()[0] if error else ""
+    return re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", line).partition(". This is")[0]

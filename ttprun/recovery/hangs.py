@@ -24,7 +24,7 @@ LEAST_STALL_S = 30.0
 SETUP_LIMIT_S = 600.0  # before the first step nothing is known of the script
 BUSY_LIMIT_S = 600.0
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
-WORK_WINDOW_S = 2.0
+WORK_WINDOW_S = 1.0
 WORK_SHARE = 0.05  # of one processor: less is no work, but what threads need that wait
 LOOK_AWAY_S = 2.0  # longer between two looks, and the agent was itself held up
 STRAGGLER_TIMES = 5.0
@@ -50,11 +50,12 @@ WAITING = (Doing.COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
 
 
 class Way(StrEnum):
-    """How a rank does not get on."""
+    """How a rank does not get on. One in COLLECTIVE may still compute: DDP waits for its all-reduces later."""
 
     STOPPED = "its process has been stopped by a signal"
     HELD = "a thread of it holds the GIL and does not get on"
     IDLE = "its main thread stands in a call that does not return"
+    ASTRAY = "it waits at another place than the others"
     BUSY = "it works, but does not come"
 
 
@@ -157,7 +158,7 @@ class Straggler:
     def reason(self) -> str:
         """For an operator."""
         took = f"{self.took_s:.1f} s so far, {self.took_s / self.usual_s:.0f} times as long as usual"
-        return f"rank {self.sight.rank} holds up step {self.sight.boundary}: {took}; it is {self.sight.doing}"
+        return f"rank {self.sight.rank} holds up step {self.sight.boundary}: {took}; it is {self.sight.where}"
 
 
 Verdict = Hung | Stalled | Straggler
@@ -373,6 +374,8 @@ class Watch:
     def _way(self, at_s: float, track: Track) -> Way:
         if track.sight.is_stopped:
             return Way.STOPPED
+        if track.sight.doing in (Doing.COMMITTING, Doing.CONNECTING):
+            return Way.ASTRAY
         if at_s - track.worked_at_s < FORGOTTEN_PULSE_S:
             return Way.BUSY
         return Way.HELD if self.is_silent(track.sight, at_s) else Way.IDLE
@@ -385,9 +388,9 @@ class Watch:
             if awaited is None or (track.sight.is_waiting and track.sight.boundary == 0):
                 continue
             awaited_s = at_s - self._tracks[awaited.rank].progressed_at_s
-            idle_s = min(awaited_s, at_s - track.worked_at_s)
-            busy_s = min(awaited_s, at_s - track.progressed_at_s)
             way = self._way(at_s, track)
+            busy_s = min(awaited_s, at_s - track.progressed_at_s)
+            idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
             limit_s = self.limits.hang_limit_s(track.sight.boundary)
             if way is not Way.BUSY and idle_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
