@@ -118,6 +118,10 @@ class Standby:
     def end(self) -> None:
         """Kill it."""
         kill_session(self.process.pid)
+        self.bury()
+
+    def bury(self) -> None:
+        """It has ended, or will at once: take its exit code, and close the line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
         self.channel.close()

@@ -327,10 +327,15 @@ class Supervisor:
 
     def watch_standby(self, standby: Any) -> None:
         def on_message() -> None:
-            self.selector.unregister(standby.channel.sock)
-            with contextlib.suppress(EOFError, OSError):
+            try:
                 standby.channel.read_available()
                 standby.is_ready = True
+            except (EOFError, OSError):
+                self.selector.unregister(standby.channel.sock)
+                self.log("standby_lost", pid=standby.process.pid, was_ready=standby.is_ready)
+                standby.bury()
+                if standby.is_ready:  # one that could not start would not start the next time either
+                    self.standbys.refill(self.watch_standby)
 
         self.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
 

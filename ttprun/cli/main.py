@@ -19,6 +19,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
+    "drill": ("ttprun.cli.drill", "drill"),
     "explain": ("ttprun.cli.explain", "explain"),
 }
 
@@ -34,12 +35,14 @@ examples:
   ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overruled
   ttprun --allow-faults --nproc-per-node 3 train.py            then, in another terminal:
   ttprun inject-fault kill --rank 1 --phase backward           kill rank 1 in the next backward pass
+  ttprun drill configs/drills/one_kill.yaml                    rehearse it, compared with an undisturbed run
   ttprun status --watch                                        see how it recovers
 
 commands:
   run            the same as no command; also for a script that has a command's name
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
+  drill          rehearse: a script under faults beside its undisturbed twin, identical or not
   explain        what ttprun changes inside your process, and why
 
 Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are

@@ -43,7 +43,12 @@ class Armed:
 
 def strike(session: Session, armed: Armed, phase: str) -> None:
     """Cause a fault now, and tell the agent. Comes back only from what a process can survive."""
-    cause(session.channel, armed, phase, session.applied, session)
+    cause(session.channel, armed, phase, step_of(session, phase), session)
+
+
+def step_of(session: Session, phase: str) -> int:
+    """The optimizer step that runs in this rank: behind the step's end it is still the same one."""
+    return session.applied - (phase == "after_step")
 
 
 def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Session | None) -> None:

@@ -56,10 +56,8 @@ def _due(session: Session, phase: str) -> Iterator[Armed]:
     is_recovery = phase in RECOVERY_PHASES
     if session.replay is not None and not is_recovery:
         return
-    step = session.applied
-    if phase == "after_step":
-        step -= 1
-    elif is_recovery and session.replay is not None:
+    step = damage.step_of(session, phase)
+    if is_recovery and session.replay is not None:
         step = session.replay.boundary
     for armed in list(_armed):
         fault = armed.fault

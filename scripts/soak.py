@@ -1,0 +1,345 @@
+"""Many random faults, and nothing may differ: kinds, ranks and moments are drawn by a seed, against three test scripts.
+
+    python scripts/soak.py --faults 100 --seed 1 --json soak.json
+
+Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost while the first is
+being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is good if
+every fault struck and was seen as an incident (or as what its kind comes to), if every incident was recovered from, if
+files and output are those of an undisturbed run under torchrun, and if no process is left. Begin with soak().
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from ttprun.drill.compare import compare_twins  # noqa: E402
+from ttprun.drill.pairing import Injection, pair  # noqa: E402
+from ttprun.drill.scenario import Scenario  # noqa: E402
+from ttprun.drill.twins import Twin, run_twin  # noqa: E402
+from ttprun.faults import ENDING_KINDS, KINDS, Fault, check_fault, phases_of  # noqa: E402
+
+LIMIT_S = 300.0
+LOOK_EVERY_S = 0.2
+MIB = 1 << 20
+# A second fault, in another rank at the same moment, comes with each so-manieth on average.
+PAIR_EVERY = 6
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A script to break.
+
+    steps      optimizer steps of a run
+    phases     moments that it comes by in every step
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    steps: int
+    phases: tuple[str, ...]
+
+
+STEP = ("backward", "collective", "before_step", "in_step", "after_step")
+SUBJECTS = (
+    Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP)),
+    Subject("while_true_get_batch.py", ("--out={folder}/out", "--max_iters=50"), 50, ("forward", *STEP)),
+    Subject("plain_tensors.py", ("--out={folder}/out", "--steps=60"), 60, STEP),
+)
+
+
+@dataclass
+class Outcome:
+    """What one run came to.
+
+    growth   of the agent and of a survivor, from the first recovery to the end: MiB of memory, descriptors
+    """
+
+    number: int
+    script: str
+    faults: list[str]
+    injections: list[Injection] = field(default_factory=list)
+    recover_s: list[float] = field(default_factory=list)
+    rungs: list[str] = field(default_factory=list)
+    steps_lost: int = 0
+    is_identical: bool = False
+    problems: list[str] = field(default_factory=list)
+    growth: dict[str, float] = field(default_factory=dict)
+    took_s: float = 0.0
+
+
+def draw_faults(drawn: random.Random, subject: Subject, count: int, ranks: int, kinds: list[str]) -> list[str]:
+    """Faults for one run, spread over its steps; one rank is spared. Each can strike: kind and phase fit."""
+    spared = drawn.randrange(ranks)
+    others = [rank for rank in range(ranks) if rank != spared]
+    slot = (subject.steps - 4) // count
+    faults: list[Fault] = []
+    for number in range(count):
+        kind = drawn.choice(kinds)
+        phase = drawn.choice([phase for phase in subject.phases if phase in phases_of(kind)])
+        fault = Fault(kind, drawn.choice(others), 2 + number * slot + drawn.randrange(slot), phase)
+        if number and len(others) > 1 and kind in ENDING_KINDS and drawn.randrange(PAIR_EVERY) == 0:
+            before = faults[-1]
+            rank = drawn.choice([rank for rank in others if rank != before.rank])
+            together = [one for one in subject.phases if one in phases_of(kind)]
+            fault = Fault(kind, rank, before.step, before.phase if before.phase in together else drawn.choice(together))
+        check_fault(fault)
+        faults.append(fault)
+    return [str(fault) for fault in faults]
+
+
+class Watch:
+    """Looks at the memory and descriptors of a run's agent and of one survivor until the run has ended."""
+
+    def __init__(self, folder: Path, spared: int) -> None:
+        self._status = folder / "run" / "status.json"
+        self._spared = spared
+        self._seen: dict[str, list[tuple[float, int]]] = {"agent": [], "survivor": []}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def growth(self) -> dict[str, float]:
+        """Stop looking; returns what has been added since the first recovery: `agent_mib`, `survivor_fds`, ..."""
+        self._stop.set()
+        self._thread.join(5.0)
+        found: dict[str, float] = {}
+        for name, seen in self._seen.items():
+            if len(seen) > 1:
+                found[f"{name}_mib"] = round((seen[-1][0] - seen[0][0]) / MIB, 2)
+                found[f"{name}_fds"] = seen[-1][1] - seen[0][1]
+        return found
+
+    def _look(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            try:
+                status = json.loads(self._status.read_text())
+            except (OSError, ValueError):
+                continue
+            # Between incidents, so that nothing of a recovery is under way; and not once ranks begin to leave.
+            is_calm = status["state"] == "healthy" and all(rank["state"] == "running" for rank in status["ranks"])
+            has_recovered = any(incident["outcome"] == "recovered" for incident in status["incidents"])
+            if is_calm and has_recovered and status["standbys"]:
+                self._note("agent", status["agent_pid"])
+                self._note("survivor", next(r["pid"] for r in status["ranks"] if r["rank"] == self._spared))
+
+    def _note(self, name: str, pid: int) -> None:
+        try:
+            process = psutil.Process(pid)
+            self._seen[name].append((process.memory_info().rss, process.num_fds()))
+        except psutil.Error:
+            pass
+
+
+def scenario_of(subject: Subject, ranks: int, faults: list[str]) -> Scenario:
+    """The drill that one run is."""
+    return Scenario(
+        script=str(REPOSITORY / "tests" / "scripts" / subject.script),
+        arguments=list(subject.arguments),
+        launch={"nproc_per_node": ranks},
+        environment={"PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))},
+        ttprun={"standbys": 1},
+        faults=faults,
+        compare=["out/final.pt"],
+        limit_s=LIMIT_S,
+    )
+
+
+def run_once(number: int, subject: Subject, faults: list[str], ranks: int, reference: Twin, folder: Path) -> Outcome:
+    """One disturbed run, judged."""
+    hit = {
+        int(part.removeprefix("rank="))
+        for text in faults
+        for part in text.replace(":", ",").split(",")
+        if "rank=" in part
+    }
+    scenario = scenario_of(subject, ranks, faults)
+    watch = Watch(folder, next(rank for rank in range(ranks) if rank not in hit))
+    twin = run_twin(scenario, folder, "disturbed")
+    outcome = Outcome(number, subject.script, faults, growth=watch.growth(), took_s=round(twin.took_s, 2))
+    outcome.injections = pair(twin.events)
+    incidents = twin.status.incidents if twin.status else ()
+    outcome.recover_s = [one.total_s for one in incidents if one.total_s is not None and one.outcome == "recovered"]
+    outcome.rungs = [str(one.rung) for one in incidents]
+    outcome.steps_lost = sum(one.steps_lost or 0 for one in incidents)
+    comparisons = compare_twins(scenario, twin, reference)
+    outcome.is_identical = all(one.is_identical for one in comparisons)
+    outcome.problems = [f"{one.what}: {one.detail}" for one in comparisons if not one.is_identical]
+    outcome.problems += problems_of(twin, outcome, len(faults), folder)
+    return outcome
+
+
+def problems_of(twin: Twin, outcome: Outcome, ordered: int, folder: Path) -> list[str]:
+    """What has not gone well, apart from differences."""
+    found = [twin.problem] if twin.problem else []
+    if twin.exit_code:
+        found.append(f"exit code {twin.exit_code}; see {folder}/launcher.log")
+    if len(outcome.injections) != ordered:
+        found.append(f"{ordered} faults were ordered, {len(outcome.injections)} are in the log")
+    for one in outcome.injections:
+        if one.failure:
+            found.append(f"{one.fault} was not injected: {one.failure}")
+        elif not one.is_accounted_for:
+            found.append(f"{one.fault} struck and was not seen")
+        elif one.incident is not None and one.outcome != "recovered":
+            found.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
+    left = processes_of(folder / "run")
+    if left:
+        found.append(f"{len(left)} processes are left: {left}")
+    return found
+
+
+def processes_of(run_dir: Path, limit_s: float = 5.0) -> list[int]:
+    """Pids of the run that still live after at most `limit_s`."""
+    give_up_at_s = time.monotonic() + limit_s
+    while True:
+        alive = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("_TTPRUN_RUN_DIR") == str(run_dir) and process.status() != "zombie":
+                    alive.append(process.pid)
+            except psutil.Error:
+                continue
+        if not alive or time.monotonic() > give_up_at_s:
+            return alive
+        time.sleep(0.1)
+
+
+def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
+    """Run until so many faults were ordered, or the time is over; tells of each run. Blocks accordingly."""
+    drawn = random.Random(options.seed)
+    ends_at_s = time.monotonic() + options.minutes * 60 if options.minutes else float("inf")
+    references: dict[Subject, Twin] = {}
+    outcomes: list[Outcome] = []
+    left = options.faults
+    while left and time.monotonic() < ends_at_s:
+        number = len(outcomes) + 1
+        subject = SUBJECTS[(number - 1) % len(SUBJECTS)]
+        faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
+        if subject not in references:
+            folder = root / f"undisturbed-{subject.script.removesuffix('.py')}"
+            references[subject] = run_twin(scenario_of(subject, options.ranks, faults), folder, "torchrun")
+        outcome = run_once(number, subject, faults, options.ranks, references[subject], root / f"run{number}")
+        outcomes.append(outcome)
+        left -= len(faults)
+        say(
+            f"[{options.faults - left}/{options.faults}] run {number}, {subject.script}: {len(faults)} faults, "
+            f"{len(outcome.recover_s)} recoveries in {outcome.took_s:.0f} s, "
+            + ("identical" if outcome.is_identical else "NOT IDENTICAL")
+            + "".join(f"\n    {problem}" for problem in outcome.problems)
+            + (f"\n    faults: {' '.join(faults)}" if outcome.problems else "")
+        )
+    return outcomes
+
+
+def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a soak."""
+    injections = [one for outcome in outcomes for one in outcome.injections]
+    times = sorted(seconds for outcome in outcomes for seconds in outcome.recover_s)
+    detect = sorted(one.detect_s for one in injections if one.detect_s is not None)
+    growth = {
+        name: max((outcome.growth[name] for outcome in outcomes if name in outcome.growth), default=None)
+        for name in ("agent_mib", "agent_fds", "survivor_mib", "survivor_fds")
+    }
+    return {
+        "seed": options.seed,
+        "ranks": options.ranks,
+        "runs": len(outcomes),
+        "ordered": sum(len(outcome.faults) for outcome in outcomes),
+        "injected": sum(not one.failure for one in injections),
+        "accounted_for": sum(one.is_accounted_for for one in injections),
+        "by_kind": dict(Counter(one.kind for one in injections)),
+        "by_phase": dict(Counter(str(one.phase) for one in injections)),
+        "rungs": dict(Counter(rung for outcome in outcomes for rung in outcome.rungs)),
+        "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
+        "recover_s": percentiles(times),
+        "detect_s": percentiles(detect),
+        "identical_runs": sum(outcome.is_identical for outcome in outcomes),
+        "most_growth": growth,
+        "problems": [problem for outcome in outcomes for problem in outcome.problems],
+    }
+
+
+def percentiles(values: list[float]) -> dict[str, float] | None:
+    """Median, 95th percentile and maximum of sorted values; None if there are none."""
+    if not values:
+        return None
+    at = min(len(values) - 1, int(0.95 * len(values)))
+    found = {"p50": statistics.median(values), "p95": values[at], "max": values[-1]}
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def show(summary: dict[str, Any]) -> None:
+    """The figures as lines."""
+    told = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
+    lines = [
+        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen; {told['by_kind']}",
+        f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
+    ]
+    for name, label in (("recover_s", "recovery"), ("detect_s", "detection")):
+        found = summary[name]
+        if found:
+            lines.append(f"{label:<10} p50 {found['p50']:.3f} s, p95 {found['p95']:.3f} s, max {found['max']:.3f} s")
+    growth = ", ".join(f"{name} {value}" for name, value in summary["most_growth"].items() if value is not None)
+    lines.append(f"growth     most in a run, from its first recovery on: {growth or 'not seen'}")
+    lines.append(f"identical  {summary['identical_runs']} of {summary['runs']} runs")
+    print("\n".join(lines))
+
+
+def is_good(summary: dict[str, Any]) -> bool:
+    """Whether every fault struck and was seen, and nothing differs."""
+    is_whole = summary["ordered"] == summary["injected"] == summary["accounted_for"] > 0
+    return is_whole and not summary["problems"] and summary["identical_runs"] == summary["runs"]
+
+
+def read_options(words: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100, help="faults in all (default 100)")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed is the same soak (default 1)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of each run, from 2 (default 4)")
+    parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
+    parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
+    parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
+    options = parser.parse_args(words)
+    options.kinds = options.kinds.split(",")
+    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:
+        parser.error(f"there is no kind '{unknown[0]}'" if unknown else "a number is too small, or --per-run above 20")
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    """Soak and print; returns the exit code: 1 if anything was not as it must be."""
+    options = read_options(words)
+    with tempfile.TemporaryDirectory(prefix="ttprun-soak-") as scratch:
+        root = options.folder or Path(scratch)
+        outcomes = soak(options, root.absolute(), lambda text: print(text, flush=True))
+    summary = summarize(outcomes, options)
+    show(summary)
+    if options.json:
+        options.json.write_text(json.dumps(summary | {"outcomes": [asdict(one) for one in outcomes]}, indent=1))
+    print("good" if is_good(summary) else "FAILED")
+    return 0 if is_good(summary) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

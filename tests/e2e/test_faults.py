@@ -1,0 +1,222 @@
+"""Every kind of fault really happens: seen by what it does to a process, a socket or a tensor.
+
+Kinds that end a process are followed to the replaced rank; those that hang it are ended by the fault's own `seconds`, so
+that these tests need nobody to find the hang. Moments are hit by the phases' hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import (
+    Launch,
+    Run,
+    assert_no_orphans,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
+
+RunTtprun = Callable[..., Run]
+StartTtprun = Callable[..., Launch]
+Undisturbed = Callable[..., Run]
+
+EPOCHS = "epochs_dataloader.py"
+WHILE_TRUE = "while_true_get_batch.py"
+PLAIN = "plain_tensors.py"
+
+
+def injected(result: Run) -> list[tuple[str, str | None, int | None]]:
+    """Kind, phase and step of each fault that struck."""
+    strikes = [event for event in result.events if event["event"] == "fault_injected"]
+    return [(event["kind"], event["phase"], event["step"]) for event in strikes]
+
+
+def exits(result: Run) -> list[tuple[int, int | None, int | None]]:
+    """Rank, code and signal of each process that ended badly."""
+    found = [event for event in result.events if event["event"] == "rank_exited"]
+    return [(event["rank"], event["code"], event["signal"]) for event in found if event["code"] != 0]
+
+
+def wait_for_event(launch: Launch, name: str, limit_s: float = 60.0) -> dict[str, Any]:
+    """Block until the run's log holds an event of that name, and return it."""
+    assert launch.run_dir is not None
+    log = launch.run_dir / "events.jsonl"
+    give_up_at_s = time.monotonic() + limit_s
+    while time.monotonic() < give_up_at_s:
+        lines = log.read_text().split("\n")[:-1] if log.exists() else []
+        found = [event for event in map(json.loads, lines) if event["event"] == name]
+        if found:
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError(f"no event {name} within {limit_s:.0f} s")
+
+
+def test_every_way_to_die_is_seen_as_what_it_is_and_repaired(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    faults = [
+        "segv:rank=1,step=4,phase=backward",
+        "abort:rank=0,step=12,phase=in_step",
+        "term:rank=1,step=20,phase=forward",
+        "exit:rank=0,step=28,phase=collective,code=3",
+    ]
+
+    result = run_ttprun(WHILE_TRUE, 2, faults=faults)
+
+    assert injected(result) == [
+        ("segv", "backward", 4),
+        ("abort", "in_step", 12),
+        ("term", "forward", 20),
+        ("exit", "collective", 28),
+    ]
+    assert exits(result) == [(1, None, 11), (0, None, 6), (1, None, 15), (0, 3, None)]
+    assert_only_replaced(result, incidents=4)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
+def test_a_signal_without_a_moment_strikes_from_outside_after_its_time(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(EPOCHS, 3, faults=["abort:rank=2,after=3"])
+
+    assert injected(result) == [("abort", None, None)]
+    assert exits(result) == [(2, None, 6)]
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+    assert_survivors_kept_their_pids(result)
+
+
+def test_a_storm_of_random_faults_is_the_same_each_time_and_costs_nothing(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["random:every=9steps,count=3,seed=4"])
+
+    drawn = [event["fault"] for event in result.events if event["event"] == "fault_injected"]
+    assert drawn == [
+        "exit:rank=1,step=9,phase=backward",
+        "abort:rank=1,step=18,phase=in_step",
+        "exit:rank=0,step=27,phase=backward",
+    ]
+    assert_only_replaced(result, incidents=3)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
+@pytest.mark.parametrize("phase", ["freeze", "rebuild", "reissue", "thaw", "transfer"])
+def test_a_fault_strikes_a_survivor_in_each_phase_of_a_recovery(run_ttprun: RunTtprun, phase: str) -> None:
+    result = run_ttprun(
+        PLAIN,
+        3,
+        faults=["kill:rank=1,step=10,phase=collective", f"kill:rank=0,phase={phase}"],
+        options=["--max-restarts", "1"],
+    )
+
+    assert injected(result) == [("kill", "collective", 10), ("kill", phase, 10)]
+    assert exits(result)[:2] == [(1, None, 9), (0, None, 9)]
+    assert result.exit_code == 0
+
+
+def test_a_stopped_rank_stands_still_until_its_time_is_over(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed
+) -> None:
+    launch = start_ttprun(WHILE_TRUE, 2, faults=["stop:rank=1,step=10,phase=forward,seconds=3"])
+
+    event = wait_for_event(launch, "fault_injected")
+    state = until(lambda: psutil.Process(event["pid"]).status(), psutil.STATUS_STOPPED)
+
+    assert state == psutil.STATUS_STOPPED
+    assert_same_outcome(launch.finish(), undisturbed(WHILE_TRUE, 2))
+
+
+def until(look: Callable[[], str], wanted: str, limit_s: float = 2.0) -> str:
+    """Look until it is as wanted, at most `limit_s`; returns what was seen last."""
+    give_up_at_s = time.monotonic() + limit_s
+    while (seen := look()) != wanted and time.monotonic() < give_up_at_s:
+        time.sleep(0.01)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fault", "least_s"),
+    [
+        ("sleep:rank=1,step=10,phase=backward,seconds=2", 2.0),
+        ("deadlock:rank=0,step=11,phase=in_step,seconds=2", 2.0),
+        ("busy:rank=1,step=12,phase=after_step,seconds=2", 2.0),
+        ("silent:rank=0,step=13,phase=forward,seconds=2", 2.0),
+        ("cut-off:rank=1,step=14,phase=backward,seconds=2", 2.0),
+        ("slow:rank=0,step=15,phase=forward,rate=200000,seconds=3", 1.0),
+    ],
+)
+def test_what_only_delays_a_rank_delays_all_and_changes_nothing(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, fault: str, least_s: float
+) -> None:
+    launch = start_ttprun(WHILE_TRUE, 2, faults=[fault])
+
+    wait_for_event(launch, "fault_injected")
+    struck_s = time.monotonic()
+    launch.wait_for_line(0, "iter 18:")
+    took_s = time.monotonic() - struck_s
+
+    assert took_s > least_s * 0.9
+    result = launch.finish()
+    assert len(injected(result)) == 1
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
+def test_a_nan_in_one_ranks_gradient_reaches_the_weights_of_all(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(PLAIN, 2, faults=["nan:rank=1,step=20"])
+
+    assert injected(result) == [("nan", "collective", 20)]
+    assert "loss nan" not in next(line for line in result.stdout[0] if " step 20 " in line)
+    assert "loss nan" in next(line for line in result.stdout[0] if " step 22 " in line)
+    assert "loss nan" in next(line for line in result.stdout[1] if " step 22 " in line)
+
+
+def test_a_flipped_bit_makes_one_ranks_weights_differ_from_the_others(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(PLAIN, 3, faults=["flip-bit:rank=1,step=39,phase=after_step,seed=3"])
+
+    assert injected(result) == [("flip-bit", "after_step", 39)]
+    hashes = [next(line.split()[-1] for line in result.hashes[rank] if "model" in line) for rank in range(3)]
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["standby-kill:after=8"], script_args=["--max_iters=300"])
+
+    lost = [event for event in result.events if event["event"] == "standby_lost"]
+    assert injected(result) == [("standby-kill", None, None)]
+    assert [event["was_ready"] for event in lost] == [True]
+    assert result.incidents == []
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2, ["--max_iters=300"]))
+
+
+@pytest.mark.parametrize("moment", ["phase=backward,step=5,rank=1", "phase=in_step,step=5,rank=0"])
+def test_when_the_agent_is_killed_in_mid_step_no_process_is_left(start_ttprun: StartTtprun, moment: str) -> None:
+    launch = start_ttprun(WHILE_TRUE, 2, faults=[f"agent-kill:{moment}"])
+
+    launch.process.wait(60)
+    result = launch.finish()
+
+    assert result.exit_code == -9
+    assert [kind for kind, _, _ in injected(result)] == ["agent-kill"]
+    assert_no_orphans(result)
+
+
+def test_a_rank_that_leaves_early_ends_with_code_0(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun("early_exit.py", 3, faults=["leave:rank=1,step=2,phase=before_step"])
+
+    assert injected(result) == [("leave", "before_step", 2)]
+    first = next(event for event in result.events if event["event"] == "rank_exited")
+    assert (first["rank"], first["code"]) == (1, 0)
+
+
+def test_no_core_file_is_left_by_an_ordered_crash(run_ttprun: RunTtprun, tmp_path: Path) -> None:
+    result = run_ttprun(PLAIN, 2, faults=["segv:rank=1,step=3"])
+
+    assert exits(result) == [(1, None, 11)]
+    assert list(result.folder.glob("core*")) == []

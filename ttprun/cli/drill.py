@@ -1,0 +1,124 @@
+"""`ttprun drill`: a rehearsal before a long job. Runs a script under faults beside its undisturbed twin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from ttprun.cli.terminal import new_table, open_console
+from ttprun.drill.scenario import Scenario, read_scenario, told_command
+from ttprun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ttprun.drill.pairing import Injection
+    from ttprun.drill.rehearsal import Rehearsal
+
+
+def drill(
+    scenario: Annotated[str, typer.Argument(help="YAML file that says what to run and which faults to cause.")],
+    folder: Annotated[str | None, typer.Option(help="Keep both runs there; default: they are removed.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; do nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report in JSON, for programs.")] = False,
+) -> int:
+    """Rehearse: run a script under faults beside its undisturbed twin, and say whether they ended identically.
+
+    A scenario needs two keys; configs/drills/ holds whole ones to copy:
+
+    script: train.py
+
+    faults: [kill:rank=1,step=20,phase=backward]
+
+    Of use besides: arguments, launch: {nproc_per_node: 4}, compare: [out/final.pt], rungs: [replace].
+
+    Each twin runs in a folder of its own; write {folder} in arguments where the script must know it. Files of
+    torch.save are compared by their tensors, others by their bytes, and each rank's output line by line.
+
+    Exit code: 0 identical, 1 not identical or not recovered, 2 the scenario cannot be used.
+    """
+    wanted = read_scenario(scenario)
+    place = Path(folder) if folder is not None else Path(tempfile.mkdtemp(prefix="ttprun-drill-"))
+    try:
+        if folder is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+            raise ConfigError(f"--folder: '{folder}' is not empty", "name a new one")
+        if dry_run:
+            show_plan(wanted, place.absolute(), as_json)
+            return 0
+        return run_drill(wanted, place.absolute(), as_json, is_kept=folder is not None)
+    finally:
+        if folder is None:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> int:
+    """Run the drill and report; returns the exit code."""
+    from ttprun.drill.rehearsal import rehearse
+
+    shown = rehearse(scenario, place, lambda text: print(text, file=sys.stderr, flush=True))
+    if as_json:
+        print(json.dumps(shown.to_json()))
+    else:
+        console = open_console()
+        console.print(draw(console, shown))
+        if not shown.has_passed and not is_kept:
+            print("ttprun: run it again with --folder DIR to keep both runs", file=sys.stderr)
+    return 0 if shown.has_passed else 1
+
+
+def show_plan(scenario: Scenario, place: Path, as_json: bool) -> None:
+    """Print both commands and the faults."""
+    from ttprun.drill.scenario import command_of
+
+    command = told_command(command_of(scenario, place / "disturbed"))
+    if as_json:
+        print(json.dumps({"dry_run": True, "command": command} | scenario.model_dump()))
+        return
+    ranks = told_command([f"--{name}={value}" for name, value in scenario.launch.items()])
+    print(f"{scenario.twin} {ranks} {told_command(command_of(scenario, place / 'undisturbed'))}")
+    print(f"ttprun {ranks} --allow-faults {' '.join(f'--fault {fault}' for fault in scenario.faults)} {command}")
+    compared = [*scenario.compare, *(["each rank's output"] if scenario.compare_output else [])]
+    print(f"then compare: {', '.join(compared)}")
+
+
+def draw(console: Console, shown: Rehearsal) -> RenderableType:
+    """The whole report: faults, comparisons, problems, the verdict."""
+    parts: list[RenderableType] = [draw_injections(console, shown.injections)]
+    table = new_table(console, "compared", "by", "result", "")
+    for one in shown.comparisons:
+        table.add_row(one.what, one.how, "identical" if one.is_identical else "DIFFERENT", one.detail)
+    parts += [Text(), table]
+    parts += [Text(f"problem: {problem}", style="yellow") for problem in shown.problems]
+    verdict = "identical" if shown.is_identical else "NOT IDENTICAL"
+    if shown.is_identical and shown.problems:
+        verdict += ", but not as it should be"
+    took = f"{shown.disturbed.took_s:.1f} s with faults, {shown.undisturbed.took_s:.1f} s without"
+    parts.append(Text(f"{verdict} · {took}", style="bold green" if shown.has_passed else "bold red"))
+    return Group(*parts)
+
+
+def draw_injections(console: Console, injections: list[Injection]) -> RenderableType:
+    """One line a fault: where it struck, what it came to, and how long that took."""
+    right = ("#", "rank", "step", "detected", "recovered")
+    names = ("#", "fault", "rank", "step", "phase", "came to", "rung", "detected", "recovered")
+    table = new_table(console, *names, right=right)
+    for number, one in enumerate(injections, 1):
+        if one.failure:
+            outcome = f"not caused: {one.failure}"
+        elif one.incident is not None:
+            outcome = f"incident {one.incident}, {one.outcome}"
+        else:
+            outcome = one.effect or "nothing: not noticed"
+        cells = (number, one.kind, one.rank, one.step, one.phase, outcome, one.rung)
+        table.add_row(*("-" if cell is None else str(cell) for cell in cells), _s(one.detect_s), _s(one.recover_s))
+    return table
+
+
+def _s(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f} s"
