@@ -2,8 +2,8 @@
 
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
 
-Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost while the first is
-being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is good if
+Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost while the first
+is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is good if
 every fault struck and was seen as an incident (or as what its kind comes to), if every incident was recovered from, if
 files and output are those of an undisturbed run under torchrun, and if no process is left. Begin with soak().
 """
@@ -289,7 +289,8 @@ def show(summary: dict[str, Any]) -> None:
     """The figures as lines."""
     told = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
     lines = [
-        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen; {told['by_kind']}",
+        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen; "
+        f"{told['by_kind']}",
         f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
     ]
     for name, label in (("recover_s", "recovery"), ("detect_s", "detection")):

@@ -1,7 +1,7 @@
 """Every kind of fault really happens: seen by what it does to a process, a socket or a tensor.
 
-Kinds that end a process are followed to the replaced rank; those that hang it are ended by the fault's own `seconds`, so
-that these tests need nobody to find the hang. Moments are hit by the phases' hooks.
+Kinds that end a process are followed to the replaced rank; those that hang it are ended by the fault's own `seconds`,
+so that these tests need nobody to find the hang. Moments are hit by the phases' hooks.
 """
 
 from __future__ import annotations
