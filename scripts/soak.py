@@ -3,9 +3,9 @@
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
 
 Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost while the first
-is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is good if
-every fault struck and was seen as an incident (or as what its kind comes to), if every incident was recovered from, if
-files and output are those of an undisturbed run under torchrun, and if no process is left. Begin with soak().
+is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is
+good if every fault struck and was seen as an incident (or as what its kind comes to), if every incident was recovered
+from, if files and output are those of an undisturbed run under torchrun, and if no process is left. Begin with soak().
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ OPTIONS: dict[str, Any] = {
     "record_limit_mib": 1,
     "journal_limit_mib": 64,
     "commit_timeout_s": 5.0,
+    "verify_every": 0,
+    "on_nan": "warn",
     "user_paths": [],
     "prints_traceback": True,
 }
