@@ -226,8 +226,9 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
 
 def _under_way(scope: dict[str, Any], line: int) -> Iterator[tuple[Site, Any]]:
     """Loops of a frame that stands at `line`; one that an exception has left is over, though its variable is set."""
-    for name, value in scope.items():
-        if name.startswith(VARIABLE_PREFIX) and value is not None:
+    for name in [name for name in scope if name[:2] == "__"]:
+        value = scope[name]
+        if value is not None and name.startswith(VARIABLE_PREFIX):
             site = sites[int(name[len(VARIABLE_PREFIX) : -2])]
             if line in site.lines:
                 yield site, value

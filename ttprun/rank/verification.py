@@ -7,6 +7,7 @@ in front of every step, in the rank that made it: after the all-reduce a NaN is 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,6 @@ def nan_in(journal: Journal) -> str:
         inputs = [(number, entry.op, copy) for number, entry in enumerate(journal.entries) for _, copy in entry.saved]
     for number, op, copy in inputs:
         # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
-        if copy.is_floating_point() and bool(copy.sum().isnan()) and bool(copy.isnan().any()):
+        if copy.is_floating_point() and math.isnan(copy.sum().item()) and bool(copy.isnan().any()):
             return f"{op} number {number} of the step, {int(copy.isnan().sum())} of {copy.numel()} elements"
     return ""
