@@ -113,6 +113,28 @@ def test_globals_of_a_module_are_written_in_place() -> None:
     assert (here["__name__"], here["torch"], here["train"]) == ("config", torch, train)
 
 
+def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too() -> None:
+    """Functions, modules and the like are packed once for each scope; a change of one of them is not missed."""
+    lost: Scope = {"torch": torch, "train": train, "path": pathlib.Path("a"), "meter": Meter(), "device": torch.device("cpu")}
+    here: Scope = dict(lost, meter=Meter())
+    for step in range(6):
+        values.begin_boundary()
+        lost["meter"].update(step)
+        if step == 2:
+            lost["path"] = pathlib.Path("b")
+        if step == 3:
+            lost["train"] = count_up
+        if step == 4:
+            del lost["device"]
+        recorded = values.unpack(values.pack(Snapshot({}).variables(lost, "a scope of this test")))
+        Restore([], is_comparing=True).module(here, recorded, "")
+
+        assert here["meter"].count == step + 1
+        assert {name: here[name] for name in here if name != "meter"} == {
+            name: lost[name] for name in lost if name != "meter"
+        }
+
+
 # Plain values and containers.
 
 
