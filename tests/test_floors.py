@@ -33,7 +33,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_a_part_imports_only_from_the_floors_below(part: str) -> None:
     ours = {
         (path.name, name.split(".")[1])
-        for path in (PACKAGE / part).glob("*.py")
+        for path in (PACKAGE / part).rglob("*.py")
         for name in imported(path)
         if name.startswith("ttprun.")
     }

@@ -23,13 +23,3 @@ def no_hooks_are_left() -> Iterator[None]:
     yield
     loops.Hooks.enter = loops.Hooks.loop = None
     del loops.sites[known:]
-
-
-KNOWN_GAPS = set((Path(__file__).parent / "known_gaps.txt").read_text(encoding="utf-8").splitlines())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that show what is still wrong or refused too little: open work, named in known_gaps.txt."""
-    for item in items:
-        if item.name in KNOWN_GAPS:
-            item.add_marker(pytest.mark.xfail(reason="a known gap of recording and restoring", strict=False))

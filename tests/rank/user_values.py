@@ -101,6 +101,18 @@ class Trainer:
         self.schedule: Any = None
 
 
+def make_counter() -> Any:
+    """A function with state in its closure."""
+    count = 0
+
+    def counter() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return counter
+
+
 def count_up(start: int) -> Iterator[int]:
     """A generator with state in its variables."""
     total = start

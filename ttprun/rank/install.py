@@ -190,6 +190,7 @@ def take_over() -> None:
 
 
 def _install_hooks(presence: Presence) -> None:
+    import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ttprun.rank import (
@@ -235,6 +236,7 @@ def _install_hooks(presence: Presence) -> None:
     order = presence.order
     is_replay = bool(order) and order["op"] == "replay"
     loops.positioned_by_themselves(loaders.iterator_types())
+    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     groups.register()
     workers.keep_in(recorder)
     missing = patches.apply_all(with_replay=welcome["is_replacement"])

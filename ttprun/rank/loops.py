@@ -10,8 +10,9 @@ turned into
     for x in __ttp_loop_7__: ...
     __ttp_loop_7__ = None
 
-so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. `while` loops
-need nothing: what they depend on lives in variables.
+so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. These variables
+are seen in locals() and globals(); they begin with an underscore, and are None when the loop is over. `while` loops
+need nothing: what they depend on lives in variables. Code that torch.compile traces runs over EXPR itself.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
 few times without a step inside, the loop runs over EXPR itself.
@@ -204,10 +205,14 @@ class Hooks:
     enter: Callable[[Site, FrameType], Any] | None = None
     loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
     is_followed: bool = True
+    # torch.compiler.is_dynamo_compiling, once the script has torch: loops in code that it traces are left alone.
+    is_compiling: Callable[[], bool] | None = None
 
 
 def enter(number: int) -> Any:
     """Called before a loop's EXPR is evaluated."""
+    if Hooks.is_compiling is not None and Hooks.is_compiling():
+        return None
     site = sites[number]
     if Hooks.enter is not None:
         return Hooks.enter(site, sys._getframe(1))
@@ -219,6 +224,8 @@ def enter(number: int) -> Any:
 
 def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     """Called with a loop's EXPR; returns what the `for` runs over."""
+    if Hooks.is_compiling is not None and Hooks.is_compiling():
+        return iterable
     if Hooks.loop is not None:
         return Hooks.loop(sites[number], token, iterable)
     return iterable if token is None else Loop(sites[number], token, iterable)

@@ -123,7 +123,11 @@ ALSO: tuple[Change, ...] = (
     Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
     Change("sys", "excepthook", "to tell the agent that the script itself has failed"),
-    Change("sys", "meta_path, path_hooks", "the user's modules are compiled with their for loops followed"),
+    Change(
+        "sys",
+        "meta_path, path_hooks",
+        "the user's modules are compiled with their for loops followed (a variable __ttp_loop_N__ for each)",
+    ),
     Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
     Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
     Change("os", "fork", "a child forked by the main thread (a DataLoader worker) ends with its rank"),

@@ -68,8 +68,8 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
     tree = ast.parse(source, filename)
     tree = _ForLoops(filename).visit(tree)
     if is_script:
-        # A script has no spec: multiprocessing's spawn looks there to find the main module again.
-        reset = ast.parse("__spec__ = None").body[0]
+        # A script has no spec (multiprocessing's spawn looks there to find the main module again) and no package.
+        reset = ast.parse("__spec__ = __package__ = None").body[0]
         tree.body.insert(_first_statement(tree), ast.copy_location(reset, tree.body[0]) if tree.body else reset)
     return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
 

@@ -45,7 +45,7 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     """Nodes of items; packed, where they are many and cannot change."""
     if len(items) >= MIN_ITEMS:
         # A walk of its own: if an item turns out to be no settled one, nothing is left behind.
-        packed = packed_items((id(value), which), items, Snapshot(snapshot.stepped).node)
+        packed = packed_items((id(value), which), items, Snapshot(snapshot.stepped).node, snapshot.stepped)
         if packed is not None:
             return packed
     return snapshot.items(items, depth)

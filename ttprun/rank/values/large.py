@@ -99,9 +99,9 @@ def _keep(value: Any) -> _Met:
     known = _Met()
     key = id(value)
 
-    def forget(reference: Any) -> None:
-        if _met.get(key) is known:
-            del _met[key]
+    def forget(reference: Any, met: dict[int, _Met] = _met) -> None:  # at the interpreter's end `_met` may be gone
+        if met.get(key) is known:
+            del met[key]
 
     known.reference = weakref.ref(value, forget)
     _met[key] = known

@@ -50,7 +50,7 @@ class _Scope:
 
     fixed       variables whose very object has the same node at each boundary: functions, modules, paths, ...
     functions   those among them that could be given attributes
-    moving      names that have held another object before, and are not counted on any more
+    moving      names whose node must be asked for at each boundary
     packed      the nodes of `fixed`
     """
 
@@ -62,6 +62,14 @@ class _Scope:
         self.functions: list[Any] = []
         self.moving: set[str] = set()
         self.packed = b""
+
+    def forget(self, scope: Mapping[str, Any]) -> None:
+        """Something in `fixed` is not as it was: the others can be counted on again."""
+        for name, value in self.fixed.items():
+            if scope.get(name) is not value or (value.__class__ is FunctionType and value.__dict__):
+                self.moving.add(name)
+        self.fixed = {}
+        self.functions = []
 
 
 _scopes: dict[Hashable, _Scope] = {}
@@ -98,33 +106,33 @@ class Snapshot:
         known = _scopes.get(key)
         if known is None or known.stepped is not self.stepped:
             known = _scopes[key] = _Scope(self.stepped)
-        found: dict[str, Any] = {}
         fixed = known.fixed
         met = 0
-        for name, value in scope.items():
-            if name in fixed and fixed[name] is value:
+        rest = []
+        for item in scope.items():
+            name = item[0]
+            if name in fixed and fixed[name] is item[1]:
                 met += 1
             elif name[:2] != "__" or not is_hidden(name):
-                found[name] = value if value.__class__ in SETTLED else self.node(value, 0)
+                rest.append(item)
         if met < len(fixed) or any(map(_attributes_of, known.functions)):
-            known.moving.update(name for name, value in fixed.items() if scope.get(name) is not value)
-            known.moving.update(name for name in fixed if getattr(scope.get(name), "__dict__", None))
-            fixed.clear()
-            known.functions = []
-            return self.variables(scope, key)
+            rest = [item for item in scope.items() if not is_hidden(item[0])]
+            known.forget(scope)
+        found = {name: value if value.__class__ in SETTLED else self.node(value, 0) for name, value in rest}
         self._settle(known, scope, found)
-        if fixed:
+        if known.fixed:
             found[FIXED] = known.packed
         return found
 
     def _settle(self, known: _Scope, scope: Mapping[str, Any], found: dict[str, Any]) -> None:
         """Take what can be counted on at the next boundary out of `found`."""
-        new = [
-            name
-            for name, node in found.items()
-            if node.__class__ is list and name not in known.moving and _is_fixed(scope[name], node)
-        ]
-        if not new and known.packed:
+        unknown = [name for name in found if name not in known.moving]
+        if not unknown:
+            return
+        new = [n for n in unknown if found[n].__class__ is list and _is_fixed(scope[n], found[n])]
+        known.moving.update(unknown)
+        known.moving.difference_update(new)
+        if not new:
             return
         for name in new:
             known.fixed[name] = scope[name]

@@ -58,8 +58,8 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         at = storage.data_ptr()
     except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own, a DTensor or the like
         return [Tag.REFUSED, f"is a {name_of(type(value))} without memory of its own"]
-    dtype, shape = dtype_name(value.dtype), list(value.shape)
     index = snapshot.stepped.get(at)
+    dtype, shape = dtype_name(value.dtype), list(value.shape)
     if index is not None and at:
         is_itself = isinstance(value, torch.nn.Parameter)
         return [Tag.WEIGHT, index, dtype, shape, list(value.stride()), value.storage_offset(), is_itself]

@@ -2,7 +2,7 @@
 
 A vocabulary, a list of file names, the losses so far: walking them at each boundary would cost more than all the rest.
 A container is known to be as it was if it holds the very same objects, which is seen from their addresses at once. Only
-containers of settled nodes (see nodes.py) are kept, so what is held here is no tensor and nothing of the user's.
+containers of settled nodes (see nodes.py), or of tensors that optimizers update, are kept: nothing large is held here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.rank.values.nodes import SETTLED, is_settled, pack
+from torch import Tensor
+
+from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 
 MIN_ITEMS = 12  # below, packing anew is as fast
 _OB_ITEM = 3 * ctypes.sizeof(ctypes.c_void_p)  # offset of the items' address in CPython's list object
@@ -19,11 +21,19 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
 class _Kept:
-    """items: objects whose addresses are `addresses`; packed: their nodes, one behind the other."""
+    """What is known of one container.
 
-    __slots__ = ("addresses", "items", "packed")
+    items     objects whose addresses are `addresses`
+    packed    their nodes, one behind the other
+    memory    of tensors that optimizers update: where each lies; else empty
+    stepped   the optimizers' storages by which those were told
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("addresses", "items", "memory", "packed", "stepped")
+
+    def __init__(self, stepped: Any) -> None:
+        self.stepped = stepped
+        self.memory: list[int] = []
         self.items: list[Any] = []
         self.addresses = b""
         self.packed = bytearray()
@@ -57,35 +67,52 @@ def _choose() -> Callable[[list[Any]], bytes]:
 addresses = _choose()
 
 
-def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any]) -> bytearray | None:
+def packed_items(
+    key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any], stepped: Any
+) -> bytearray | None:
     """The nodes of all items, one behind the other; None if some item can change.
 
-    key     (address of the container, 0 for its keys, 1 for its values); another container there does no harm
-    items   what it holds now, in order
-    node    gives the node of one item
+    key      (address of the container, 0 for its keys, 1 for its values); another container there does no harm
+    items    what it holds now, in order
+    node     gives the node of one item
+    stepped  the storages that optimizers update; tensors in them are told by their place there
     """
+    first = items[0].__class__
+    if first not in SETTLED and not issubclass(first, (tuple, Tensor)):
+        return None
     kept = _before.get(key) or _kept.get(key)
-    if kept is None:
-        first = items[0].__class__
-        if first not in SETTLED and not issubclass(first, tuple):
-            return None
-        kept = _Kept()
+    if kept is None or (kept.memory and not _is_where_it_was(kept, items, stepped)):
+        kept = _Kept(stepped)
     now = addresses(items)
     known = kept.addresses
     if now != known:
-        if not now.startswith(known):
-            kept = _Kept()
+        if not now.startswith(known) or kept.memory:
+            kept = _Kept(stepped)
         begin = len(kept.items)
         added = items[begin:]
         if not set(map(type, added)) <= SETTLED:
             added = [node(item, 1) for item in added]
-            if not all(map(is_settled, added)):
+            if issubclass(first, Tensor):
+                if not all(item[0] is Tag.WEIGHT for item in added):
+                    return None
+                kept.memory = list(map(_data_ptr, items))
+            elif not all(map(is_settled, added)):
                 return None
         kept.packed += _pack_all(added)
         kept.items += items[begin:]
         kept.addresses = now
     _kept[key] = kept
     return kept.packed
+
+
+def _is_where_it_was(kept: _Kept, items: list[Any], stepped: Any) -> bool:
+    try:
+        return kept.stepped is stepped and list(map(_data_ptr, items)) == kept.memory
+    except TypeError:  # something else than a tensor among them
+        return False
+
+
+_data_ptr = Tensor.data_ptr
 
 
 def _pack_all(nodes: list[Any]) -> bytes:
