@@ -8,6 +8,7 @@ from __future__ import annotations
 import array
 import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,8 @@ class Channel:
         fds: list[int] = []
         while b"\n" not in self._unread:
             data, found, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
+            for fd in found:
+                os.set_inheritable(fd, False)  # Python 3.11's recv_fds takes no notice of MSG_CMSG_CLOEXEC
             fds += found
             if not data:
                 raise EOFError("the agent has closed the line")
