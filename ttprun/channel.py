@@ -45,8 +45,8 @@ class Channel:
         fds: list[int] = []
         while b"\n" not in self._unread:
             data, found, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
-            for fd in found:  # the script's children have no business with them
-                os.set_inheritable(fd, False)
+            for fd in found:
+                os.set_inheritable(fd, False)  # Python 3.11's recv_fds takes no notice of MSG_CMSG_CLOEXEC
             fds += found
             if not data:
                 raise EOFError("the agent has closed the line")

@@ -44,7 +44,10 @@ class ControlSocket:
 
     def _reply(self, line: bytes) -> Message:
         request = json.loads(line)
-        if not hmac.compare_digest(str(request.get("token", "")), self._token):
+        if not isinstance(request, dict):
+            return {"ok": False, "error": "a request is a JSON object"}
+        token = str(request.get("token", "")).encode(errors="surrogatepass")
+        if not hmac.compare_digest(token, self._token.encode()):
             return {"ok": False, "error": "the token is wrong"}
         if request.get("op") != "inject_fault":
             return {"ok": False, "error": f"there is no request {request.get('op')!r}"}

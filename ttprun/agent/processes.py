@@ -68,6 +68,9 @@ class RankHandler(SubprocessHandler):
         """Signal the rank and its children; one that is gone already is no error."""
         with contextlib.suppress(ProcessLookupError):
             super().close(death_sig)
+        for log in (self._stdout, self._stderr):
+            if log is not None:
+                log.close()
 
 
 class StandbyHandler(RankHandler):

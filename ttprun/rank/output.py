@@ -18,8 +18,9 @@ from ttprun.rank.session import Session, current
 class _CountedRaw(io.RawIOBase):
     """A stream to a descriptor, which counts lines and can pass over some."""
 
-    def __init__(self, fd: int, field: Field) -> None:
-        self._fd = fd
+    def __init__(self, stream: Any, field: Field) -> None:
+        self._stream = stream  # were it forgotten, it might close the descriptor
+        self._fd: int = stream.fileno()
         self._field = field
         self.skip_lines = 0
 
@@ -57,7 +58,7 @@ def count_lines() -> None:
         old = getattr(sys, name)
         try:
             old.flush()
-            raw = _CountedRaw(old.fileno(), field)
+            raw = _CountedRaw(old, field)
         except (AttributeError, OSError, ValueError):
             continue
         _streams[name] = raw

@@ -1,0 +1,1 @@
+"""The agent's parts, with real processes and sockets."""

@@ -1,0 +1,128 @@
+"""The board: what ranks of a node see of each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ttprun.board import FINISHED, Board, Field, Phase
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def board_fd() -> Iterator[int]:
+    fd, _ = Board.create(3)
+    yield fd
+    os.close(fd)
+
+
+def test_a_new_board_is_empty(board_fd: int) -> None:
+    board = Board(board_fd, 3)
+
+    assert [board.get(rank, field) for rank in range(3) for field in Field] == [0] * 3 * len(Field)
+
+
+def test_what_one_process_writes_another_reads(board_fd: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        Board(board_fd, 3).set(1, Field.RECORDED, 41)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+    board = Board(board_fd, 3)
+
+    assert board.get(1, Field.RECORDED) == 41
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1, -1, (1 << 31) - 1, 1 << 31, (1 << 32) + 5, FINISHED, -(1 << 63), (1 << 63) - 1]
+)
+def test_a_field_holds_any_number_of_64_bits_and_its_neighbours_stay(board_fd: int, value: int) -> None:
+    board = Board(board_fd, 3)
+
+    board.set(1, Field.APPLIED, value)
+
+    everything = {(rank, field): board.get(rank, field) for rank in range(3) for field in Field}
+    assert {place for place, found in everything.items() if found} == ({(1, Field.APPLIED)} if value else set())
+    assert board.get(1, Field.APPLIED) == value
+
+
+@pytest.mark.parametrize("seen", [0, 7, -1, 1 << 31, FINISHED])
+def test_a_rank_that_waits_is_woken_by_the_announcement(board_fd: int, seen: int) -> None:
+    board = Board(board_fd, 3)
+    board.set(2, Field.RECORDED, seen)
+    woken = threading.Event()
+
+    def wait() -> None:
+        while board.get(2, Field.RECORDED) == seen:
+            board.wait_for_change(2, Field.RECORDED, seen, LIMIT_S)
+        woken.set()
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    began_s = time.monotonic()
+    waiter.start()
+    Board(board_fd, 3).announce(2, Field.RECORDED, 3)
+
+    assert woken.wait(LIMIT_S)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_wait_for_a_field_that_has_changed_already_returns_at_once(board_fd: int) -> None:
+    board = Board(board_fd, 3)
+    board.set(0, Field.APPLIED, 5)
+    began_s = time.monotonic()
+
+    board.wait_for_change(0, Field.APPLIED, 4, LIMIT_S)
+
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_wait_ends_when_its_time_is_over(board_fd: int) -> None:
+    began_s = time.monotonic()
+
+    Board(board_fd, 3).wait_for_change(0, Field.APPLIED, 0, 0.05)
+
+    assert 0.04 < time.monotonic() - began_s < LIMIT_S
+
+
+def test_a_rank_that_waits_lets_other_threads_run(board_fd: int) -> None:
+    """The wait gives the interpreter away: else the recovery thread could not end it."""
+    board = Board(board_fd, 3)
+    waiter = threading.Thread(target=board.wait_for_change, args=(0, Field.RECORDED, 0, LIMIT_S), daemon=True)
+    waiter.start()
+    began_s = time.monotonic()
+
+    while waiter.is_alive():
+        board.announce(0, Field.RECORDED, 1)
+        waiter.join(0.001)
+
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_row_that_is_cleared_is_empty_and_wakes_who_waits(board_fd: int) -> None:
+    board = Board(board_fd, 3)
+    for rank in range(3):
+        board.set(rank, Field.RECORDED, 9)
+    waiter = threading.Thread(target=board.wait_for_change, args=(1, Field.RECORDED, 9, LIMIT_S), daemon=True)
+    waiter.start()
+
+    board.clear_row(1)
+    waiter.join(LIMIT_S)
+
+    assert not waiter.is_alive()
+    assert [board.get(rank, Field.RECORDED) for rank in range(3)] == [9, 0, 9]
+
+
+def test_a_touch_notes_the_phase_and_the_time(board_fd: int) -> None:
+    board = Board(board_fd, 3)
+    before_ns = time.monotonic_ns()
+
+    board.touch(1, Phase.STEPPING)
+
+    assert board.get(1, Field.PHASE) == Phase.STEPPING
+    assert before_ns <= board.get(1, Field.SEEN_NS) <= time.monotonic_ns()

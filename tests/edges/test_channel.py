@@ -1,0 +1,130 @@
+"""The line between the agent and a rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ttprun import channel
+from ttprun.channel import Channel
+
+Line = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    ours, theirs = channel.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"op": "x"}, {"text": "two\nlines"}, {"text": "é \u2028 \x00 \ud800"}, {"list": [[1, 2.5, None, True]] * 50}],
+    ids=["empty", "plain", "two lines", "odd letters", "nested"],
+)
+def test_a_message_comes_as_it_was_sent(line: Line, message: channel.Message) -> None:
+    ours, theirs = line
+
+    ours.send(message)
+
+    assert theirs.read_available() == [message]
+
+
+def test_messages_come_one_by_one_however_the_socket_cuts_them(line: Line) -> None:
+    ours, theirs = line
+    raw = b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
+
+    found = []
+    for byte in raw:
+        ours.sock.sendall(bytes([byte]))
+        found += theirs.read_available()
+
+    assert found == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def test_a_message_larger_than_the_sockets_buffer_arrives(line: Line) -> None:
+    ours, theirs = line
+    message = {"op": "frozen", "journal": "x" * (1 << 20)}
+    sender = threading.Thread(target=ours.send, args=(message,))
+    sender.start()
+
+    found = next(theirs.messages())
+    sender.join()
+
+    assert found == message
+
+
+def test_messages_of_several_threads_are_not_mixed(line: Line) -> None:
+    ours, theirs = line
+    threads = [
+        threading.Thread(target=lambda n=n: [ours.send({"n": n, "text": str(n) * 5000}) for _ in range(40)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+
+    messages = theirs.messages()
+    found = [next(messages) for _ in range(160)]
+    for thread in threads:
+        thread.join()
+
+    assert all(message["text"] == str(message["n"]) * 5000 for message in found)
+
+
+def test_descriptors_come_with_their_message_and_are_not_inherited(line: Line) -> None:
+    ours, theirs = line
+    read_end, write_end = os.pipe()
+    ours.send({"op": "welcome"}, [write_end])
+
+    message, fds = theirs.receive_with_fds()
+    os.write(fds[0], b"through")
+
+    assert message == {"op": "welcome"}
+    assert os.read(read_end, 20) == b"through"
+    assert [os.get_inheritable(fd) for fd in fds] == [False]
+    for fd in (read_end, write_end, *fds):
+        os.close(fd)
+
+
+def test_what_came_with_the_welcome_in_one_read_is_not_lost(line: Line) -> None:
+    ours, theirs = line
+    ours.send({"n": 1})
+    ours.send({"n": 2})
+    ours.close()
+
+    first, _ = theirs.receive_with_fds()
+
+    assert [first, *theirs.messages()] == [{"n": 1}, {"n": 2}]
+
+
+def test_to_send_to_a_process_that_is_gone_is_no_error(line: Line) -> None:
+    ours, theirs = line
+    theirs.close()
+
+    ours.send({"op": "freeze"})
+    ours.send({"op": "freeze"}, [0])
+
+
+def test_the_end_of_the_line_is_said(line: Line) -> None:
+    ours, theirs = line
+    ours.close()
+
+    with pytest.raises(EOFError):
+        theirs.read_available()
+    with pytest.raises(EOFError):
+        theirs.receive_with_fds()
+    assert list(theirs.messages()) == []
+
+
+def test_half_a_message_of_a_process_that_died_is_not_taken_for_one(line: Line) -> None:
+    ours, theirs = line
+    ours.sock.sendall(b'{"op": "frozen", "bound')
+    ours.sock.shutdown(socket.SHUT_RDWR)
+
+    assert list(theirs.messages()) == []

@@ -1,0 +1,107 @@
+"""A rank that has not imported torch yet answers for itself when another is lost."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ttprun import channel
+from ttprun.board import Board, Field
+from ttprun.channel import Channel
+from ttprun.rank.presence import Presence
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def lines() -> Iterator[tuple[Channel, Presence, Board]]:
+    ours, theirs = channel.pair()
+    fd, board = Board.create(2)
+    presence = Presence(theirs, {"generation": 1, "local_world_size": 2, "local_rank": 1}, [fd])
+    presence.start()
+    yield ours, presence, board
+    ours.close()
+    for thread in threading.enumerate():
+        if thread.name == "ttprun-channel":
+            thread.join(LIMIT_S)
+    theirs.close()
+    os.close(fd)
+
+
+def resume(generation: int, **expected: list[str]) -> channel.Message:
+    return {"op": "resume", "generation": generation, "boundary": 0, "expected": expected, "skip_lines": [0, 0]}
+
+
+def up_to_frozen(line: Channel) -> list[channel.Message]:
+    found = []
+    for message in line.messages():
+        found.append(message)
+        if message["op"] == "frozen":
+            break
+    return found
+
+
+def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
+    ours, presence, board = lines
+
+    ours.send({"op": "freeze", "generation": 2, "lost": [0], "survivors": [1]})
+
+    frozen = {"op": "frozen", "generation": 2, "boundary": 0, "digest": "", "has_group": False, "journal": {}}
+    assert next(ours.messages()) == frozen
+    assert presence.generation == 2
+    assert [board.get(rank, Field.HELD) for rank in range(2)] == [0, 2]
+
+
+def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
+    ours, presence, _ = lines
+
+    ours.send(resume(2))
+    ours.send({"op": "freeze", "generation": 3})
+
+    said = up_to_frozen(ours)
+    assert [(message["op"], message["generation"]) for message in said] == [
+        ("rebuilt", 2), ("reissued", 2), ("frozen", 3),
+    ]  # fmt: skip
+    assert presence.may_start.is_set()
+
+
+def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has_done_it(lines: Any) -> None:
+    ours, presence, _ = lines
+
+    ours.send(resume(2, world=["broadcast"]))
+    ours.send({"op": "freeze", "generation": 3})
+
+    said = up_to_frozen(ours)
+    assert [message["op"] for message in said] == ["rebuilt", "frozen"]
+    assert presence.order["expected"] == {"world": ["broadcast"]}
+
+
+@pytest.mark.parametrize("order", [resume(2), {"op": "replay", "generation": 2, "boundary": 5, "skip_lines": [0, 0]}])
+def test_a_replacement_may_start_when_it_knows_where_to_go(lines: Any, order: channel.Message) -> None:
+    ours, presence, _ = lines
+
+    ours.send(order)
+
+    assert presence.may_start.wait(LIMIT_S)
+    assert presence.order == order
+
+
+def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
+    ours, presence, _ = lines
+    heard: queue.Queue[int] = queue.Queue()
+    for number in range(3):
+        ours.send({"op": "put", "n": number})
+    ours.send({"op": "freeze", "generation": 2})
+    next(ours.messages())
+
+    presence.hand_over(lambda message: heard.put(message["n"]))
+    early = heard.qsize()
+    ours.send({"op": "put", "n": 3})
+
+    assert [heard.get(timeout=LIMIT_S) for _ in range(4)] == [0, 1, 2, 3]
+    assert early == 3

@@ -1,0 +1,180 @@
+"""What is changed in the user's process: one test a patch, and what happens where an attribute is missing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.data.dataloader as torch_dataloader
+from torch.utils.data import DataLoader
+
+from tests.rank.fakes import become, make_session
+from tests.rank.processes import run_alone
+from tests.rank.scripts import run_under_shim
+from ttprun.rank import patches
+from ttprun.rank.patches import PATCHES, Patch, replacement_for
+
+BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
+
+
+class Original:
+    """Stands for what is patched: notes its calls, gives something back."""
+
+    def __init__(self, result: Any) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.result = result
+        self.__name__ = "original"
+        self.__doc__ = "What the user reads."
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        return self.result
+
+
+class Thing:
+    """Stands for the object whose method is patched."""
+
+    _num_yielded = 0
+    generator = None
+    sampler = None
+    num_workers = 0
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+LINEAR = torch.nn.Linear(1, 1)
+THING = Thing()
+CALLS: dict[str, Call] = {
+    "torch.distributed.distributed_c10d.init_process_group": (("nccl", None), {"rank": 0}),
+    "torch.distributed.distributed_c10d.new_group": (([0], None, "mpi"), {"pg_options": None}),
+    "torch.distributed.distributed_c10d.destroy_process_group": ((None,), {}),
+    "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
+    "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
+    "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
+    "torch.utils.data.dataloader.DataLoader.__iter__": ((THING,), {}),
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ((THING,), {}),
+    "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ((THING, "loader", True), {}),
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ((THING,), {}),
+    "torch.utils.data._utils.worker._worker_loop": (tuple(range(14)), {}),
+    "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
+    "os.urandom": ((4,), {}),
+}
+
+
+RETURNS_NOTHING = ("__init__", "_reset", "_worker_loop")
+
+
+@pytest.mark.parametrize("is_rank", [True, False], ids=["in a rank", "in another process"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_patch_calls_the_original_once_and_passes_arguments_and_result_through(name: str, is_rank: bool) -> None:
+    calls, is_all_given, is_returned = run_alone(pass_through, name, is_rank)
+
+    assert calls == 1
+    assert is_all_given
+    assert is_returned or name.endswith(RETURNS_NOTHING)
+
+
+def pass_through(name: str, is_rank: bool) -> tuple[int, bool, bool]:
+    """Call a wrapper as the script would."""
+    become(make_session(world_size=1) if is_rank else None)
+    original = Original(Thing())
+    args, kwargs = CALLS[name]
+    returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
+    given = [*original.calls[0][0], *original.calls[0][1].values()]
+    is_all_given = all(value in given for value in (*args, *kwargs.values()))
+    return len(original.calls), is_all_given, returned is original.result
+
+
+def test_every_patch_has_a_test_of_its_own() -> None:
+    opens = {"builtins.open", "io.open"}  # what these do is tested in test_files.py
+
+    assert set(BY_NAME) == set(CALLS) | opens
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_patched_function_still_has_its_name_and_its_help(name: str) -> None:
+    assert run_alone(described, name) == ("original", "What the user reads.", True, __name__)
+
+
+def described(name: str) -> tuple[Any, ...]:
+    def original(*args: Any) -> None:
+        """What the user reads."""
+
+    original.__name__ = original.__qualname__ = "original"
+    ours = replacement_for(BY_NAME[name], original)
+    return ours.__name__, ours.__doc__, ours.__wrapped__ is original, ours.__module__
+
+
+def where_patched() -> dict[str, bool]:
+    """After all patches: whether each name by which torch gives a function out is ours."""
+    import io
+
+    assert patches.apply_all(with_replay=True) == []
+    places: dict[str, Any] = {
+        "dist.init_process_group": dist.init_process_group,
+        "dist.new_group": dist.new_group,
+        "dist.destroy_process_group": dist.destroy_process_group,
+        "torch.save": torch.save,
+        "torch.serialization.save": torch.serialization.save,
+        "DataLoader.__iter__": DataLoader.__iter__,
+        "os.urandom": os.urandom,
+        "open": open,
+        "io.open": io.open,
+        "worker_loop": torch_dataloader._utils.worker._worker_loop,
+    }
+    return {name: hasattr(found, "__wrapped__") for name, found in places.items()}
+
+
+def test_a_function_is_patched_under_all_its_names() -> None:
+    found = run_alone(where_patched)
+
+    assert [name for name, is_ours in found.items() if not is_ours] == []
+
+
+def without_some() -> list[str]:
+    """Another torch: a function, a class and a module are not there."""
+    del torch_dataloader._BaseDataLoaderIter._reset
+    del sys.modules["torch.serialization"].save
+    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "ttprun.rank.files:wrap_save", ""))  # type: ignore[misc]
+    return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
+
+
+def test_a_missing_attribute_switches_off_that_patch_alone() -> None:
+    assert run_alone(without_some) == [
+        "torch.utils.data.dataloader._BaseDataLoaderIter._reset", "torch.serialization.save", "torch.not_there.x", "True",
+    ]  # fmt: skip
+
+
+def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ttprun.rank.patches as p\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'ttprun.rank.files:wrap_save', ''))\n"
+        "import torch\nimport torch.distributed\nprint('ran')\n"
+    )
+
+    found = run_under_shim([str(script)], tmp_path)
+
+    assert (found.code, found.printed) == (0, "ran\n")
+    notes = [message["text"] for message in found.messages if message["op"] == "note"]
+    assert notes == ["not protected on this torch version: torch.not_there"]
+
+
+def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import ttprun.rank.patches as p\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'ttprun.rank.nothing:wrap', ''))\n"
+        "import torch\nprint(torch.rand(1).shape)\n"
+    )
+
+    found = run_under_shim([str(script)], tmp_path)
+
+    assert (found.code, found.printed) == (0, "torch.Size([1])\n")
+    reasons = [message["reason"] for message in found.messages if message["op"] == "unprotected"]
+    assert len(reasons) == 1
+    assert "ttprun.rank.nothing" in reasons[0]
