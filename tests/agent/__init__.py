@@ -1,0 +1,1 @@
+"""Tests of what the agent finds out about its processes."""
