@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from ttprun.agent.failures import Failure
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
@@ -72,19 +73,13 @@ class ReplacingAgent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
     def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
-        """The first failure, as torch reports it; ranks that are ended because of it are not failures."""
-        event = self.supervisor.first_failure
+        """The root cause, as torch reports it; ranks that are ended because of it are not failures."""
+        verdict = self.supervisor.verdict
+        why = verdict.reason if verdict is not None else ""
+        failure = self.supervisor.first_failure.found or Failure(worker_group.workers[0].global_rank, 0, 1, why)
+        local_rank = next(worker.local_rank for worker in worker_group.workers if worker.global_rank == failure.rank)
         context: Any = self._pcontext
-        if event is None:
-            return {}
-        local_rank = next(worker.local_rank for worker in worker_group.workers if worker.global_rank == event.rank)
-        failure = ProcessFailure(
-            local_rank=local_rank,
-            pid=event.pid,
-            exitcode=-event.signal if event.signal is not None else event.code or 0,
-            error_file=context.error_files[local_rank],
-        )
-        return {event.rank: failure}
+        return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self.supervisor.pause()

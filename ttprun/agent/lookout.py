@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import time
 from typing import TYPE_CHECKING
 
 from ttprun import recovery
 from ttprun.agent import stacks
+from ttprun.agent.failures import Failure
 from ttprun.board import OPERATION_NAMES, Field, Phase
 from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch
 
@@ -185,6 +187,8 @@ class Lookout:
         action = "it cannot be replaced, so it is left alone" if is_only_told else "it is killed"
         logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, told)
         if not is_only_told:
+            failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
+            supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
             supervisor.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),

@@ -60,6 +60,8 @@ class Reports:
             if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
                 os.write(2, message["traceback"].encode())
             seat.script_error = message["error"]
+            seat.traceback = "" if message["traceback"] else message["detail"]
+            self._supervisor.log("script_error", rank=seat.rank, error=message["error"], traceback=message["detail"])
         elif op == "fault_struck":
             self._supervisor.injections.struck(seat, message)
         elif op == "fault_failed":

@@ -44,7 +44,7 @@ def take(pid: int, fd: int, is_stopped: bool) -> str:
 
 def left_behind(fd: int) -> str:
     """What a process that has crashed has written, "" if nothing; the memfd is empty afterwards."""
-    text = _read(fd)
+    text = _read(fd).partition("\nExtension modules:")[0]
     with contextlib.suppress(OSError):
         _clear(fd)
     return text

@@ -24,6 +24,7 @@ from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.causes import Causes
 from ttprun.agent.control import ControlSocket
+from ttprun.agent.failures import Failure, FirstFailure
 from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
@@ -57,7 +58,7 @@ class Supervisor:
         self.verdict: Verdict | None = None
         self.is_python = is_python
         self.run = run
-        self.first_failure: recovery.RankExited | None = None
+        self.first_failure = FirstFailure()
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self.selector = selectors.DefaultSelector()
@@ -120,7 +121,7 @@ class Supervisor:
         self.reports.begin_group(len(ranks))
         self.replace_handler = replace_handler
         self.verdict = None
-        self.first_failure = None
+        self.first_failure = FirstFailure()
 
     def sit(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
@@ -294,8 +295,9 @@ class Supervisor:
             self.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
             kill_session(seat.pid)  # its DataLoader workers
-            if self.first_failure is None or self.job.incident is None:
-                self.first_failure = event
+            exit_code = -event.signal if event.signal is not None else event.code or 0
+            failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
+            self.first_failure.note(failure, is_new_incident=self.job.incident is None)
         self.log(
             "rank_exited",
             rank=seat.rank,

@@ -30,6 +30,8 @@ from ttprun.rank.presence import Presence
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
+_TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
+_MESSAGE_BYTES = 300
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
@@ -105,12 +107,18 @@ def tell_before(previous: Any) -> Any:
         session = sys.modules.get("ttprun.rank.session")
         found = session.current() if session is not None else None
         is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
-        text = "".join(traceback.format_exception(kind, error, trace)) if is_early else ""
-        presence.channel.send({"op": "script_error", "error": f"{kind.__name__}: {error}", "traceback": text})
+        text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
+        told = {"error": _in_one_line(kind, error), "traceback": text if is_early else "", "detail": text}
+        presence.channel.send({"op": "script_error", **told})
         if not is_early:
             previous(kind, error, trace)
 
     return tell
+
+
+def _in_one_line(kind: type[BaseException], error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{kind.__name__}: {lines[0][:_MESSAGE_BYTES]}" if lines else kind.__name__
 
 
 _presence: Presence | None = None

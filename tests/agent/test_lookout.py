@@ -1,0 +1,173 @@
+"""Signs of life and stacks of real processes: heartbeat, /proc and the stack that a rank writes itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ttprun.agent import stacks
+from ttprun.agent.lookout import state_of
+from ttprun.board import Board, Field
+
+PROGRAM = """\
+import ctypes, os, sys, threading, time
+from ttprun.board import Board
+from ttprun.rank import heartbeat, stack
+heartbeat.EVERY_S = 0.02
+stack.write_when_asked({stack_fd})
+heartbeat.start(Board({board_fd}, 1), 0)
+
+def stand_there():
+    {what}
+
+print(threading.main_thread().ident, flush=True)
+stand_there()
+"""
+RUN = "while True: pass"
+SLEEP = "time.sleep(60)"
+HOLD_GIL = "ctypes.PyDLL(None).sem_wait(ctypes.create_string_buffer(64))"
+CRASH = "ctypes.string_at(0)"
+
+
+@dataclass
+class Process:
+    """A process with a heartbeat that is at `what`."""
+
+    process: subprocess.Popen[str]
+    board: Board
+    stack_fd: int
+    main_thread: int = 0
+
+    def signs(self) -> tuple[bool, bool]:
+        """Whether the pulse, and whether the main thread's beats go on."""
+        pulse, beats = self.board.get(0, Field.PULSE_NS), self.board.get(0, Field.MAIN_BEATS)
+        time.sleep(0.3)
+        return self.board.get(0, Field.PULSE_NS) > pulse, self.board.get(0, Field.MAIN_BEATS) > beats
+
+    def stack(self, is_stopped: bool = False) -> str:
+        """The main thread's."""
+        return stacks.main_thread_of(stacks.take(self.process.pid, self.stack_fd, is_stopped), self.main_thread)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
+    """`start(what)`: a process that is at `what` by now."""
+    started: list[Process] = []
+
+    def start_process(what: str) -> Process:
+        board_fd, board = Board.create(1)
+        stack_fd = stacks.create()
+        script = tmp_path / "stands.py"
+        script.write_text(PROGRAM.format(what=what, board_fd=board_fd, stack_fd=stack_fd))
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            pass_fds=(board_fd, stack_fd),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        )
+        found = Process(process, board, stack_fd)
+        started.append(found)
+        assert process.stdout is not None
+        found.main_thread = int(process.stdout.readline())
+        time.sleep(0.1)
+        return found
+
+    yield start_process
+    for found in started:
+        found.process.kill()
+        found.process.communicate()
+        os.close(found.stack_fd)
+
+
+@pytest.mark.parametrize(
+    ("what", "signs"),
+    [(RUN, (True, True)), (SLEEP, (True, False)), (HOLD_GIL, (False, False))],
+    ids=["runs bytecode", "waits in C", "holds the GIL"],
+)
+def test_the_heartbeat_tells_what_the_main_thread_is_at(
+    start: Callable[[str], Process], what: str, signs: tuple[bool, bool]
+) -> None:
+    process = start(what)
+
+    assert process.signs() == signs
+
+
+def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
+    process = start(RUN)
+
+    process.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+
+    assert process.signs() == (False, False)
+    assert state_of(process.process.pid)[0] == "T"
+
+
+@pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
+def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[[str], Process], what: str) -> None:
+    process = start(what)
+
+    first, second = process.stack(), process.stack()
+
+    assert stacks.innermost_user_frame(first).endswith("in stand_there")
+    assert first == second
+
+
+def test_a_stopped_process_writes_its_stack_and_stands_still_again(start: Callable[[str], Process]) -> None:
+    process = start(RUN)
+    process.process.send_signal(signal.SIGSTOP)
+    time.sleep(0.1)
+
+    stack = process.stack(is_stopped=True)
+
+    time.sleep(0.1)
+    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert state_of(process.process.pid)[0] == "T"
+
+
+def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
+    process = start(CRASH)
+    process.process.wait(10)
+
+    stack = stacks.left_behind(process.stack_fd)
+
+    assert process.process.returncode == -signal.SIGSEGV
+    assert stack.startswith("Fatal Python error: Segmentation fault")
+    assert stacks.innermost_user_frame(stack).endswith("in stand_there")
+    assert stacks.left_behind(process.stack_fd) == ""
+
+
+def test_a_forked_child_does_not_beat(start: Callable[[str], Process]) -> None:
+    process = start("os.fork() or os._exit(0); os.wait(); time.sleep(0.2); os.kill(os.getpid(), 19)")
+
+    assert process.signs() == (False, False)
+
+
+def test_a_process_with_a_heartbeat_ends_well(start: Callable[[str], Process]) -> None:
+    process = start("time.sleep(0.05)")
+
+    assert process.process.wait(10) == 0
+
+
+def test_the_heartbeat_costs_next_to_nothing(start: Callable[[str], Process]) -> None:
+    process = start("time.sleep(60)")
+    before = state_of(process.process.pid)[1]
+
+    time.sleep(1.0)  # fifty beats
+
+    assert state_of(process.process.pid)[1] - before <= 0.02
+
+
+def test_frames_of_py_spy_are_read_too() -> None:
+    text = 'Thread 7 (idle): "MainThread"\n    wait (x/site-packages/c.py:3)\n    train (/home/me/train.py:33)\n'
+
+    assert stacks.innermost_user_frame(text) == "train.py:33 in train"

@@ -1,0 +1,353 @@
+"""Who hangs, who is slow and who only waits: fake ranks on a fake clock, looked at four times a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch, Way
+
+EVERY_S = 0.25
+ABSENT = [
+    # what it is at, which signs of life it still gives, how it is told
+    (Doing.COMPUTING, {"has_pulse": True}, Way.IDLE),
+    (Doing.COMPUTING, {"has_pulse": False}, Way.HELD),
+    (Doing.STEPPING, {"has_pulse": True}, Way.IDLE),
+    (Doing.COLLECTIVE, {"has_pulse": True}, Way.IDLE),
+]
+
+
+@dataclass
+class Rank:
+    """A fake rank: what it is at, and the signs of life that it gives."""
+
+    sight: Sight
+    has_pulse: bool = True
+    runs_bytecode: bool = False
+    cpu_share: float = 0.0
+
+    def pass_time(self, at_s: float) -> None:
+        """One look later."""
+        self.sight = replace(
+            self.sight,
+            pulse_at_s=at_s if self.has_pulse else self.sight.pulse_at_s,
+            beats=self.sight.beats + self.runs_bytecode,
+            cpu_s=self.sight.cpu_s + self.cpu_share * EVERY_S,
+        )
+
+
+@dataclass
+class Ranks:
+    """All ranks of a job, watched."""
+
+    watch: Watch
+    ranks: list[Rank]
+    at_s: float = 100.0
+    verdicts: list[tuple[float, Verdict]] = field(default_factory=list)
+
+    def pass_time(self, seconds: float, is_repair: bool = False) -> list[Verdict]:
+        """Look for so long; returns what was said."""
+        said: list[Verdict] = []
+        for _ in range(round(seconds / EVERY_S)):
+            self.at_s += EVERY_S
+            for rank in self.ranks:
+                rank.pass_time(self.at_s)
+            look = self.watch.look_at_repair if is_repair else self.watch.look
+            found = look(self.at_s, [rank.sight for rank in self.ranks])
+            said += found
+            self.verdicts += [(self.at_s, verdict) for verdict in found]
+        return said
+
+    def be(self, rank: int, doing: Doing, **changes: object) -> None:
+        """A rank is at something else now."""
+        changed = {"doing": doing, "seen_at_s": self.at_s, **changes}
+        self.ranks[rank].sight = replace(self.ranks[rank].sight, **changed)  # type: ignore[arg-type]
+
+    def train(self, steps: int, step_s: float = 1.0) -> None:
+        """All ranks do so many steps, each with one collective."""
+        for _ in range(steps):
+            for rank in range(len(self.ranks)):
+                boundary = self.ranks[rank].sight.boundary + 1
+                self.be(rank, Doing.COMPUTING, boundary=boundary, meetings=0)
+            self.pass_time(step_s)
+
+    def wait_for(self, guilty: int) -> None:
+        """All but one stand in the first collective of the step."""
+        for rank in range(len(self.ranks)):
+            if rank != guilty:
+                self.be(rank, Doing.COLLECTIVE, meetings=1, operation="allreduce")
+
+
+def watched(world_size: int = 3, hang_s: float | None = 5.0, steps: int = 8) -> Ranks:
+    """Ranks that have done some steps."""
+    sights = [
+        Sight(rank=rank, pid=100 + rank, boundary=0, meetings=0, doing=Doing.SETUP, pulse_at_s=100.0)
+        for rank in range(world_size)
+    ]
+    ranks = Ranks(Watch(hang_s), [Rank(sight) for sight in sights])
+    ranks.train(steps)
+    return ranks
+
+
+def hung(verdicts: list[Verdict]) -> list[Hung]:
+    return [verdict for verdict in verdicts if isinstance(verdict, Hung)]
+
+
+def test_ranks_that_train_are_not_judged() -> None:
+    ranks = watched()
+
+    ranks.train(30)
+
+    assert ranks.verdicts == []
+
+
+def test_a_stopped_process_is_found_within_its_limit_though_nobody_waits_for_it() -> None:
+    ranks = watched()
+    ranks.be(1, Doing.COMPUTING, is_stopped=True)
+    ranks.ranks[1].has_pulse = False
+    stopped_at_s = ranks.at_s
+
+    ranks.pass_time(5.75)
+
+    found_at_s, verdict = ranks.verdicts[0]
+    assert isinstance(verdict, Hung)
+    assert (verdict.sight.rank, verdict.way, verdict.awaited) == (1, Way.STOPPED, None)
+    assert 5.0 < found_at_s - stopped_at_s <= 5.5
+
+
+def test_a_process_that_is_stopped_for_a_moment_is_left_alone() -> None:
+    ranks = watched()
+
+    ranks.be(1, Doing.COMPUTING, is_stopped=True)
+    ranks.pass_time(4.0)
+    ranks.be(1, Doing.COMPUTING, is_stopped=False)
+    ranks.pass_time(4.0)
+
+    assert hung([verdict for _, verdict in ranks.verdicts]) == []
+
+
+@pytest.mark.parametrize(("doing", "signs", "way"), ABSENT)
+def test_the_rank_that_does_not_come_is_guilty_and_not_those_that_wait(
+    doing: Doing, signs: dict[str, bool], way: Way
+) -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.be(1, doing)
+    ranks.ranks[1].has_pulse = signs["has_pulse"]
+
+    said = hung(ranks.pass_time(9.0))
+
+    assert {verdict.sight.rank for verdict in said} == {1}
+    assert said[0].way is way
+    assert said[0].awaited is not None
+    assert said[0].awaited.rank == 0
+    assert "while rank 0 waits in allreduce, number 1 of step 8" in said[0].reason
+
+
+def test_a_rank_that_hangs_between_its_last_collective_and_the_commit_is_guilty() -> None:
+    ranks = watched()
+    for rank in (0, 2):
+        ranks.be(rank, Doing.COMMITTING, meetings=1)
+    ranks.be(1, Doing.COLLECTIVE, meetings=1)
+
+    said = hung(ranks.pass_time(6.0))
+
+    assert said[0].sight.rank == 1
+    assert said[0].awaited is not None
+    assert "in front of its optimizer step 8" in said[0].reason
+
+
+def test_a_rank_that_has_left_out_a_collective_is_guilty_though_it_waits_too() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.be(1, Doing.COMMITTING, meetings=0)
+    ranks.ranks[1].runs_bytecode = True  # it looks at the board now and then
+
+    said = hung(ranks.pass_time(6.0))
+
+    assert said[0].sight.rank == 1
+    assert said[0].way is Way.ASTRAY
+    assert said[0].reason.endswith("waits in allreduce, number 1 of step 8, which it has left out")
+
+
+def test_before_the_first_step_one_that_leaves_out_a_collective_may_be_one_that_does_not_step_with_the_others() -> None:
+    ranks = watched(steps=0)
+    ranks.wait_for(guilty=1)
+    ranks.be(1, Doing.COMMITTING, meetings=0)
+
+    ranks.pass_time(30.0)
+
+    assert ranks.verdicts == []
+
+
+@pytest.mark.parametrize("signs", [{"runs_bytecode": True}, {"cpu_share": 0.5}], ids=["bytecode", "processor"])
+def test_a_rank_that_works_is_no_hang_until_ten_times_the_limit_and_an_endless_loop_is_found_then(
+    signs: dict[str, float],
+) -> None:
+    ranks = watched()
+    ranks.ranks[1] = replace(ranks.ranks[1], **signs)  # type: ignore[arg-type]
+    ranks.wait_for(guilty=1)
+
+    assert hung(ranks.pass_time(49.0)) == []
+    said = hung(ranks.pass_time(2.0))
+
+    assert (said[0].sight.rank, said[0].way) == (1, Way.BUSY)
+
+
+def test_a_rank_is_not_guilty_for_longer_than_somebody_has_waited_for_it() -> None:
+    ranks = watched()
+    ranks.pass_time(60.0)
+    ranks.wait_for(guilty=1)
+
+    assert hung(ranks.pass_time(4.5)) == []
+    assert hung(ranks.pass_time(1.0))
+
+
+def test_two_ranks_that_hang_are_both_named() -> None:
+    ranks = watched(world_size=4)
+    ranks.be(0, Doing.COLLECTIVE, meetings=1)
+    ranks.be(3, Doing.COLLECTIVE, meetings=1)
+
+    said = hung(ranks.pass_time(5.5))
+
+    assert {verdict.sight.rank for verdict in said} == {1, 2}
+
+
+def test_in_a_group_of_a_part_of_the_ranks_the_one_that_waits_is_not_guilty() -> None:
+    ranks = watched()
+    ranks.be(0, Doing.COLLECTIVE, meetings=0)  # of a group with rank 1 only
+    ranks.be(2, Doing.COLLECTIVE, meetings=1)
+
+    said = hung(ranks.pass_time(5.5))
+
+    assert {verdict.sight.rank for verdict in said} == {1}
+
+
+def test_a_rank_that_is_done_with_its_group_is_not_guilty_of_those_that_are_not() -> None:
+    ranks = watched()
+    ranks.be(1, Doing.FINISHED)
+    ranks.be(0, Doing.COLLECTIVE, meetings=1)
+    ranks.be(2, Doing.COLLECTIVE, meetings=1)
+
+    assert hung(ranks.pass_time(30.0)) == []
+
+
+def test_a_rank_that_does_not_come_to_the_making_of_the_group_is_guilty() -> None:
+    ranks = watched(steps=0)
+    for rank in (0, 2):
+        ranks.be(rank, Doing.CONNECTING, meetings=1, operation="connect")
+
+    said = hung(ranks.pass_time(6.0))
+
+    assert said[0].sight.rank == 1
+    assert "waits for its process group to be connected" in said[0].reason
+
+
+def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connection() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=-1)
+
+    said = ranks.pass_time(6.5)
+
+    assert isinstance(said[0], Stalled)
+    assert said[0].reason.startswith("all ranks stand in allreduce, number 1 of step 8, and nothing has moved for")
+
+
+def test_a_collective_that_uses_the_processor_is_no_stall() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=-1)
+    for rank in ranks.ranks:
+        rank.cpu_share = 0.3
+
+    assert ranks.pass_time(60.0) == []
+
+
+def test_a_straggler_is_told_once_an_episode_and_is_no_hang() -> None:
+    ranks = watched(hang_s=60.0)
+
+    ranks.wait_for(guilty=2)
+    ranks.ranks[2].runs_bytecode = True
+    first = ranks.pass_time(8.0)
+    ranks.train(3)
+    ranks.wait_for(guilty=2)
+    second = ranks.pass_time(10.0)
+
+    (told,) = first
+    assert isinstance(told, Straggler)
+    assert (told.sight.rank, told.sight.boundary) == (2, 8)
+    assert told.took_s == pytest.approx(5.0, abs=0.5)
+    assert told.usual_s == pytest.approx(1.0, abs=0.1)
+    assert len(second) == 1
+
+
+def test_a_step_that_is_slow_in_all_ranks_has_no_straggler() -> None:
+    ranks = watched(hang_s=60.0)
+
+    assert ranks.pass_time(30.0) == []
+
+
+def test_learnt_limits_follow_the_slowest_step_and_are_never_under_ten_seconds() -> None:
+    quick, slow = watched(hang_s=None), watched(hang_s=None)
+    slow.train(1, step_s=6.0)
+    slow.train(1)
+
+    assert quick.watch.limits.hang_limit_s(8) == 10.0
+    assert slow.watch.limits.hang_limit_s(8) == pytest.approx(30.0, abs=2.0)
+    assert quick.watch.limits.hang_limit_s(0) == 600.0
+    assert quick.watch.limits.busy_limit_s == 600.0
+    assert quick.watch.limits.stall_limit_s(8) == 30.0
+
+
+def test_in_set_up_a_silent_rank_has_time_but_a_stopped_one_has_not() -> None:
+    ranks = watched(hang_s=None, steps=0)
+    for rank in (0, 2):
+        ranks.be(rank, Doing.CONNECTING, meetings=1)
+
+    assert hung(ranks.pass_time(60.0)) == []
+    ranks.be(1, Doing.SETUP, is_stopped=True)
+    assert {verdict.way for verdict in hung(ranks.pass_time(11.0))} == {Way.STOPPED}
+
+
+def test_time_in_which_the_agent_itself_was_held_up_does_not_count() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.pass_time(3.0)
+
+    ranks.at_s += 3600.0
+    soon = ranks.pass_time(1.0)
+    later = ranks.pass_time(4.0)
+
+    assert hung(soon) == []
+    assert hung(later)
+
+
+def test_after_a_recovery_everybody_has_the_whole_limit_again() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.pass_time(4.0)
+
+    ranks.pass_time(20.0, is_repair=True)
+    ranks.watch.begin_anew(ranks.at_s)
+
+    assert hung(ranks.pass_time(4.5)) == []
+    assert hung(ranks.pass_time(1.0))
+
+
+def test_in_a_recovery_only_processes_that_are_as_good_as_dead_are_found() -> None:
+    ranks = watched(world_size=4)
+    ranks.wait_for(guilty=1)
+    ranks.ranks[2].has_pulse = False
+    ranks.be(3, Doing.COLLECTIVE, is_stopped=True)
+
+    said = hung(ranks.pass_time(5.5, is_repair=True))
+
+    assert {(verdict.sight.rank, verdict.way) for verdict in said} == {(2, Way.HELD), (3, Way.STOPPED)}
+
+
+def test_a_process_whose_hooks_have_said_nothing_yet_is_not_judged() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.ranks[1] = Rank(Sight(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
+
+    assert ranks.pass_time(60.0) == []

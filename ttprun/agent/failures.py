@@ -1,0 +1,62 @@
+"""Root cause and collateral: of all failures of a group, the one that the others followed from.
+
+That is the first one, but for a rank that has failed only because its connection to another one broke: it may be seen
+first, since an exception takes its time to end a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+_OF_A_PEER = re.compile(r"connection (was lost|closed|reset|refused)|timed out|broken pipe", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank has failed.
+
+    exit_code   negative: the signal that has ended it
+    reason      in a phrase; "" if it is not known
+    traceback   of the exception or the crash, "" if there is none or it has been shown
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    reason: str = ""
+    traceback: str = ""
+
+    @property
+    def is_collateral(self) -> bool:
+        """It looks like the consequence of another rank's failure."""
+        return bool(_OF_A_PEER.search(self.reason))
+
+    def as_torch_tells_it(self, local_rank: int, error_file: str) -> ProcessFailure:
+        """For torch's summary; the traceback goes into the rank's error file, unless `record` has written one."""
+        if self.traceback and not os.path.exists(error_file):
+            extra = {"py_callstack": self.traceback, "timestamp": str(int(time.time()))}
+            with contextlib.suppress(OSError), open(error_file, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": self.reason, "extraInfo": extra}}, file)
+        return ProcessFailure(local_rank, self.pid, self.exit_code, error_file)
+
+
+class FirstFailure:
+    """Keeps the root cause of what a group suffers now.
+
+    found   None while nothing has failed
+    """
+
+    def __init__(self) -> None:
+        self.found: Failure | None = None
+
+    def note(self, failure: Failure, is_new_incident: bool) -> None:
+        """A rank has failed; an incident that is over is no cause of a new one."""
+        if self.found is None or is_new_incident or (self.found.is_collateral and not failure.is_collateral):
+            self.found = failure
