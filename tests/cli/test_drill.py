@@ -13,7 +13,8 @@ from ttprun.drill.scenario import Scenario
 from ttprun.drill.twins import Twin
 
 STRUCK = {"event": "fault_injected", "number": 1, "fault": "kill:rank=1,step=5", "kind": "kill", "rank": 1}
-STRUCK |= {"phase": "backward", "step": 5, "at_s": 10.0}
+STRUCK |= {"phase": "backward", "step": 5, "at_s": 10.0, "pid": 7}
+LOST = {"event": "rank_exited", "rank": 1, "pid": 7, "code": None, "at_s": 10.01}
 INCIDENT = {"event": "incident", "id": 1, "ranks": [1], "opened_at_s": 10.01, "total_s": 0.5, "rung": "replace"}
 
 
@@ -26,7 +27,7 @@ class FakeTwins:
     def __call__(self, scenario: Scenario, folder: Path, kind: str) -> Twin:
         if kind != "disturbed":
             return Twin(folder, 0, 1.0, {0: ["loss 1"]})
-        events = [STRUCK, INCIDENT | {"outcome": self.outcome}]
+        events = [STRUCK, LOST, INCIDENT | {"outcome": self.outcome}]
         return Twin(folder, self.exit_code, 2.0, {0: self.output}, events=events)
 
 
