@@ -2,10 +2,11 @@
 
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
 
-Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost while the first
-is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are watched. A run is
-good if every fault struck and was seen as an incident (or as what its kind comes to), if every incident was recovered
-from, if files and output are those of an undisturbed run under torchrun, and if no process is left. Begin with soak().
+Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost with the first or
+while that one is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are
+watched. A run is good if every fault struck and was seen as an incident (or as what its kind comes to), if every
+incident was recovered from, if files and output are those of an undisturbed run under torchrun, and if no process is
+left. Begin with soak().
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class Watch:
     def __init__(self, folder: Path, spared: int) -> None:
         self._status = folder / "run" / "status.json"
         self._spared = spared
-        self._seen: dict[str, list[tuple[float, int]]] = {"agent": [], "survivor": []}
+        # Memory, descriptors, and standbys that were ready: each of them has a line into the agent.
+        self._seen: dict[str, list[tuple[float, int, int]]] = {"agent": [], "survivor": []}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -120,7 +122,8 @@ class Watch:
         self._stop.set()
         self._thread.join(5.0)
         found: dict[str, float] = {}
-        for name, seen in self._seen.items():
+        for name, samples in self._seen.items():
+            seen = [sample for sample in samples if sample[2] == samples[-1][2]]
             if len(seen) > 1:
                 found[f"{name}_mib"] = round((seen[-1][0] - seen[0][0]) / MIB, 2)
                 found[f"{name}_fds"] = seen[-1][1] - seen[0][1]
@@ -135,14 +138,15 @@ class Watch:
             # Between incidents, so that nothing of a recovery is under way; and not once ranks begin to leave.
             is_calm = status["state"] == "healthy" and all(rank["state"] == "running" for rank in status["ranks"])
             has_recovered = any(incident["outcome"] == "recovered" for incident in status["incidents"])
-            if is_calm and has_recovered and status["standbys"]:
-                self._note("agent", status["agent_pid"])
-                self._note("survivor", next(r["pid"] for r in status["ranks"] if r["rank"] == self._spared))
+            if is_calm and has_recovered:
+                survivor = next(rank["pid"] for rank in status["ranks"] if rank["rank"] == self._spared)
+                self._note("agent", status["agent_pid"], status["standbys"])
+                self._note("survivor", survivor, 0)
 
-    def _note(self, name: str, pid: int) -> None:
+    def _note(self, name: str, pid: int, standbys: int) -> None:
         try:
             process = psutil.Process(pid)
-            self._seen[name].append((process.memory_info().rss, process.num_fds()))
+            self._seen[name].append((process.memory_info().rss, process.num_fds(), standbys))
         except psutil.Error:
             pass
 
@@ -289,8 +293,8 @@ def show(summary: dict[str, Any]) -> None:
     """The figures as lines."""
     told = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
     lines = [
-        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen; "
-        f"{told['by_kind']}",
+        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen",
+        f"kinds      {told['by_kind']}",
         f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
     ]
     for name, label in (("recover_s", "recovery"), ("detect_s", "detection")):

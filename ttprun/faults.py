@@ -190,7 +190,7 @@ def check_fault(fault: Fault) -> None:
         if getattr(fault, key) is not None and not set(fault.kinds) & set(kinds):
             raise ValueError(f"fault '{fault}': {key} does not fit {fault.kind}; it is {use}")
     if fault.seed is None and (fault.kind == RANDOM or len(fault.kinds) > 1):
-        raise ValueError(f"fault '{fault}' leaves its kind to chance; add a seed, as {_with_seed(fault)}")
+        raise ValueError(f"fault '{fault}' leaves its kind to chance; add a seed, as in {_with_seed(fault)}")
     if fault.rank is None and fault.seed is None and not _needs_no_rank(fault):
         raise ValueError(f"fault '{fault}' names no rank; {USAGE}, or a seed to draw one")
     if fault.count is not None and fault.every is None and fault.seed is None:

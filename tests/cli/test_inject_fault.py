@@ -1,5 +1,6 @@
 """`ttprun inject-fault` against a stand-in for the agent."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,55 @@ def test_what_the_agent_refuses_is_an_error(run: RunDirectory, capsys: pytest.Ca
     assert "the run refuses the fault: rank 1 is in recovery" in capsys.readouterr().err
 
 
+def test_a_schedule_is_one_order(run: RunDirectory) -> None:
+    with FakeAgent(run, '{"ok": true, "message": "ordered"}') as agent:
+        code = main(["inject-fault", "kill,exit", "--every", "5steps", "--count", "3", "--seed", "7", "--code", "4"])
+
+    assert code == 0
+    assert agent.requests[0]["fault"] == "kill,exit:every=5steps,count=3,seed=7,code=4"
+
+
+def test_the_answer_is_there_in_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeAgent(run, '{"ok": true, "message": "armed"}'):
+        code = main([*KILL, "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert told == {"run_id": "r1", "fault": "kill:rank=1", "dry_run": False, "message": "armed"}
+
+
+def test_a_dry_run_shows_what_would_be_done_and_asks_nobody(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["inject-fault", "random", "--seed", "3", "--count", "2", "--dry-run"]
+
+    code = main([*words, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    main(words)
+
+    assert code == 0
+    assert [strike["kind"] for strike in told["strikes"]] == ["segv", "segv"]
+    assert "nothing is done" in capsys.readouterr().out
+
+
+def test_a_schedule_without_end_is_shown_in_part(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["inject-fault", "kill", "--rank", "1", "--every", "10s", "--dry-run"])
+
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "200 s" in out
+    assert out.endswith("... and so on\n")
+
+
+def test_the_list_is_there_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["inject-fault", "list", "--json"])
+
+    told = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert told["kinds"].keys() == KINDS.keys()
+    assert told["kinds"]["nan"]["phases"] == ["backward", "collective"]
+
+
 @pytest.mark.parametrize("answer", ["", "hello", "[]"])
 def test_an_answer_that_is_none_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str], answer: str) -> None:
     with FakeAgent(run, answer):
@@ -74,7 +124,12 @@ def test_an_answer_that_is_none_is_an_error(run: RunDirectory, capsys: pytest.Ca
     [
         (["kil", "--rank", "1"], "there is no fault 'kil'; did you mean 'kill'?"),
         (["kill", "--rank", "1", "--phase", "foward"], "there is no phase 'foward'; did you mean 'forward'?"),
-        (["kill"], "no rank is named; add --rank R"),
+        (["kill"], "no rank is named; add --rank R, or --seed S to draw one"),
+        (["random"], "no rank is named; add --rank R, or --seed S to draw one"),
+        (["silent", "--rank", "1", "--peer", "3"], "--peer: run r1 has no rank 3; name one from 0 to 2"),
+        (["kill", "--rank", "1", "--code", "3"], "fault 'kill:rank=1,code=3': code does not fit kill; it is"),
+        (["leave", "--rank", "1", "--phase", "start"], "leave cannot strike in phase start (the script's code does"),
+        (["kill", "--rank", "1", "--after", "-1"], "--after: -1.0 is below 0; give 0 or more"),
         (["kill", "--rank", "3"], "--rank: run r1 has no rank 3; name one from 0 to 2"),
         (["kill", "--rank", "-1"], "--rank: -1 is below 0; give a whole number from 0"),
         (["kill", "--rank", "1", "--at-step", "-1"], "--at-step: -1 is below 0; give a whole number from 0"),

@@ -396,4 +396,4 @@ class Supervisor:
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""
         with self._log_lock:
-            self._events.append(event, **fields)
+            self._events.append(event, **{"at_s": time.monotonic()} | fields)

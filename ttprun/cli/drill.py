@@ -34,7 +34,7 @@ def drill(
 
     script: train.py
 
-    faults: [kill:rank=1,step=20,phase=backward]
+    faults: ["kill:rank=1,step=20,phase=backward"]
 
     Of use besides: arguments, launch: {nproc_per_node: 4}, compare: [out/final.pt], rungs: [replace].
 

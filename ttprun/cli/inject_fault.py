@@ -89,7 +89,10 @@ def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
     for key, value in values.items():
         if isinstance(value, int | float) and value < 0:
             option = "--at-step" if key == "step" else f"--{key}"
-            raise ConfigError(f"{option}: {value} is below 0", "give a whole number from 0")
+            raise ConfigError(
+                f"{option}: {value} is below 0",
+                "give 0 or more" if isinstance(value, float) else "give a whole number from 0",
+            )
     given = ",".join(f"{key}={value}" for key, value in values.items() if value is not None)
     try:
         for word in kind.split(","):

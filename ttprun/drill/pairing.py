@@ -20,8 +20,10 @@ EFFECTS = {
 }
 # A fault that only delays a rank comes to nothing if it is over before anybody is missed.
 PASSING = ("stop", "sleep", "deadlock", "busy", "silent", "cut-off")
-# Whom the incident of a broken link names is not known beforehand: either end may be the one that is missed.
+# Either end of a broken link may be the one that is missed.
 _OF_LINKS = ("reset", "silent", "cut-off")
+# An incident is opened so soon, at most, after what opens it was written down.
+_NEAR_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,8 @@ class Injection:
 def pair(events: Iterable[dict[str, Any]]) -> list[Injection]:
     """All injections of an event log, in their order, those that never struck at the end."""
     log = list(events)
-    incidents = _last_of_each(log)
-    losses = [event for event in log if event["event"] in ("rank_exited", "rank_killed") and event.get("code") != 0]
     found: list[Injection] = []
     armed: dict[int, dict[str, Any]] = {}
-    taken: set[int] = set()
-    strikes = [event for event in log if event["event"] == "fault_injected"]
     for event in log:
         name = event["event"]
         if name == "fault_armed":
@@ -74,72 +72,72 @@ def pair(events: Iterable[dict[str, Any]]) -> list[Injection]:
         elif name == "fault_failed":
             armed.pop(event["number"], None)
             kind = event.get("kind") or str(event["fault"]).partition(":")[0]
-            number, rank = event["number"], event["rank"]
-            found.append(Injection(number, event["fault"], kind, rank, failure=event["reason"]))
+            found.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=event["reason"]))
         elif name == "fault_injected":
             armed.pop(event["number"], None)
-            later = (other["at_s"] for other in strikes if other["at_s"] > event["at_s"])
-            same_rank = (o["at_s"] for o in strikes if o["at_s"] > event["at_s"] and o["rank"] == event["rank"])
-            until_s = min(later if event["kind"] in _OF_LINKS else same_rank, default=float("inf"))
-            found.append(_follow(_injection(event), until_s, incidents, losses, taken))
+            found.append(_follow(event, log))
     for event in armed.values():
         kind = str(event["fault"]).partition(":")[0]
-        why = "its moment never came"
-        found.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=why))
+        failure = "its moment never came"
+        found.append(Injection(event["number"], event["fault"], kind, event["rank"], failure=failure))
     return found
 
 
-def _injection(event: dict[str, Any]) -> Injection:
-    return Injection(
-        event["number"], event["fault"], event["kind"], event["rank"], event["phase"], event["step"], event["at_s"]
+def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:
+    """What a strike came to: its process was lost or found to hang, a connection was found broken, or no incident."""
+    kind, at_s = event["kind"], event["at_s"]
+    struck = Injection(
+        event["number"], event["fault"], kind, event["rank"], event["phase"], event["step"], event["at_s"]
+    )
+    if kind in WITHOUT_INCIDENT:
+        return replace(struck, effect=EFFECTS[kind])
+    after = [other for other in log if other.get("at_s", 0.0) >= at_s]
+    noticed = next((other for other in after if _is_loss(other) and other["pid"] == event["pid"]), None)
+    if noticed is None and kind in _OF_LINKS:
+        noticed = _broken_link(event, after)
+    if noticed is None and kind == "nan":
+        named = (other for other in after if other["event"] == "nan_found" and other["rank"] == event["rank"])
+        noticed = next(named, None)
+        effect = "" if noticed is None else f"named in step {noticed['step']}; it was not kept from the weights"
+        return replace(struck, effect=effect, detect_s=None if noticed is None else noticed["at_s"] - at_s)
+    incident = None if noticed is None else _incident_at(log, noticed)
+    if noticed is None or incident is None:
+        has_passed = kind in PASSING and "seconds=" in event["fault"]
+        return replace(struck, effect="it passed before anybody was missed" if has_passed else "")
+    return replace(
+        struck,
+        incident=incident["id"],
+        rung=incident["rung"],
+        outcome=incident["outcome"],
+        detect_s=noticed["at_s"] - at_s,
+        recover_s=incident["total_s"],
     )
 
 
-def _last_of_each(log: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest word on each incident."""
+def _is_loss(event: dict[str, Any]) -> bool:
+    is_bad_exit = event["event"] == "rank_exited" and event["code"] != 0
+    return is_bad_exit or event["event"] in ("rank_hung", "rank_killed")
+
+
+def _broken_link(event: dict[str, Any], after: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first sign of trouble after a link was broken and before the next fault: either of its ends may show it."""
+    for other in after:
+        if other["event"] == "fault_injected" and other["number"] != event["number"]:
+            return None
+        if _is_loss(other) or other["event"] in ("connection_broken", "stalled"):
+            return other
+    return None
+
+
+def _incident_at(log: Sequence[dict[str, Any]], noticed: dict[str, Any]) -> dict[str, Any] | None:
+    """The last word on the incident that was open when something was noticed, or was opened by it."""
     newest: dict[int, dict[str, Any]] = {}
     for event in log:
         if event["event"] == "incident":
             newest[event["id"]] = event
-    return list(newest.values())
-
-
-def _follow(
-    injection: Injection,
-    until_s: float,
-    incidents: list[dict[str, Any]],
-    losses: list[dict[str, Any]],
-    taken: set[int],
-) -> Injection:
-    """Find the incident: the first that lost this rank at or after the strike, or that was open when it struck.
-
-    until_s   when the next fault struck that could be taken for this one
-    """
-    if injection.kind in WITHOUT_INCIDENT:
-        return replace(injection, effect=EFFECTS[injection.kind])
-    at_s = injection.at_s or 0.0
-    for incident in incidents:
-        opened_s = incident["opened_at_s"]
-        ended_s = opened_s + (incident["total_s"] or 0.0)
-        is_of_it = injection.rank in incident["ranks"] or injection.kind in _OF_LINKS
-        is_after = at_s <= opened_s <= until_s and incident["id"] not in taken
-        if is_of_it and (is_after or opened_s < at_s <= ended_s):
-            taken.add(incident["id"])
-            return replace(
-                injection,
-                incident=incident["id"],
-                rung=incident["rung"],
-                outcome=incident["outcome"],
-                detect_s=_detected(injection, at_s, opened_s, losses),
-                recover_s=incident["total_s"],
-            )
-    if injection.kind in PASSING and "seconds=" in injection.fault:
-        return replace(injection, effect="it passed before anybody was missed")
-    return injection
-
-
-def _detected(injection: Injection, at_s: float, opened_s: float, losses: list[dict[str, Any]]) -> float | None:
-    if opened_s >= at_s:
-        return opened_s - at_s
-    seen = [loss["at_s"] for loss in losses if loss["rank"] == injection.rank and loss.get("at_s", 0.0) >= at_s]
-    return min(seen) - at_s if seen else None
+    for incident in newest.values():
+        total_s = incident["total_s"]
+        ends_s = float("inf") if total_s is None else incident["opened_at_s"] + total_s
+        if incident["opened_at_s"] - _NEAR_S <= noticed["at_s"] <= ends_s:
+            return incident
+    return None

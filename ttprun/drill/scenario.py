@@ -42,6 +42,8 @@ class Scenario(BaseModel):
     @classmethod
     def _faults_can_be_caused(cls, faults: list[str]) -> list[str]:
         for text in faults:
+            if "=" in text.partition(":")[0]:
+                raise ValueError(f"'{text}' is part of a fault; write faults one a line, or in quotes")
             fault = parse_fault(text)
             if "agent-kill" in fault.kinds:
                 raise ValueError(f"fault '{text}' ends the whole run; use inject-fault for it")

@@ -1,0 +1,76 @@
+"""What counts as identical."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttprun.drill.compare import compare_files, compare_lines
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> tuple[Path, Path]:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_archives_of_equal_tensors_are_identical_though_their_bytes_differ(twins: tuple[Path, Path]) -> None:
+    state = {"w": torch.arange(6.0).reshape(2, 3), "steps": 5, "h": torch.ones(2, dtype=torch.bfloat16)}
+    torch.save(state, twins[0] / "final.pt")
+    torch.save(dict(state), twins[1] / "other_name.pt")
+    (twins[1] / "other_name.pt").rename(twins[1] / "final.pt")
+
+    found = compare_files("final.pt", *twins)
+
+    assert (twins[0] / "final.pt").read_bytes() != (twins[1] / "final.pt").read_bytes()
+    assert found.is_identical
+    assert found.how == "tensors"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.tensor([1.0, 2.0000002])},
+        {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)},
+        {"w": torch.tensor([[1.0, 2.0]])},
+        {"v": torch.tensor([1.0, 2.0])},
+        {"w": torch.tensor([1.0, 2.0]), "more": 1},
+        {"w": [1.0, 2.0]},
+    ],
+)
+def test_any_other_content_differs(twins: tuple[Path, Path], other: dict[str, object]) -> None:
+    torch.save({"w": torch.tensor([1.0, 2.0])}, twins[0] / "f.pt")
+    torch.save(other, twins[1] / "f.pt")
+
+    found = compare_files("f.pt", *twins)
+
+    assert not found.is_identical
+    assert "disturbed" in found.detail
+
+
+def test_other_files_are_compared_by_their_bytes(twins: tuple[Path, Path]) -> None:
+    for folder, text in zip(twins, ("1\n", "2\n"), strict=True):
+        (folder / "log.csv").write_text(text)
+        (folder / "same.csv").write_text("x")
+
+    assert not compare_files("log.csv", *twins).is_identical
+    assert compare_files("same.csv", *twins).is_identical
+
+
+def test_a_file_that_one_run_did_not_write_is_no_match(twins: tuple[Path, Path]) -> None:
+    (twins[1] / "f.pt").write_text("x")
+
+    found = compare_files("f.pt", *twins)
+
+    assert not found.is_identical
+    assert found.detail == "the disturbed run did not write it"
+
+
+def test_the_first_line_that_differs_is_shown() -> None:
+    found = compare_lines(1, ["a", "b"], ["a", "c"])
+
+    assert not found.is_identical
+    assert found.detail == "line 2: 'b', undisturbed 'c'"
+    assert compare_lines(0, ["a"], ["a"]).is_identical
+    assert compare_lines(0, ["a"], ["a", "b"]).detail == "line 2: no line, undisturbed 'b'"
