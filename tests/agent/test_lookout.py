@@ -52,6 +52,14 @@ class Process:
         time.sleep(0.3)
         return self.board.get(0, Field.PULSE_NS) > pulse, self.board.get(0, Field.MAIN_BEATS) > beats
 
+    def comes_to(self, signs: tuple[bool, bool]) -> bool:
+        """Whether it shows these signs before long: on a busy machine it may not be at `what` yet."""
+        give_up_at_s = time.monotonic() + 10.0
+        while self.signs() != signs:
+            if time.monotonic() > give_up_at_s:
+                return False
+        return True
+
     def stack(self, is_stopped: bool = False) -> str:
         """The main thread's."""
         return stacks.main_thread_of(stacks.take(self.process.pid, self.stack_fd, is_stopped), self.main_thread)
@@ -99,7 +107,7 @@ def test_the_heartbeat_tells_what_the_main_thread_is_at(
 ) -> None:
     process = start(what)
 
-    assert process.signs() == signs
+    assert process.comes_to(signs)
 
 
 def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str], Process]) -> None:
@@ -108,7 +116,7 @@ def test_a_stopped_process_shows_no_sign_and_proc_says_why(start: Callable[[str]
     process.process.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
 
-    assert process.signs() == (False, False)
+    assert process.comes_to((False, False))
     assert state_of(process.process.pid)[0] == "T"
 
 
@@ -149,7 +157,7 @@ def test_a_crash_leaves_its_stack(start: Callable[[str], Process]) -> None:
 def test_a_forked_child_does_not_beat(start: Callable[[str], Process]) -> None:
     process = start("os.fork() or os._exit(0); os.wait(); time.sleep(0.2); os.kill(os.getpid(), 19)")
 
-    assert process.signs() == (False, False)
+    assert process.comes_to((False, False))
 
 
 def test_a_process_with_a_heartbeat_ends_well(start: Callable[[str], Process]) -> None:

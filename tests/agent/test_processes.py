@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
@@ -83,7 +84,7 @@ signal.pause()
 '''), "/tmp", True, True)
 rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
     "run_dir": "/tmp", "is_replacement": False, "faults": [], "options": {{"user_paths": [], "prints_traceback": True}}}},
-    [Board.create(1)[0], os.memfd_create("record")])
+    [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
 standby = Standby("/tmp")
 print("standby", standby.process.pid, flush=True)
@@ -161,25 +162,26 @@ def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_
     board_fd, _ = Board.create(1)
     record_fd = os.memfd_create("record")
     os.ftruncate(record_fd, 128 << 20)
+    stack_fd = stacks.create()
     welcome = {
         "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
         "run_dir": str(tmp_path), "is_replacement": True, "faults": [], "arguments": [str(script), "--lr", "1"],
         "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
         "options": {
             "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1, "allow_faults": False,
-            "commit_timeout_s": 5.0,
+            "commit_timeout_s": 5.0, "verify_every": 0, "on_nan": "warn",
         },
     }  # fmt: skip
 
-    handler.channel.send(welcome, [board_fd, record_fd, *handler.outputs()])
+    handler.channel.send(welcome, [board_fd, record_fd, stack_fd, *handler.outputs()])
     order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
     handler.channel.send(order)
 
     assert handler.proc.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
     handler.close(signal.SIGKILL)
     assert (tmp_path / "stdout").read_text() == f"{[str(script), '--lr', '1']} mine {os.getcwd()} __main__\n"
-    os.close(board_fd)
-    os.close(record_fd)
+    for fd in (board_fd, record_fd, stack_fd):
+        os.close(fd)
 
 
 def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> None:
@@ -236,7 +238,7 @@ def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable
         seat.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
         board.set(0, Field.LINES_OUT, 2)
-        event = seat.leave(board, None)
+        event = seat.leave(board, lambda number, pid: "")
         ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
 
     assert ends == {
