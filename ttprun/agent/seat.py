@@ -132,6 +132,7 @@ class Seat:
         if self.script_error:
             return self.script_error
         stack = "" if of_signal is None else stacks.left_behind(self.stack_fd)
-        frame = stacks.innermost_user_frame(stack)
         self.traceback = stack
+        crashed, main = stacks.current_thread_of(stack), stacks.main_thread_of(stack, self.main_thread)
+        frame = stacks.innermost_user_frame(crashed) or stacks.innermost_user_frame(main)
         return ", in ".join(filter(None, (of_signal, frame)))

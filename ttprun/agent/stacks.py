@@ -50,14 +50,18 @@ def left_behind(fd: int) -> str:
     return text
 
 
+def current_thread_of(text: str) -> str:
+    """The part of the thread that has crashed; all of the text if it is not marked."""
+    return next((block for block in _blocks(text) if block.startswith("Current thread")), text)
+
+
 def main_thread_of(text: str, main_thread: int) -> str:
     """The main thread's part of a text of `take`; all of it if it is not marked.
 
     main_thread   its ident, as the rank has told it
     """
-    blocks = re.split(r"\n(?=(?:Current thread|Thread) )", "\n" + text)
     marks = (f"0x{main_thread:016x}", '"MainThread"')
-    return next((block.strip("\n") for block in blocks if any(mark in block[:200] for mark in marks)), text.strip("\n"))
+    return next((block for block in _blocks(text) if any(mark in block[:200] for mark in marks)), text.strip("\n"))
 
 
 def innermost_user_frame(text: str) -> str:
@@ -67,6 +71,11 @@ def innermost_user_frame(text: str) -> str:
         if found and not found["file"].startswith(_NOT_THE_USERS) and "-packages/" not in found["file"]:
             return f"{os.path.basename(found['file'])}:{found['line']} in {found['name']}"
     return ""
+
+
+def _blocks(text: str) -> list[str]:
+    """One for each thread."""
+    return [block.strip("\n") for block in re.split(r"\n(?=(?:Current thread|Thread) )", "\n" + text)]
 
 
 def _spy(pid: int) -> str:

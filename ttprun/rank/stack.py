@@ -21,7 +21,7 @@ def write_when_asked(fd: int) -> None:
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(SIGNAL, file=fd, all_threads=True)
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=fd, all_threads=False)
+            faulthandler.enable(file=fd, all_threads=True)
             _has_enabled = True
 
 

@@ -1,0 +1,203 @@
+"""A rank that does not come is found, named and replaced; links are mended; a second fault begins anew: A19, A22.
+
+Each test asserts that its fault was injected, and the incident's record. Limits are short, so that a test takes no
+longer than a run; what limits are learnt from is tested on a fake clock in tests/recovery/test_hangs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome, assert_survivors_kept_their_pids
+
+RunTtprun = Callable[..., Run]
+Undisturbed = Callable[..., Run]
+
+WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
+EPOCHS = "epochs_dataloader.py"  # 42 steps
+LIMIT_S = 2.0
+LIMIT = ["--hang-timeout", "2"]
+
+HANGS = [
+    # script, ranks, fault, how it is told
+    (WHILE_TRUE, 2, "stop:rank=1,step=12,phase=forward", "its process has been stopped by a signal"),
+    (EPOCHS, 3, "stop:rank=0,step=20,phase=backward", "its process has been stopped by a signal"),
+    (WHILE_TRUE, 2, "sleep:rank=0,step=9,phase=before_step", "its main thread stands in a call that does not return"),
+    (EPOCHS, 3, "sleep:rank=1,step=28,phase=checkpoint", "its main thread stands in a call that does not return"),
+    (WHILE_TRUE, 2, "deadlock:rank=1,step=12,phase=in_step", "a thread of it holds the GIL and does not get on"),
+    (WHILE_TRUE, 2, "skip-collective:rank=1,step=12,phase=backward", "it waits at another place than the others"),
+]
+
+SECOND_FAULTS = [
+    # phase, the rank that it strikes: the source of the state (0), another survivor (2)
+    ("freeze", 0),
+    ("freeze", 2),
+    ("transfer", 0),
+    ("rebuild", 2),
+    ("reissue", 0),
+    ("thaw", 2),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "fault", "told"), HANGS)
+def test_a_rank_that_hangs_is_named_and_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, fault: str, told: str
+) -> None:
+    result = run_ttprun(script, ranks, faults=[fault], options=LIMIT)
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_survivors_kept_their_pids(result)
+    assert result.incidents[0]["kind"] == "hang", result.story()
+    assert told in result.incidents[0]["reason"], result.story()
+    assert seconds_from(result, "fault_injected", "rank_hung") < LIMIT_S + 3.0
+    (hung,) = events_named(result, "rank_hung")
+    assert hung["frame"].startswith(script.removesuffix(".py")), result.story()
+
+
+def test_a_stopped_process_is_found_within_the_time_out_and_a_second(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["stop:rank=1,step=12,phase=collective"], options=LIMIT)
+
+    assert_only_replaced(result)
+    assert LIMIT_S - 1.0 < seconds_from(result, "fault_injected", "rank_hung") < LIMIT_S + 1.0
+
+
+def test_an_endless_loop_is_found_later_since_it_might_be_work(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["busy:rank=1,step=12,phase=forward"], options=["--hang-timeout", "1"])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+    assert "it works, but does not come" in result.incidents[0]["reason"]
+    assert 9.0 < seconds_from(result, "fault_injected", "rank_hung") < 14.0
+
+
+def test_a_rank_that_is_slow_for_a_step_is_told_once_and_left_alone(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(
+        WHILE_TRUE, 2, faults=["sleep:rank=1,step=20,phase=forward,seconds=4"], options=["--hang-timeout", "60"]
+    )
+
+    assert result.incidents == [], result.story()
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+    assert events_named(result, "fault_injected")
+    (straggler,) = events_named(result, "straggler")
+    assert (straggler["rank"], straggler["step"]) == (1, 20)
+    assert "rank 1 holds up step 20" in result.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("reset:rank=1,step=12,phase=backward", "Connection"),
+        ("silent:rank=1,step=12,phase=backward", "all ranks stand in allreduce"),
+    ],
+)
+def test_a_link_that_breaks_is_mended_and_no_process_is_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str, told: str
+) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=[fault], options=LIMIT)
+
+    (incident,) = result.incidents
+    assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered")
+    assert (incident["ranks"], incident["steps_lost"]) == ([], 0)
+    assert told in incident["reason"], result.story()
+    assert events_named(result, "fault_injected")
+    assert all(len(pids) == 1 for pids in result.pids.values()), result.story()
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
+@pytest.mark.parametrize(("phase", "rank"), SECOND_FAULTS)
+def test_a_survivor_that_is_killed_in_a_recovery_is_replaced_too(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str, rank: int
+) -> None:
+    faults = ["kill:rank=1,step=12,phase=backward", f"kill:rank={rank},phase={phase}"]
+
+    result = run_ttprun(EPOCHS, 3, faults=faults)
+
+    assert_only_replaced(result)
+    assert result.incidents[0]["ranks"] == [1, rank]
+    assert len(events_named(result, "fault_injected")) == 2, result.story()
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+    assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize(("phase", "rank"), [("replay", 1), ("freeze", 0), ("transfer", 1), ("rebuild", 2)])
+def test_a_rank_that_is_stopped_in_a_recovery_is_found_and_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str, rank: int
+) -> None:
+    faults = ["kill:rank=1,step=12,phase=backward", f"stop:rank={rank},phase={phase}"]
+
+    result = run_ttprun(EPOCHS, 3, faults=faults, options=LIMIT)
+
+    assert_only_replaced(result)
+    assert len(events_named(result, "fault_injected")) == 2, result.story()
+    assert [event["rank"] for event in events_named(result, "rank_hung")] == [rank]
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+
+
+def test_all_ranks_lost_at_once_are_started_anew_with_that_reason(run_ttprun: RunTtprun) -> None:
+    faults = [f"kill:rank={rank},step=12,phase=before_step" for rank in range(2)]
+
+    result = run_ttprun(WHILE_TRUE, 2, faults=faults, options=["--max-restarts", "1"])
+
+    assert result.exit_code == 0, result.story()
+    (incident,) = result.incidents
+    assert (incident["rung"], incident["outcome"], sorted(incident["ranks"])) == ("restart", "restarted", [0, 1])
+    assert incident["reason"].startswith("all ranks of the group were lost"), result.story()
+
+
+def test_a_hang_of_a_job_that_cannot_be_repaired_is_only_told(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    result = run_ttprun(
+        WHILE_TRUE, 2, faults=["stop:rank=1,step=12,phase=forward,seconds=13"], options=["--config", "torchrun"]
+    )
+
+    assert result.incidents == [], result.story()
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+    (hung,) = events_named(result, "rank_hung")
+    assert (hung["rank"], hung["way"]) == (1, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("segv:rank=1,step=12,phase=forward", "SIGSEGV, crashed in native code, in while_true_get_batch.py"),
+        ("abort:rank=1,step=12,phase=forward", "SIGABRT, aborted by native code, in while_true_get_batch.py"),
+        ("term:rank=1,step=12,phase=forward", "SIGTERM, sent from outside of this job"),
+        ("exit:rank=1,step=12,phase=forward,code=7", "exited with code 7"),
+    ],
+)
+def test_each_way_to_die_is_named(run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str, reason: str) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=[fault])
+
+    assert_only_replaced(result)
+    assert reason in result.incidents[0]["reason"], result.story()
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
+def test_the_summary_of_a_failed_job_shows_the_traceback_of_its_root_cause(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(
+        WHILE_TRUE, 2, faults=["exception:rank=1,step=12,phase=forward"], options=["--config", "torchrun"]
+    )
+
+    assert result.exit_code == 1
+    _, _, summary = result.output.partition("Root Cause")
+    assert "rank      : 1" in summary
+    assert "Traceback (most recent call last)" in summary
+    assert "InjectedFaultError" in summary
+
+
+def events_named(result: Run, name: str) -> list[dict[str, Any]]:
+    """Events of one name, in order."""
+    return [event for event in result.events if event["event"] == name]
+
+
+def seconds_from(result: Run, first: str, second: str) -> float:
+    """Between the first event of one name and the first of another."""
+    from datetime import datetime
+
+    times = [datetime.fromisoformat(events_named(result, name)[0]["at"]) for name in (first, second)]
+    return (times[1] - times[0]).total_seconds()
