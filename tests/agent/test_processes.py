@@ -83,7 +83,7 @@ signal.pause()
 '''), "/tmp", True, True)
 rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
     "run_dir": "/tmp", "is_replacement": False, "faults": [], "options": {{"user_paths": [], "prints_traceback": True}}}},
-    [Board.create(1)[0], os.memfd_create("record")])
+    [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
 standby = Standby("/tmp")
 print("standby", standby.process.pid, flush=True)
@@ -159,7 +159,7 @@ def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_
     standby.channel.send({"op": "warm", "modules": ["json", "there_is_no_such_module"]})
     handler = StandbyHandler(start, standby)
     board_fd, _ = Board.create(1)
-    record_fd = os.memfd_create("record")
+    record_fd, stack_fd = (os.memfd_create(name) for name in ("record", "stack"))
     os.ftruncate(record_fd, 128 << 20)
     welcome = {
         "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
@@ -167,19 +167,19 @@ def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_
         "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
         "options": {
             "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1, "allow_faults": False,
-            "commit_timeout_s": 5.0,
+            "commit_timeout_s": 5.0, "verify_every": 0, "on_nan": "warn",
         },
     }  # fmt: skip
 
-    handler.channel.send(welcome, [board_fd, record_fd, *handler.outputs()])
+    handler.channel.send(welcome, [board_fd, record_fd, stack_fd, *handler.outputs()])
     order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
     handler.channel.send(order)
 
     assert handler.proc.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
     handler.close(signal.SIGKILL)
     assert (tmp_path / "stdout").read_text() == f"{[str(script), '--lr', '1']} mine {os.getcwd()} __main__\n"
-    os.close(board_fd)
-    os.close(record_fd)
+    for fd in (board_fd, record_fd, stack_fd):
+        os.close(fd)
 
 
 def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> None:
@@ -236,7 +236,7 @@ def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable
         seat.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
         board.set(0, Field.LINES_OUT, 2)
-        event = seat.leave(board, None)
+        event = seat.leave(board, lambda signal, pid: f"signal {signal}")
         ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
 
     assert ends == {

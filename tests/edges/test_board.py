@@ -104,18 +104,17 @@ def test_a_rank_that_waits_lets_other_threads_run(board_fd: int) -> None:
     assert time.monotonic() - began_s < LIMIT_S / 2
 
 
-def test_a_row_that_is_cleared_is_empty_and_wakes_who_waits(board_fd: int) -> None:
+def test_of_a_process_that_has_ended_the_progress_stays_and_the_signs_of_life_go(board_fd: int) -> None:
     board = Board(board_fd, 3)
     for rank in range(3):
         board.set(rank, Field.RECORDED, 9)
-    waiter = threading.Thread(target=board.wait_for_change, args=(1, Field.RECORDED, 9, LIMIT_S), daemon=True)
-    waiter.start()
+        board.touch(rank, Phase.COLLECTIVE)
 
-    board.clear_row(1)
-    waiter.join(LIMIT_S)
+    board.forget_process(1)
 
-    assert not waiter.is_alive()
-    assert [board.get(rank, Field.RECORDED) for rank in range(3)] == [9, 0, 9]
+    assert [board.get(rank, Field.RECORDED) for rank in range(3)] == [9, 9, 9]
+    assert [board.get(rank, Field.PHASE) for rank in range(3)] == [Phase.COLLECTIVE, 0, Phase.COLLECTIVE]
+    assert [board.get(rank, Field.SEEN_NS) > 0 for rank in range(3)] == [True, False, True]
 
 
 def test_a_touch_notes_the_phase_and_the_time(board_fd: int) -> None:

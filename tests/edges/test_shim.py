@@ -105,13 +105,13 @@ def welcomed(
     """A rank's Python with an agent at the other end; returns what it did and the ops that it sent."""
     ours, theirs = channel.pair()
     board_fd, _ = Board.create(1)
-    record_fd = os.memfd_create("record")
+    record_fd, stack_fd = (os.memfd_create(name) for name in ("record", "stack"))
     options = {"user_paths": [], "prints_traceback": True}
     welcome = {
         "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
         "run_dir": str(tmp_path), "is_replacement": False, "faults": [], "options": options,
     }  # fmt: skip
-    ours.send(welcome, [board_fd, record_fd])
+    ours.send(welcome, [board_fd, record_fd, stack_fd])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("_TTPRUN", "PYTHON"))}
     kept |= {
         "PYTHONPATH": os.pathsep.join([SHIM, str(ROOT)]),
@@ -125,8 +125,8 @@ def welcomed(
     theirs.close()
     ops = [message["op"] for message in ours.messages()]
     ours.close()
-    os.close(board_fd)
-    os.close(record_fd)
+    for fd in (board_fd, record_fd, stack_fd):
+        os.close(fd)
     return done, ops
 
 
