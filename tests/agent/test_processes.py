@@ -160,7 +160,7 @@ def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_
     standby.channel.send({"op": "warm", "modules": ["json", "there_is_no_such_module"]})
     handler = StandbyHandler(start, standby)
     board_fd, _ = Board.create(1)
-    record_fd = os.memfd_create("record")
+    record_fd, stack_fd = (os.memfd_create(name) for name in ("record", "stack"))
     os.ftruncate(record_fd, 128 << 20)
     stack_fd = stacks.create()
     welcome = {
