@@ -16,6 +16,7 @@ import threading
 import time
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 EXAMPLE = Path(__file__).parent / "examples" / "char_gpt.py"
 TTPRUN = (sys.executable, "-m", "ttprun")
@@ -102,12 +103,27 @@ class EventFollower:
                 event = json.loads(line)
                 at = datetime.fromisoformat(event.pop("at"))
                 started_at = started_at or at
-                name = event.pop("event")
-                details = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, "", []))
-                say("event", f"{(at - started_at).total_seconds():6.2f} s  {name}  {details}")
+                if (text := told(event)) is not None:
+                    say("event", f"{(at - started_at).total_seconds():6.2f} s  {text}")
             shown = len(complete)
             if is_last_look:
                 return
+
+
+def told(event: dict[str, Any]) -> str | None:
+    """An event in a few words; None for one that is no part of the story. The status at the end has all figures."""
+    match event["event"]:
+        case "fault_injected":
+            return f"rank {event['rank']} gets SIGKILL in mid-step"
+        case "rank_exited" if event["code"] != 0:
+            return f"rank {event['rank']} is gone (signal {event['signal']}), boundary {event['boundary']} is on record"
+        case "rank_started" if event["is_replacement"]:
+            return f"rank {event['rank']} has a new process, pid {event['pid']}"
+        case "phase_changed":
+            return f"{event['before']} -> {event['after']}"
+        case "incident" if event["outcome"] != "open":
+            return f"{event['outcome']} in {event['total_s']:.2f} s, {event['steps_lost']} steps lost"
+    return None
 
 
 def say(label: str, text: str) -> None:
