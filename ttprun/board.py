@@ -52,6 +52,7 @@ class Phase(enum.IntEnum):
     REPAIRING = 8
     FINISHED = 9
     CONNECTING = 10
+    SAVING = 11
 
 
 # The collectives of torch 2.13 and of older releases; "connect" is ours: the group itself is being made.

@@ -292,9 +292,14 @@ def test_learnt_limits_follow_the_slowest_step_and_are_never_under_ten_seconds()
     slow.train(1, step_s=6.0)
     slow.train(1)
 
-    assert quick.watch.limits.hang_limit_s(8) == 10.0
-    assert slow.watch.limits.hang_limit_s(8) == pytest.approx(30.0, abs=2.0)
-    assert quick.watch.limits.hang_limit_s(0) == 600.0
+    at_work = quick.ranks[1].sight
+    saving, in_setup = replace(at_work, doing=Doing.SAVING), replace(at_work, boundary=0)
+    at_barrier = replace(at_work, doing=Doing.COLLECTIVE, operation="barrier")
+    assert quick.watch.limits.hang_limit_s(at_work) == 10.0
+    assert slow.watch.limits.hang_limit_s(at_work) == pytest.approx(30.0, abs=2.0)
+    assert quick.watch.limits.hang_limit_s(saving) == 120.0
+    assert quick.watch.limits.hang_limit_s(at_work, at_barrier) == 120.0
+    assert quick.watch.limits.hang_limit_s(in_setup) == 600.0
     assert quick.watch.limits.busy_limit_s == 600.0
     assert quick.watch.limits.stall_limit_s(8) == 30.0
 
@@ -351,3 +356,26 @@ def test_a_process_whose_hooks_have_said_nothing_yet_is_not_judged() -> None:
     ranks.ranks[1] = Rank(Sight(rank=1, pid=999, boundary=0, meetings=0, doing=Doing.STARTING), has_pulse=False)
 
     assert ranks.pass_time(60.0) == []
+
+
+def test_a_rank_that_waits_for_its_disk_works() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.be(1, Doing.SAVING, is_in_io=True)
+
+    assert hung(ranks.pass_time(30.0)) == []
+
+
+def test_a_replacement_that_stands_still_in_its_replay_is_found_and_those_that_wait_for_it_are_not() -> None:
+    ranks = watched()
+    ranks.wait_for(guilty=1)
+    ranks.be(1, Doing.REPLAYING)
+
+    said: list[Verdict] = []
+    for _ in range(24):
+        ranks.at_s += EVERY_S
+        for rank in ranks.ranks:
+            rank.pass_time(ranks.at_s)
+        said += ranks.watch.look_at_repair(ranks.at_s, [rank.sight for rank in ranks.ranks], replaying=[1])
+
+    assert {verdict.sight.rank for verdict in hung(said)} == {1}

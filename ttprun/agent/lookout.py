@@ -75,7 +75,12 @@ class Lookout:
             verdicts = self._watch.look(now, self._sights())
         elif phase in _REPAIRING:
             self._is_repairing = True
-            verdicts = self._watch.look_at_repair(now, self._sights())
+            replaying = [
+                member.rank
+                for member in self._supervisor.job.replacements
+                if phase is recovery.Phase.REPLAYING and member.has_orders and not member.has_replayed
+            ]
+            verdicts = self._watch.look_at_repair(now, self._sights(), replaying)
         else:
             return
         for verdict in verdicts:
@@ -227,12 +232,13 @@ class Lookout:
                 beats=row[Field.MAIN_BEATS],
                 cpu_s=cpu_s,
                 is_stopped=state == "T",
+                is_in_io=state == "D",
             )
         return None
 
 
 def state_of(pid: int) -> tuple[str, float]:
-    """State letter of a process ("T": stopped by a signal, "t": by a debugger) and its processor time so far.
+    """State letter of a process ("T": stopped by a signal, "t": by a debugger, "D": in IO) and its processor time.
 
     Raises OSError if there is no such process.
     """

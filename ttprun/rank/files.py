@@ -15,9 +15,11 @@ import io
 import os
 import shutil
 import sys
+import threading
 from types import FrameType, ModuleType
 from typing import Any
 
+from ttprun.board import Phase
 from ttprun.rank import appends, faults, rewrite
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import Session, current
@@ -157,14 +159,20 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
 
 
 def wrap_save(original: Any) -> Any:
-    """torch.save: does nothing in a replay, whoever calls it."""
+    """torch.save: does nothing in a replay, whoever calls it; else the agent knows that the rank may take its time."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
         session = current()
         if session is not None and session.replay is not None:
             return None
         faults.reached("checkpoint")
-        return original(*args, **kwargs)
+        if session is None or threading.current_thread() is not threading.main_thread():
+            return original(*args, **kwargs)
+        session.touch(Phase.SAVING)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 
     return save
 

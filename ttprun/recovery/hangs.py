@@ -22,6 +22,7 @@ from statistics import median
 LEAST_LIMIT_S = 10.0  # learnt limits are never shorter
 LEAST_STALL_S = 30.0
 SETUP_LIMIT_S = 600.0  # before the first step nothing is known of the script
+PAUSE_LIMIT_S = 120.0  # while a rank saves, or the others wait in a barrier: steps do not advance, and are no measure
 BUSY_LIMIT_S = 600.0
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
 WORK_WINDOW_S = 1.0
@@ -43,6 +44,7 @@ class Doing(StrEnum):
     STEPPING = "stepping"
     REPLAYING = "replaying"
     REPAIRING = "repairing"
+    SAVING = "saving"
     FINISHED = "finished"
 
 
@@ -71,6 +73,7 @@ class Sight:
     beats         heartbeats that its main thread has answered
     cpu_s         processor time of the process so far
     is_stopped    by a signal, and not by a debugger
+    is_in_io      its main thread waits for a disk or a file system
     """
 
     rank: int
@@ -84,6 +87,7 @@ class Sight:
     beats: int = 0
     cpu_s: float = 0.0
     is_stopped: bool = False
+    is_in_io: bool = False
 
     @property
     def place(self) -> tuple[int, int, bool, bool]:
@@ -190,7 +194,13 @@ class Track:
             self.cpu.popleft()
         since_s, used_s = self.cpu[0]
         is_working = used_s < sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
-        if is_working or before.beats != sight.beats or self.progressed_at_s == at_s or not sight.pulse_at_s:
+        if (
+            is_working
+            or sight.is_in_io
+            or before.beats != sight.beats
+            or self.progressed_at_s == at_s
+            or not sight.pulse_at_s
+        ):
             self.worked_at_s = at_s
         if not sight.is_stopped:
             self.stopped_at_s = None
@@ -225,11 +235,17 @@ class Limits:
         """What a step takes; None while too few are known."""
         return median(self.steps_s) if len(self.steps_s) >= 5 else None
 
-    def hang_limit_s(self, boundary: int) -> float:
-        """For a rank that shows no sign of work."""
+    def hang_limit_s(self, sight: Sight, awaited: Sight | None = None) -> float:
+        """For a rank that shows no sign of work.
+
+        awaited   a rank that waits for it
+        """
         if self.hang_s is not None:
             return self.hang_s
-        return SETUP_LIMIT_S if boundary == 0 else self.stop_limit_s
+        if sight.boundary == 0:
+            return SETUP_LIMIT_S
+        is_pause = sight.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
+        return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
 
     @property
     def stop_limit_s(self) -> float:
@@ -275,10 +291,21 @@ class Watch:
             return hung
         return self._stalled(at_s) or self._stragglers(at_s)
 
-    def look_at_repair(self, at_s: float, sights: Sequence[Sight]) -> tuple[Verdict, ...]:
-        """Judge the ranks during a recovery, in which their places say nothing; deadlines find whom this does not."""
+    def look_at_repair(
+        self, at_s: float, sights: Sequence[Sight], replaying: Sequence[int] = ()
+    ) -> tuple[Verdict, ...]:
+        """Judge the ranks during a recovery, in which their places say nothing; deadlines find whom this does not.
+
+        replaying   ranks that must get on by themselves now: they wait for nobody
+        """
         self._note(at_s, sights)
         self._stepped_at_s = None
+        setup_limit_s = self.limits.hang_s if self.limits.hang_s is not None else SETUP_LIMIT_S
+        idle = tuple(
+            self._hung(at_s, track, Way.IDLE, setup_limit_s, None)
+            for rank, track in self._tracks.items()
+            if rank in replaying and self._way(at_s, track) is Way.IDLE and at_s - track.worked_at_s > setup_limit_s
+        )
         dead = (
             track
             for track in self._tracks.values()
@@ -288,7 +315,7 @@ class Watch:
             and at_s - track.worked_at_s > self.limits.stop_limit_s
         )
         held = tuple(self._hung(at_s, track, Way.HELD, self.limits.stop_limit_s, None) for track in dead)
-        return self.stopped(at_s) + held
+        return self.stopped(at_s) + held + idle
 
     def begin_anew(self, at_s: float) -> None:
         """A recovery has ended: nobody has been waited for yet."""
@@ -391,7 +418,7 @@ class Watch:
             way = self._way(at_s, track)
             busy_s = min(awaited_s, at_s - track.progressed_at_s)
             idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
-            limit_s = self.limits.hang_limit_s(track.sight.boundary)
+            limit_s = self.limits.hang_limit_s(track.sight, awaited)
             if way is not Way.BUSY and idle_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
             elif busy_s > max(self.limits.busy_limit_s, limit_s):
