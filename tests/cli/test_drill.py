@@ -15,7 +15,15 @@ from ttprun.drill.twins import Twin
 STRUCK = {"event": "fault_injected", "number": 1, "fault": "kill:rank=1,step=5", "kind": "kill", "rank": 1}
 STRUCK |= {"phase": "backward", "step": 5, "at_s": 10.0, "pid": 7}
 LOST = {"event": "rank_exited", "rank": 1, "pid": 7, "code": None, "at_s": 10.01}
-INCIDENT = {"event": "incident", "id": 1, "ranks": [1], "opened_at_s": 10.01, "total_s": 0.5, "rung": "replace"}
+INCIDENT = {
+    "event": "incident",
+    "id": 1,
+    "ranks": [1],
+    "opened_at_s": 10.01,
+    "total_s": 0.5,
+    "rung": "replace",
+    "at_s": 10.5,
+}
 
 
 class FakeTwins:

@@ -20,7 +20,7 @@ def lost(rank: int, pid: int, at_s: float, event: str = "rank_exited") -> dict[s
 def incident(number: int, ranks: list[int], opened_at_s: float, total_s: float | None = 1.0) -> dict[str, Any]:
     outcome = "recovered" if total_s is not None else "open"
     told = {"id": number, "ranks": ranks, "opened_at_s": opened_at_s, "total_s": total_s, "outcome": outcome}
-    return {"event": "incident", "rung": "replace", "at_s": opened_at_s} | told
+    return {"event": "incident", "rung": "replace", "at_s": opened_at_s + (total_s or 0.0)} | told
 
 
 def test_a_fault_belongs_to_the_incident_in_which_its_process_was_lost() -> None:

@@ -168,6 +168,31 @@ def test_what_only_delays_a_rank_delays_all_and_changes_nothing(
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
+def test_reset_connections_are_connected_again_and_no_process_is_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = ["reset:rank=1,step=8,phase=backward", "reset:rank=0,peer=2,step=20,phase=collective"]
+
+    result = run_ttprun(EPOCHS, 3, faults=faults)
+
+    broken = [event["reason"] for event in result.events if event["event"] == "connection_broken"]
+    assert injected(result) == [("reset", "backward", 8), ("reset", "collective", 20)]
+    assert "Connection re" in broken[0]  # "... reset by peer" at one end, "... refused" at the other
+    assert [incident["rung"] for incident in result.incidents] == ["reconnect", "reconnect"]
+    assert {len(pids) for pids in result.pids.values()} == {1}
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+
+
+def test_a_rank_that_skips_a_collective_is_replaced_before_it_spoils_a_weight(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(WHILE_TRUE, 2, faults=["skip-collective:rank=1,step=12,phase=backward"])
+
+    assert injected(result) == [("skip-collective", "backward", 12)]
+    assert [incident["outcome"] for incident in result.incidents] == ["recovered"]
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
 def test_a_nan_in_one_ranks_gradient_reaches_the_weights_of_all(run_ttprun: RunTtprun) -> None:
     result = run_ttprun(PLAIN, 2, faults=["nan:rank=1,step=20"])
 

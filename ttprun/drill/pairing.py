@@ -136,8 +136,7 @@ def _incident_at(log: Sequence[dict[str, Any]], noticed: dict[str, Any]) -> dict
         if event["event"] == "incident":
             newest[event["id"]] = event
     for incident in newest.values():
-        total_s = incident["total_s"]
-        ends_s = float("inf") if total_s is None else incident["opened_at_s"] + total_s
+        ends_s = float("inf") if incident["outcome"] == "open" else incident["at_s"]
         if incident["opened_at_s"] - _NEAR_S <= noticed["at_s"] <= ends_s:
             return incident
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
 
 GRACE_S = 45.0
+_PR_SET_PDEATHSIG = 1
 # torchrun's options that say where ranks meet.
 _PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
 # Left by an outer launcher: each would change what a twin does.
@@ -63,6 +65,7 @@ def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torch
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     problem = _wait(process, scenario.limit_s)
     status = None
@@ -95,6 +98,11 @@ def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
 def _environment(scenario: Scenario) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
     return clean | scenario.environment
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the launcher, as an operator would, when the drill dies however it dies (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:

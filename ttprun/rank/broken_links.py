@@ -97,11 +97,19 @@ def _chosen(session: Session, fault: Fault, peers: list[int]) -> list[int]:
 
 
 def _reset(sock: socket.socket, fault: Fault) -> None:
-    """To connect a socket to nowhere resets its connection: the peer gets a RST, this end ECONNRESET."""
+    """Both ends get a RST, as when something between them forgets the connection.
+
+    To connect a socket to nowhere resets its connection, for the peer. This end would not hear of it (no RST has come
+    in), so it is then connected to a port that nobody listens on: the RST that answers wakes whoever waits for it.
+    """
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.connect(sock.fileno(), nowhere, len(nowhere)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    with socket.socket(sock.family) as shut_door:
+        shut_door.bind(("::1" if sock.family == socket.AF_INET6 else "127.0.0.1", 0))
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            sock.connect(shut_door.getsockname())
 
 
 def _silence(sock: socket.socket, fault: Fault) -> None:

@@ -1,0 +1,68 @@
+"""`ttprun drill` with real twins: identical, different, and a fault that never strikes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, environment
+
+LIMIT_S = 300.0
+SCENARIO = """\
+script: {script}
+arguments: ["--out={{folder}}/out"]
+launch: {{nproc_per_node: 2}}
+compare: [out/final.pt]
+rungs: [replace]
+faults:
+"""
+
+
+def drill(folder: Path, script: Path, *faults: str) -> tuple[int, dict[str, Any]]:
+    """Run a drill; returns its exit code and its report."""
+    text = SCENARIO.format(script=script) + "".join(f"  - {fault}\n" for fault in faults)
+    (folder / "scenario.yaml").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", "drill", "scenario.yaml", "--json", "--folder", str(folder / "runs")],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("fault", ["kill:rank=1,step=10,phase=collective"])
+def test_a_drill_of_a_script_that_recovers_is_identical_and_pairs_the_fault(tmp_path: Path, fault: str) -> None:
+    code, report = drill(tmp_path, SCRIPTS / "plain_tensors.py", fault)
+
+    assert report["problems"] == []
+    assert {one["is_identical"] for one in report["comparisons"]} == {True}
+    assert [one["what"] for one in report["comparisons"]] == ["out/final.pt", "output of rank 0", "output of rank 1"]
+    assert [(one["fault"], one["incident"], one["rung"]) for one in report["injections"]] == [(fault, 1, "replace")]
+    assert report["injections"][0]["detect_s"] > 0
+    assert code == 0
+
+
+def test_a_fault_that_never_strikes_fails_the_drill(tmp_path: Path) -> None:
+    code, report = drill(tmp_path, SCRIPTS / "plain_tensors.py", "kill:rank=1,step=1000,phase=collective")
+
+    assert code == 1
+    assert report["identical"]
+    assert report["problems"] == ["kill:rank=1,step=1000,phase=collective was not caused: its moment never came"]
+
+
+def test_weights_that_differ_fail_the_drill(tmp_path: Path) -> None:
+    code, report = drill(tmp_path, SCRIPTS / "plain_tensors.py", "nan:rank=1,step=30")
+
+    assert code == 1
+    assert not report["identical"]
+    assert "out/final.pt" in {one["what"] for one in report["comparisons"] if not one["is_identical"]}
