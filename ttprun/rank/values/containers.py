@@ -44,8 +44,7 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
 def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
     """Nodes of items; packed, where they are many and cannot change."""
     if len(items) >= MIN_ITEMS:
-        # A walk of its own: if an item turns out to be no settled one, nothing is left behind.
-        packed = packed_items((id(value), which), items, Snapshot(snapshot.stepped).node, snapshot.stepped)
+        packed = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
         if packed is not None:
             return packed
     return snapshot.items(items, depth)

@@ -73,10 +73,16 @@ def is_settled(node: Any) -> bool:
     return node[0] is Tag.PLAIN
 
 
+_packer = msgpack.Packer()  # kept for its buffer, which would be allocated anew each time
+
+
 def pack(record: Any) -> bytes:
-    """A record as bytes. Integers beyond 64 bits and texts that are no Unicode cost a second try, and come back too."""
+    """A record as bytes. Integers beyond 64 bits and texts that are no Unicode cost a second try, and come back too.
+
+    Called by the main thread alone.
+    """
     try:
-        packed: bytes = msgpack.packb(record)
+        packed: bytes = _packer.pack(record)
     except UnicodeEncodeError:
         try:
             packed = msgpack.packb(record, unicode_errors="surrogatepass")

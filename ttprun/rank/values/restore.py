@@ -40,6 +40,7 @@ class Restore:
         self._blobs = blobs
         self._objects: dict[int, Any] = {}
         self._claims: dict[int, int] = {}
+        self._places: dict[int, int] | None = None
 
     def frame(self, frame: types.FrameType, recorded: dict[str, Any], where: str) -> None:
         """Write a frame's variables; those that are not plain are changed in place."""
@@ -116,7 +117,12 @@ class Restore:
 
     def snapshot(self, live: Any) -> Any:
         """The node that this process would record for a value."""
-        return Snapshot({tensor.untyped_storage().data_ptr(): i for i, tensor in enumerate(self.stepped)}).node(live, 0)
+        if self._places is None:
+            places: dict[int, int] = {}
+            for index, tensor in enumerate(self.stepped):
+                places.setdefault(tensor.untyped_storage().data_ptr(), index)
+            self._places = places
+        return Snapshot(self._places).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
         """Note a mismatch unless `condition` holds."""

@@ -165,6 +165,10 @@ class Snapshot:
             return [Tag.REFUSED, f"is nested more than {MAX_DEPTH} deep"]
         return handler(self, value, depth)
 
+    def node_apart(self, value: Any, depth: int) -> Any:
+        """The node of a value, from a walk of its own: nothing is left behind if the node is not used."""
+        return Snapshot(self.stepped).node(value, depth)
+
     def items(self, values: Any, depth: int) -> list[Any]:
         """Nodes of a container's items, fast where all are scalars."""
         if set(map(type, values)) <= SETTLED:
