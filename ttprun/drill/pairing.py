@@ -62,7 +62,11 @@ def pair(events: Iterable[dict[str, Any]]) -> list[Injection]:
     """All injections of an event log, in their order, those that never struck at the end."""
     log = list(events)
     incidents = _last_of_each(log)
-    losses = [event for event in log if event["event"] in ("rank_exited", "rank_killed") and event.get("code") != 0]
+    losses = [
+        event
+        for event in log
+        if event["event"] in ("rank_exited", "rank_faulted", "rank_killed") and event.get("code") != 0
+    ]
     found: list[Injection] = []
     armed: dict[int, dict[str, Any]] = {}
     taken: set[int] = set()
