@@ -25,7 +25,7 @@ _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
-RungName = Literal["reconnect", "replace", "restart"]
+RungName = Literal["reconnect", "rerun", "replace", "restart"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
@@ -48,6 +48,9 @@ class Config(BaseModel):
     faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
     rungs: list[RungName] = Field(
         list(get_args(RungName)), description="ways of recovery that may be used; what is left out is passed over"
+    )
+    retry_on: list[str] = Field(
+        [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
     )
     max_incidents_per_hour: int | None = Field(
         None, ge=1, description="incidents of one kind within an hour after which the job ends with exit code 93"
@@ -75,6 +78,16 @@ class Config(BaseModel):
     @classmethod
     def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
         return [str(parse_fault(fault)) for fault in faults]
+
+    @field_validator("retry_on")
+    @classmethod
+    def _patterns_can_be_read(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"'{pattern}' is no regular expression; correct it ({error})") from None
+        return patterns
 
     @field_validator("launch", mode="before")
     @classmethod
@@ -220,6 +233,8 @@ def _split(key: str, text: Any) -> object:
     match key:
         case "faults":
             return text.split()
+        case "retry_on":
+            return [text]
         case "user_paths":
             return text.split(os.pathsep)
         case "rungs":

@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "journal_limit_mib": 64,
     "commit_timeout_s": 5.0,
     "verify_every": 0,
+    "retry_on": [],
     "on_nan": "warn",
     "user_paths": [],
     "prints_traceback": True,

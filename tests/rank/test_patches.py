@@ -61,6 +61,7 @@ CALLS: dict[str, Call] = {
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ((THING,), {}),
     "torch.utils.data._utils.worker._worker_loop": (tuple(range(14)), {}),
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
+    "atexit.register": ((print,), {"sep": ""}),
     "os.urandom": ((4,), {}),
 }
 

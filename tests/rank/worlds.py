@@ -22,7 +22,7 @@ from tests.rank.processes import run_alone
 from ttprun import channel
 from ttprun.board import Board
 from ttprun.channel import Channel, Message
-from ttprun.rank import frames, install
+from ttprun.rank import frames, hooks, install
 from ttprun.rank.presence import Presence
 from ttprun.rank.recorder import Recorder
 
@@ -234,7 +234,8 @@ def _be_rank(
             install._presence = presence
             if welcome["is_replacement"]:
                 presence.may_start.wait()
-            install._install_hooks(presence)
+            hooks.install(presence)
+            hooks.begin_run(presence, presence.welcome["is_replacement"])
         if is_begun:
             dist.init_process_group(
                 "gloo", init_method=f"file://{welcome['run_dir']}/rendezvous", rank=rank, world_size=size

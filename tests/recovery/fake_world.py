@@ -23,6 +23,7 @@ class Process:
     has_orders      it has been told to replay
     is_whole        it may train
     is_hung         it lives, but says nothing any more
+    is_faulted      its script has ended by a transient error, and the machine has not heard of it yet
     """
 
     pid: int
@@ -33,6 +34,17 @@ class Process:
     is_whole: bool = False
     is_alive: bool = True
     is_hung: bool = False
+    is_faulted: bool = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """It does nothing that it is told to."""
+        return self.is_hung or self.is_faulted
+
+    def begin_anew(self) -> None:
+        """It waits for orders like a replacement that has just started, but stands where it stood."""
+        self.is_faulted = self.is_whole = self.has_orders = False
+        self.weights = "weights"
 
     @property
     def digest(self) -> str:
@@ -96,6 +108,14 @@ class FakeWorld:
             )
         )
 
+    def fault(self, rank: int) -> None:
+        """A transient error ends the script of a rank that trains; the process says so, and then only listens."""
+        process = self.processes[rank]
+        if process.is_alive and process.is_whole and not process.is_hung and not process.is_faulted:
+            event = recovery.RankFaulted(rank=rank, pid=process.pid, boundary=process.boundary, at_s=0.0)
+            self.say(rank, event)
+            process.is_faulted = True
+
     def hang(self, rank: int) -> None:
         """A process does not get on any more; what it has said is on its way."""
         if rank not in self.finished:
@@ -120,14 +140,14 @@ class FakeWorld:
         """All ranks pass the commit barrier, if all are there."""
         training = [process for rank, process in self.processes.items() if rank not in self.finished]
         is_any_still = self.job.phase not in (Phase.RUNNING, Phase.RESUMING)
-        if is_any_still or not all(one.is_alive and one.is_whole and not one.is_hung for one in training):
+        if is_any_still or not all(one.is_alive and one.is_whole and not one.is_stuck for one in training):
             return
         for process in training:
             process.boundary += 1
 
     def say(self, rank: int, event: Event) -> None:
         """A rank says something, if it can."""
-        if self.processes[rank].is_alive and not self.processes[rank].is_hung:
+        if self.processes[rank].is_alive and not self.processes[rank].is_stuck:
             self.unheard[rank].append(event)
 
     # What the machine hears
@@ -151,6 +171,8 @@ class FakeWorld:
         self.at_s += 1.0
         event = replace(event, at_s=self.at_s)
         before = self.job
+        if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
+            self.processes[event.rank].begin_anew()
         self.job, actions = advance(before, event)
         self.echoes.append(event)
         assert self.job.generation >= before.generation
@@ -171,7 +193,7 @@ class FakeWorld:
         """The event can only be an echo."""
         if isinstance(event, RepairEvent | recovery.DeadlinePassed | recovery.ConnectionBroken):
             return event.generation < self.job.generation
-        is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung)
+        is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung | recovery.RankFaulted)
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
     # What the machine orders
@@ -240,7 +262,7 @@ class FakeWorld:
         """The source sends, and each replacement loads, if both live."""
         assert to == self.job.lost
         assert all(self.processes[rank].boundary == boundary for rank in to)
-        if not self.processes[source].is_alive or self.processes[source].is_hung:
+        if not self.processes[source].is_alive or self.processes[source].is_stuck:
             return
         sent = self.processes[source]
         self.say(source, recovery.StateSent(rank=source, generation=generation, digest=sent.digest, at_s=0.0))

@@ -33,6 +33,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
     "exited": recovery.RankExited,
+    "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
     "connection_broken": recovery.ConnectionBroken,
     "frozen": recovery.RankFrozen,
@@ -48,6 +49,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
 }
 DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
+    recovery.RankFaulted: {"boundary": 0},
     recovery.RankHung: {"boundary": 0},
     recovery.ConnectionBroken: {"boundary": 0},
     recovery.RankFrozen: {"digest": "same", "has_group": True},

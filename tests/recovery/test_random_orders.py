@@ -22,8 +22,10 @@ def play(world: FakeWorld, tape: bytes) -> None:
     for move, choice in pairs(tape):
         rank = choice % len(world.unheard)
         is_mute = choice >= 128
-        if move < 150:
+        if move < 146:
             world.hear_from(rank)
+        elif move < 150:
+            world.fault(rank)
         elif move < 170:
             world.hear_agent()
         elif move < 195:
@@ -203,3 +205,54 @@ def test_connections_that_break_cost_no_process(world: FakeWorld, breaks: list[i
     assert {rank: process.pid for rank, process in world.processes.items()} == pids
     assert [incident.rung for incident in world.closed] == ["reconnect"] * len(breaks)
     assert all(incident.outcome == "recovered" for incident in world.closed)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(
+    world=st.builds(
+        FakeWorld, st.builds(Settings, world_size=st.integers(2, 4), max_same_faults=st.just(9)), restarts=st.just(0)
+    ),
+    faulted=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=2, unique=True), min_size=1, max_size=4),
+)
+def test_transient_errors_cost_no_process_as_long_as_one_rank_has_none(
+    world: FakeWorld, faulted: list[list[int]]
+) -> None:
+    world.settle()
+    pids = {rank: process.pid for rank, process in world.processes.items()}
+
+    for together in faulted:
+        world.train()
+        for rank in {rank % len(pids) for rank in together} - {0}:
+            world.fault(rank)
+        world.settle()
+
+    assert {rank: process.pid for rank, process in world.processes.items()} == pids
+    assert {incident.rung for incident in world.closed} <= {"rerun"}
+    assert all(incident.outcome == "recovered" for incident in world.closed)
+    assert len({process.boundary for process in world.processes.values()}) == 1
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(
+    world=st.builds(
+        FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
+    ),
+    faults=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12), st.booleans()), min_size=2, max_size=4),
+)
+def test_transient_errors_and_kills_in_mid_repair_end_well_unless_none_is_left_or_it_has_been_tried_too_often(
+    world: FakeWorld, faults: list[tuple[int, int, bool]]
+) -> None:
+    world.settle()
+    world.train()
+
+    for rank, rounds, is_kill in faults:
+        if is_kill:
+            world.end(rank % len(world.unheard), None, 9, is_script_error=False, is_mute=True)
+        else:
+            world.fault(rank % len(world.unheard))
+        for _ in range(rounds):
+            world.hear_next()
+    world.settle()
+
+    given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
+    assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason) for incident in given_up)

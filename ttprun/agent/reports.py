@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
+from ttprun.agent.failures import Failure
 from ttprun.board import Field
 from ttprun.channel import Message
 from ttprun.recovery.replicas import Replicas
@@ -62,6 +63,8 @@ class Reports:
             seat.script_error = message["error"]
             seat.traceback = "" if message["traceback"] else message["detail"]
             self._supervisor.log("script_error", rank=seat.rank, error=message["error"], traceback=message["detail"])
+        elif op == "faulted":
+            self._on_faulted(seat, message)
         elif op == "fault_struck":
             self._supervisor.injections.struck(seat, message)
         elif op == "fault_failed":
@@ -100,6 +103,30 @@ class Reports:
             odd.has_diverged = True
             recorded = self._supervisor.board.get(odd.local_rank, Field.RECORDED)
             self._supervisor.advance(recovery.RankDiverged(rank=odd.rank, pid=odd.pid, boundary=recorded, **fields))
+
+    def _on_faulted(self, seat: Seat, message: Message) -> None:
+        """A transient error has ended the script of a rank, which waits for orders."""
+        supervisor = self._supervisor
+        seat.fault(supervisor.board)
+        failure = Failure(seat.rank, seat.pid, 1, message["error"], message["detail"])
+        supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
+        event = recovery.RankFaulted(
+            at_s=time.monotonic(),
+            rank=seat.rank,
+            pid=seat.pid,
+            boundary=seat.lost_boundary,
+            reason=message["error"],
+        )
+        supervisor.log(
+            "rank_faulted",
+            rank=seat.rank,
+            pid=seat.pid,
+            boundary=event.boundary,
+            reason=event.reason,
+            traceback=message["detail"],
+            at_s=event.at_s,
+        )
+        supervisor.advance(event)
 
     def _on_nan(self, seat: Seat, message: Message) -> None:
         """A rank has found a NaN in its own gradient; told to stop, it stands in front of the step."""

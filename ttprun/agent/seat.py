@@ -115,17 +115,28 @@ class Seat:
             reason=self._cause(None if signal is None else cause_of_signal(signal, self.pid)),
         )
 
+    def fault(self, board: Board) -> None:
+        """The script has ended by a transient error, and the process waits: from now on it is told what is new."""
+        self.note_traces(board)
+        self.told_in = -1
+        self.journal = {}
+        self.handler.channel.send({"op": "heard"})
+
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""
         self.is_present = False
+        self.note_traces(board)
+        if self.is_lost:
+            board.set(self.local_rank, Field.LEAVING, 0)
+            board.forget_process(self.local_rank)
+
+    def note_traces(self, board: Board) -> None:
+        """How far the script had come, and what it had written since."""
         self.lost_boundary = board.get(self.local_rank, Field.RECORDED)
         self.lost_lines = (
             board.get(self.local_rank, Field.LINES_OUT),
             board.get(self.local_rank, Field.LINES_ERR),
         )
-        if self.is_lost:
-            board.set(self.local_rank, Field.LEAVING, 0)
-            board.forget_process(self.local_rank)
 
     def _cause(self, of_signal: str | None) -> str:
         """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""

@@ -247,6 +247,7 @@ class Supervisor:
             "generation": self.job.generation,
             "run_dir": str(self.run.path),
             "is_replacement": is_replacement,
+            "arguments": command_of(seat.handler.start) if self.is_python else [],
             "faults": self.injections.waiting_in(seat.rank),
             "options": {
                 "allow_faults": config.allow_faults,
@@ -256,6 +257,7 @@ class Supervisor:
                 "verify_every": config.verify_every,
                 "on_nan": config.on_nan,
                 "user_paths": config.user_paths,
+                "retry_on": config.retry_on if "rerun" in self.job.settings.rungs else [],
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },
         }
@@ -266,7 +268,6 @@ class Supervisor:
             message["env"].pop("PYTHONPATH")
             if "PYTHONPATH" in os.environ:
                 message["env"]["PYTHONPATH"] = os.environ["PYTHONPATH"]
-            message["arguments"] = command_of(handler.start)
             fds += handler.outputs()
         handler.channel.send(message, fds)
         self.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))

@@ -28,8 +28,9 @@ def add_options(parser: ArgumentParser) -> None:
         dest, name, text = _DEST + key, option_name(key), field.description
         if field.annotation is bool:
             group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
-        elif key == "faults":
-            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar="FAULT", help=text)
+        elif key in ("faults", "retry_on"):
+            metavar = "FAULT" if key == "faults" else "PATTERN"
+            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar, help=text)
         elif key not in ("user_paths", "launch"):
             # The text is checked by the model, as that of a variable is.
             metavar = key.rsplit("_", 1)[-1].upper()

@@ -116,7 +116,7 @@ def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:
 
 def _is_loss(event: dict[str, Any]) -> bool:
     is_bad_exit = event["event"] == "rank_exited" and event["code"] != 0
-    return is_bad_exit or event["event"] in ("rank_hung", "rank_killed")
+    return is_bad_exit or event["event"] in ("rank_faulted", "rank_hung", "rank_killed")
 
 
 def _broken_link(event: dict[str, Any], after: list[dict[str, Any]]) -> dict[str, Any] | None:

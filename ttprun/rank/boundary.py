@@ -52,6 +52,16 @@ def wrap_ddp_init(original: Any) -> Any:
     return init
 
 
+def forget() -> None:
+    """The run of the script is over."""
+    global _running, _stepped
+    _optimizers.clear()
+    _wrapped_models.clear()
+    _running = None
+    _stepped = (None, {})
+    _samples.clear()
+
+
 def optimizers() -> list[torch.optim.Optimizer]:
     """All living optimizers, in the order in which they were made."""
     return [found for ref in _optimizers if (found := ref()) is not None]

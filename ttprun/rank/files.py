@@ -11,6 +11,7 @@ never cut: what the lost rank had appended already is passed over, see `appends.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import os
 import shutil
@@ -128,6 +129,14 @@ def _open_followed(
     return text
 
 
+def forget() -> None:
+    """The run of the script is over: nothing of it may be written later than now."""
+    for _, opened in _tracked:
+        with contextlib.suppress(OSError, ValueError):
+            opened.close()
+    _tracked.clear()
+
+
 def positions() -> list[list[Any]]:
     """[path, bytes written] of each file that is open for writing now; what was buffered is flushed."""
     found = []
@@ -177,8 +186,15 @@ def wrap_save(original: Any) -> Any:
     return save
 
 
+_is_muted = False
+
+
 def mute_all() -> None:
-    """Take their effect from the functions by which a replay could change files."""
+    """Take their effect from the functions by which a replay could change files; once a process."""
+    global _is_muted
+    if _is_muted:
+        return
+    _is_muted = True
     for module, names in MUTED.items():
         for name in names:
             setattr(module, name, mute_in_replay(getattr(module, name)))

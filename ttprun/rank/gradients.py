@@ -27,6 +27,11 @@ def poison(optimizers: list[torch.optim.Optimizer]) -> None:
         _poisoned.append(optimizer)
 
 
+def forget() -> None:
+    """The run of the script is over."""
+    _poisoned.clear()
+
+
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer that is about to step has gradients of the replay; asked once an optimizer."""
     if not any(optimizer is known for known in _poisoned):

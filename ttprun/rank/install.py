@@ -1,6 +1,7 @@
 """Install the hooks in this process. Called by the shim at interpreter start, and by a standby when it is needed.
 
-`begin` costs no torch import. The hooks proper are installed by `take_over`, when the script has imported torch.
+`begin` costs no torch import. The hooks proper (`hooks.py`) are installed by `take_over`, when the script has imported
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from ttprun.board import Board, Phase
+from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, rewrite, stack
@@ -99,6 +100,9 @@ def tell_before(previous: Any) -> Any:
 
     def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
+        if presence is not None and not issubclass(kind, KeyboardInterrupt):
+            error = _run_again(presence, error, trace)
+            kind, trace = type(error), error.__traceback__
         if presence is not None:
             presence.has_script_failed = True
         if presence is None or issubclass(kind, KeyboardInterrupt):
@@ -106,9 +110,11 @@ def tell_before(previous: Any) -> Any:
             return
         session = sys.modules.get("ttprun.rank.session")
         found = session.current() if session is not None else None
+        if found is not None:
+            found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
-        told = {"error": _in_one_line(kind, error), "traceback": text if is_early else "", "detail": text}
+        told = {"error": in_one_line(error), "traceback": text if is_early else "", "detail": text}
         presence.channel.send({"op": "script_error", **told})
         if not is_early:
             previous(kind, error, trace)
@@ -116,9 +122,20 @@ def tell_before(previous: Any) -> Any:
     return tell
 
 
-def _in_one_line(kind: type[BaseException], error: BaseException) -> str:
+def _run_again(presence: Presence, error: BaseException, trace: Any) -> BaseException:
+    """Answer a transient error by another run of the script; returns the error that is not answered so."""
+    if not presence.welcome["options"].get("retry_on") or "ttprun.rank.session" not in sys.modules:
+        return error
+    from ttprun.rank import rerun
+
+    return rerun.answer(presence, error.with_traceback(trace))
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's type, and the first line of what it says."""
     lines = str(error).strip().splitlines()
-    return f"{kind.__name__}: {lines[0][:_MESSAGE_BYTES]}" if lines else kind.__name__
+    name = type(error).__name__
+    return f"{name}: {lines[0][:_MESSAGE_BYTES]}" if lines else name
 
 
 _presence: Presence | None = None
@@ -192,85 +209,9 @@ def take_over() -> None:
     if presence is None:
         return
     try:
-        _install_hooks(presence)
+        from ttprun.rank import hooks
+
+        hooks.install(presence)
+        hooks.begin_run(presence, presence.welcome["is_replacement"])
     except Exception as error:  # we fail open: the script runs as under torchrun
         presence.channel.send({"op": "unprotected", "reason": f"the hooks could not be installed: {error!r}"})
-
-
-def _install_hooks(presence: Presence) -> None:
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-    from ttprun.rank import (
-        appends,
-        boundary,
-        connection,
-        faults,
-        files,
-        groups,
-        loaders,
-        loops,
-        output,
-        patches,
-        workers,
-    )
-    from ttprun.rank.journal import Journal
-    from ttprun.rank.recorder import Recorder
-    from ttprun.rank.recovery import Recovery
-    from ttprun.rank.replay import Replay
-    from ttprun.rank.results import Results
-    from ttprun.rank.session import Session, begin
-    from ttprun.rank.verification import Verifier
-
-    welcome, options = presence.welcome, presence.welcome["options"]
-    recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
-    journal = Journal(options["journal_limit_mib"] << 20)
-    session = Session(
-        rank=welcome["rank"],
-        local_rank=welcome["local_rank"],
-        world_size=welcome["world_size"],
-        run_dir=welcome["run_dir"],
-        options=options,
-        channel=presence.channel,
-        board=Board(presence.fds[0], welcome["local_world_size"]),
-        recorder=recorder,
-        journal=journal,
-        verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
-        results=Results(recorder),
-        exchange=connection.Exchange(presence.channel),
-        generation=presence.generation,
-    )
-    journal.tell_broken = lambda reason, after_s: session.tell_broken(session.generation, reason, after_s)
-    order = presence.order
-    is_replay = bool(order) and order["op"] == "replay"
-    loops.positioned_by_themselves(loaders.iterator_types())
-    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
-    groups.register()
-    workers.keep_in(recorder)
-    missing = patches.apply_all(with_replay=welcome["is_replacement"])
-    if missing:
-        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
-    register_optimizer_step_pre_hook(boundary.before_step)
-    register_optimizer_step_post_hook(boundary.after_step)
-    output.count_lines()
-    begin(session)
-    for ordered in welcome["faults"]:
-        faults.arm(ordered["number"], parse_fault(ordered["fault"]))
-    if options["allow_faults"]:
-        faults.watch_modules()
-    if is_replay:
-        files.mute_all()
-        session.replay = Replay(session, order["boundary"], tuple(order["skip_lines"]))
-        session.replay.begin()
-    elif welcome["is_replacement"]:
-        output.skip_lines(*order["skip_lines"])
-        appends.go_on_from(recorder, order["boundary"])
-        if session.expected is None:
-            from ttprun.rank.expected import Expected
-
-            session.expected = Expected(session.channel, session.generation, order["expected"])
-    recovery = Recovery(session)
-    recovery.start()
-    presence.hand_over(recovery.take)
-    session.touch(Phase.SETUP)
-    presence.channel.send({"op": "protected"})

@@ -154,6 +154,21 @@ def wrap_next_index(original: Any) -> Any:
     return next_index
 
 
+def forget() -> None:
+    """The run of the script is over: its workers end, and names begin anew."""
+    global _order, _positioned
+    for iterator in list(_iterators):
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+    _iterators.clear()
+    _made.clear()
+    _order = itertools.count()
+    _positioned = 0
+    workers.will_make(None)
+    Skipping.batches = 0
+    Skipping.before_first = None
+
+
 def iterator_types() -> tuple[type, ...]:
     """The classes of DataLoader iterators."""
     return (torch_dataloader._BaseDataLoaderIter,)

@@ -20,7 +20,7 @@ class Patch:
     module, attribute  what is changed ("a.b" for a class's method)
     ours               "module:function"; given the original, it returns what takes its place
     why                one phrase
-    is_for_replay      applied only in a replacement
+    is_for_replay      applied only before a replay
     """
 
     module: str
@@ -104,6 +104,12 @@ PATCHES: tuple[Patch, ...] = (
         "ttprun.rank.files:wrap_save",
         "in a replay, to save nothing",
     ),
+    Patch(
+        "atexit",
+        "register",
+        "ttprun.rank.leftovers:wrap_register",
+        "to take the script's functions off if it is run again",
+    ),
     Patch("os", "urandom", "ttprun.rank.entropy:wrap_urandom", "to notice randomness that cannot be replayed"),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
@@ -149,12 +155,16 @@ def replacement_for(patch: Patch, original: Any) -> Any:
     return ours
 
 
+_done: set[Patch] = set()
+
+
 def apply_all(with_replay: bool) -> list[str]:
-    """Apply the table, torch being imported; returns what could not be applied."""
+    """Apply the table, torch being imported, but for what has been applied; returns what could not be applied."""
     missing = []
     for patch in PATCHES:
-        if patch.is_for_replay and not with_replay:
+        if patch in _done or (patch.is_for_replay and not with_replay):
             continue
+        _done.add(patch)
         *path, name = patch.attribute.split(".")
         try:
             owner: Any = importlib.import_module(patch.module)

@@ -21,6 +21,7 @@ class Presence:
     Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
     answers that it has.
 
+    heard               what comes from the agent is meant for the present run of the script
     has_script_failed   an exception has ended the script
     """
 
@@ -35,6 +36,8 @@ class Presence:
         self._lock = threading.Lock()
         self.may_start = threading.Event()
         self.order: Message = {}
+        self.heard = threading.Event()
+        self.heard.set()
         self.has_script_failed = False
 
     def start(self) -> None:
@@ -48,6 +51,19 @@ class Presence:
                 heir(message)
             self._heir = heir
 
+    def take_back(self) -> None:
+        """A run of the script is over: messages are our business again.
+
+        What comes before the agent has `heard` of it was meant for that run, but for the faults that wait in this
+        process.
+        """
+        with self._lock:
+            self._heir = None
+            self._early = []
+            self.order = {}
+            self.may_start.clear()
+            self.heard.clear()
+
     def _read(self) -> None:
         for message in self.channel.messages():
             with self._lock:
@@ -59,6 +75,11 @@ class Presence:
 
     def _answer(self, message: Message) -> None:
         op = message["op"]
+        if op == "heard":
+            self.heard.set()
+            return
+        if not self.heard.is_set() and op not in ("fault", "fault_done"):
+            return
         reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
         if op == "freeze":
             self.generation = message["generation"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -26,6 +27,8 @@ from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 0.05
+_NO_MORE = sys.maxsize  # a generation above all others
+RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
 
 class OvertakenError(RuntimeError):
@@ -39,10 +42,32 @@ class Recovery:
         self._session = session
         self._orders: queue.Queue[Message] = queue.Queue()
         self._newest_generation = session.generation
+        self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
     def start(self) -> None:
         """Start the thread that works and may block; `take` is called from the one that reads."""
-        threading.Thread(target=self._work, name="ttprun-recovery", daemon=True).start()
+        self._thread.start()
+
+    def retire(self) -> None:
+        """The run of the script is over: whatever is under way is void. Does not wait."""
+        self._newest_generation = _NO_MORE
+        self._orders.put({"op": "end", "generation": _NO_MORE})
+        self._session.exchange.end_before(_NO_MORE)
+
+    def finish(self) -> None:
+        """After `retire`: wait until the thread has ended, and no operation touches a tensor any more.
+
+        Raises TimeoutError after RETIRE_LIMIT_S.
+        """
+        for group in self._groups():
+            group.cut()
+        self._thread.join(RETIRE_LIMIT_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
+        self._break_connections()
+        with self._session.journal.lock:
+            self._session.journal.is_frozen = False
+        self._session.journal.clear()
 
     def take(self, message: Message) -> None:
         """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
@@ -68,6 +93,8 @@ class Recovery:
         session = self._session
         while True:
             message = self._orders.get()
+            if message["op"] == "end":
+                return
             if message["generation"] < self._newest_generation:
                 continue
             try:

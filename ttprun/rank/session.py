@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ttprun.rank.journal import Journal
     from ttprun.rank.process_group import ManagedGroup
     from ttprun.rank.recorder import Recorder
+    from ttprun.rank.recovery import Recovery
     from ttprun.rank.replay import Replay
     from ttprun.rank.results import Results
     from ttprun.rank.verification import Verifier
@@ -36,6 +37,7 @@ class Session:
     groups_made   how many groups of a name the script has made so far; the same in all ranks
     times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
+    is_over       this run of the script has ended with an exception
     """
 
     rank: int
@@ -59,7 +61,9 @@ class Session:
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
     groups_made: Counter[str] = field(default_factory=Counter)
     times_left: int = 0
+    is_over: bool = False
     replay: Replay | None = None
+    recovery: Recovery | None = None
     expected: Expected | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     pid: int = field(default_factory=os.getpid)
@@ -113,13 +117,18 @@ def current() -> Session | None:
 
 
 def begin(session: Session) -> None:
-    """Make `session` this process's own; forked children have none."""
+    """Make `session` this process's own."""
     global _session
     _session = session
-    os.register_at_fork(after_in_child=_forget)
 
 
-def _forget() -> None:
+def leave_in_children() -> None:
+    """Forked children have no session."""
+    os.register_at_fork(after_in_child=end)
+
+
+def end() -> None:
+    """This process has no session any more."""
     global _session
     _session = None
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import runpy
 import socket
 import sys
-import types
 from collections.abc import Sequence
-from typing import Any
 
-from ttprun.channel import Channel, Message
+from ttprun.channel import Channel
 from ttprun.rank import install, rewrite
+from ttprun.rank.script import run
 
 WARM = (
     "torch",
@@ -27,10 +25,7 @@ WARM = (
     "torch.utils.data.distributed",
     "torch.optim.lr_scheduler",
     "numpy",
-    "ttprun.rank.replay",
-    "ttprun.rank.recovery",
-    "ttprun.rank.groups",
-    "ttprun.rank.output",
+    "ttprun.rank.hooks",
     "ttprun.rank.gradients",
 )
 
@@ -66,7 +61,7 @@ def main() -> None:
     sys.path[0] = os.getcwd() if is_module else rewrite.directory_of(script)
     install.enter(channel, welcome, fds[:3], "" if is_module else script)
     install.take_over()
-    _run(script, is_module, arguments, welcome)
+    run(arguments)
 
 
 def warm_up(modules: Sequence[str]) -> None:
@@ -75,21 +70,6 @@ def warm_up(modules: Sequence[str]) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-
-
-def _run(script: str, is_module: bool, arguments: list[str], welcome: Message) -> None:
-    if is_module:
-        sys.argv = arguments[1:]
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(arguments)
-    with open(script, "rb") as file:
-        code = rewrite.compile_followed(file.read(), script)
-    main_module: Any = types.ModuleType("__main__")
-    main_module.__file__ = script
-    main_module.__builtins__ = __builtins__
-    sys.modules["__main__"] = main_module
-    exec(code, main_module.__dict__)
 
 
 if __name__ == "__main__":

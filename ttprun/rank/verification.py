@@ -37,7 +37,7 @@ class Verifier:
         self._is_strict = is_strict
         self._had_nan = False
         self._copies: list[torch.Tensor] = []
-        self._work: queue.Queue[int] = queue.Queue()
+        self._work: queue.Queue[int | None] = queue.Queue()
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
@@ -59,6 +59,10 @@ class Verifier:
             self._is_idle.clear()
             self._work.put(boundary)
 
+    def end(self) -> None:
+        """The run of the script is over: the thread ends."""
+        self._work.put(None)
+
     def _copy(self, weights: list[torch.Tensor]) -> None:
         """Into the same buffers as before. While these are being hashed no look is taken: the agent can wait."""
         if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
@@ -72,6 +76,8 @@ class Verifier:
     def _hash(self) -> None:
         while True:
             boundary = self._work.get()
+            if boundary is None:
+                return
             state = xxhash.xxh3_64()
             for copy in self._copies:
                 state.update(bytes_of(copy))

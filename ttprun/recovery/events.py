@@ -118,6 +118,31 @@ class RankExited(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankFaulted(RankEvent):
+    """A transient error has ended a rank's script; the process lives, and waits for orders to run it again.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   the rank says so at once
+    reason             the error
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "exception"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        cause = f" ({self.reason})" if self.reason else ""
+        return f"rank {self.rank} met a transient error at boundary {self.boundary}{cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankHung(RankEvent):
     """A rank's process is there, but does not get on while others wait for it. It is killed, and then lost.
 
@@ -286,6 +311,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankProtected,
     RankUnprotected,
     RankExited,
+    RankFaulted,
     RankHung,
     RankDiverged,
     ConnectionBroken,

@@ -14,6 +14,7 @@ from ttprun.recovery.events import (
     MismatchFound,
     RankDiverged,
     RankExited,
+    RankFaulted,
     RankHung,
     RankProtected,
     RankStarted,
@@ -35,7 +36,7 @@ from ttprun.recovery.ladder import (
 )
 from ttprun.recovery.repair import end_resuming, note_process
 
-Loss = RankExited | RankHung | RankDiverged
+Loss = RankExited | RankFaulted | RankHung | RankDiverged
 
 
 def on_protected(job: Job, event: RankProtected) -> Result:
@@ -81,7 +82,7 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     if event.is_finish:
         why = f"rank {event.rank} finished during the repair, so the group cannot be built again"
         return drain(mark_finished(job, event), event.at_s, why)
-    if event.is_script_error and is_replacement:
+    if event.is_script_error and is_replacement and not member.is_rerun:
         has_come_back = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
         job = note_fault(job, event)
         if has_come_back:
@@ -93,12 +94,39 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     return answer_fault(job, event)
 
 
+def on_faulted(job: Job, event: RankFaulted) -> Result:
+    """The script of a rank has ended, and its process could run it again; a second time in one repair it may not."""
+    is_kept = may_rerun(job, event.rank)
+    job, actions = answer_fault(job, event)
+    return job, actions if is_kept else (KillRank(event.rank, event.sentence), *actions)
+
+
+def may_rerun(job: Job, rank: int) -> bool:
+    """Whether a process that outlives a fault of its script is kept, to run it again."""
+    return "rerun" in job.settings.rungs and job.members[rank].life is Life.LIVE
+
+
+def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
+    """No repair is possible, so its process waits for nothing."""
+    kill = KillRank(event.rank, "no repair is possible any more")
+    job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
+    if job.survivors:
+        return job, (kill,)
+    job, actions = restart_without_survivors(job, event.at_s)
+    return job, (kill, *actions)
+
+
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     """One rank less to wait for; after the last one the group is restarted."""
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
     if job.survivors:
         return job, ()
-    return restart_group(job, event.at_s, f"{name_ranks(job.lost)} did not finish, and no other rank runs any more")
+    return restart_without_survivors(job, event.at_s)
+
+
+def restart_without_survivors(job: Job, at_s: float) -> Result:
+    """The last rank that could finish is gone."""
+    return restart_group(job, at_s, f"{name_ranks(job.lost)} did not finish, and no other rank runs any more")
 
 
 def on_started_while_draining(job: Job, event: RankStarted) -> Result:
@@ -153,7 +181,9 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     An exception before the first step condemns the script only if nothing else has happened: survivors that are still
     making their process group raise one when a peer is lost.
     """
-    why_not = why_not_protected(job, event.rank)
+    is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
+    needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
+    why_not = why_not_protected(job, event.rank, needs_process)
     was_survivor = job.members[event.rank].life is Life.LIVE
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
@@ -163,7 +193,8 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     at_s = event.at_s
     if event.is_script_error and event.boundary == 0 and is_first_fault and not why_not:
         return fail_job(job, at_s, f"the script failed before its first step in rank {event.rank}", rung="fail")
-    why_hopeless = why_it_does_not_help(job) if is_first_fault and "replace" in job.settings.rungs else ""
+    is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
+    why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:
@@ -178,12 +209,13 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
-def why_not_protected(job: Job, lost: int) -> str:
+def why_not_protected(job: Job, lost: int, needs_process: bool = True) -> str:
     """Why no rank of this job can be replaced; "" if they can.
 
-    lost   rank that has just ended, and is not marked as lost yet
+    lost            rank that has just ended, and is not marked as lost yet
+    needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
-    if "replace" not in job.settings.rungs:
+    if needs_process and "replace" not in job.settings.rungs:
         return "replacement is switched off"
     if job.unprotected_reason:
         return job.unprotected_reason
@@ -213,7 +245,10 @@ def why_it_does_not_help(job: Job) -> str:
 
 def note_fault(job: Job, event: Loss) -> Job:
     """The rank is lost; its incident is opened, or the open one has one fault more."""
-    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    if isinstance(event, RankFaulted) and may_rerun(job, event.rank):
+        job = job.with_member(event.rank, life=Life.LOST, is_rerun=True, has_orders=False)
+    else:
+        job = job.with_member(event.rank, pid=None, life=Life.LOST, is_rerun=False, is_protected=False)
     if job.incident is None:
         fault = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary)
         job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))

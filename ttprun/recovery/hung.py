@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, RankDiverged, RankHung
+from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, MismatchFound, RankDiverged, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, Fault, Job, Life, Phase
 from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, open_incident, restart_group, unchanged
-from ttprun.recovery.repair import missing_from, what_is_missing
+from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 
 
 def on_hung(job: Job, event: RankHung) -> Result:
@@ -110,10 +110,27 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
 
 def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
     """RESUMING: the new connections have broken too; another attempt, if one is left."""
+    return try_again(job, event.at_s, event.sentence, "connect anew")
+
+
+def on_mismatch(job: Job, event: MismatchFound) -> Result:
+    """A check has failed: a new process would find the same, unless what an older run has left behind is to blame."""
+    member = job.members[event.rank]
+    if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
+        return give_up_on_mismatch(job, event)
+    fault = f"rank {event.rank} found a mismatch when it ran the script again ({event.reason})"
+    return try_again(job, event.at_s, fault, "repair it")
+
+
+def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
+    """Another attempt, if one is left, though no process has ended.
+
+    fault      a sentence that goes on from "then"
+    what_for   goes on from "attempts to"
+    """
     attempt = (job.incident.attempt if job.incident else 1) + 1
-    reason = f"{job.incident.reason}, then {event.sentence}" if job.incident else event.sentence
-    job = job.with_incident(reason=reason)
+    job = job.with_incident(reason=f"{job.incident.reason}, then {fault}" if job.incident else fault)
     if attempt > job.settings.max_attempts:
-        why = f"{job.settings.max_attempts} attempts to connect anew failed, the last one in {job.phase}"
-        return restart_group(job, event.at_s, why)
-    return begin_attempt(job.with_incident(attempt=attempt), event.at_s)
+        why = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
+        return restart_group(job, at_s, why)
+    return begin_attempt(job.with_incident(attempt=attempt), at_s)

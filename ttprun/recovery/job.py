@@ -14,7 +14,7 @@ from ttprun.recovery.events import Event, RankFrozen
 from ttprun.recovery.incident import Incident
 
 NOBODY = -1  # the rank of a fault that is no rank's own
-RUNGS = frozenset({"reconnect", "replace", "restart"})
+RUNGS = frozenset({"reconnect", "rerun", "replace", "restart"})
 WINDOW_S = 3600.0
 
 
@@ -36,7 +36,7 @@ class Life(Enum):
     """What a rank is worth."""
 
     LIVE = "live"  # a full member of the group: it may be a survivor and a source
-    LOST = "lost"  # a fault ended its process; its replacement, if any, has not caught up yet
+    LOST = "lost"  # a fault ended its process or its script; whoever takes its place has not caught up yet
     FINISHED = "finished"  # its script has come to the end
 
 
@@ -79,17 +79,21 @@ class Member:
     """One rank: its process, and what it has answered in the present attempt.
 
     pid                 present process; None if there is none, or if it has been killed by us
+    is_rerun            lost, but the process has outlived the fault: it runs the script again, and takes its own place
     is_protected        its hooks have said hello
     spawn_asked_at_s    when a process was asked for that has not started yet
     has_orders          a replacement that has been told where to go; a new attempt needs a new process
     frozen              answer to Freeze
     sent_digest         digest of StateSent; the source only
     repaired_digest     digest of RankRepaired; replacements only
+
+    A rank that is rerun is a replacement like any other, but for its process.
     """
 
     rank: int
     pid: int | None = None
     life: Life = Life.LIVE
+    is_rerun: bool = False
     is_protected: bool = False
     spawn_asked_at_s: float | None = None
     has_orders: bool = False
@@ -100,12 +104,18 @@ class Member:
     has_rebuilt: bool = False
     has_reissued: bool = False
 
+    @property
+    def needs_process(self) -> bool:
+        """Lost, and its place must be taken by a new process: one that has had orders may stand anywhere."""
+        return self.life is Life.LOST and (self.pid is None or self.has_orders)
+
     def with_answers_forgotten(self) -> Member:
         """The same process at the beginning of another attempt."""
         return Member(
             rank=self.rank,
             pid=self.pid,
             life=self.life,
+            is_rerun=self.is_rerun,
             is_protected=self.is_protected,
             spawn_asked_at_s=self.spawn_asked_at_s,
         )

@@ -78,7 +78,8 @@ def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
 def begin_attempt(job: Job, at_s: float) -> Result:
     """Rung "replace": a new generation; survivors freeze, and each lost rank gets a process.
 
-    If no rank is lost it is rung "reconnect": the survivors freeze, and connect anew.
+    If every lost rank still has its own process it is rung "rerun", and nothing is spawned. If no rank is lost it is
+    rung "reconnect": the survivors freeze, and connect anew.
 
     A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
     that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary.
@@ -87,9 +88,9 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     spawns: list[Action] = []
     members: list[Member] = []
     for member in job.members:
-        if member.life is Life.LOST and member.has_orders and member.pid is not None:
+        if member.needs_process and member.pid is not None:
             spawns.append(KillRank(member.rank, f"the repair begins again as generation {job.generation}"))
-            member = replace(member, pid=None, is_protected=False)
+            member = replace(member, pid=None, is_rerun=False, is_protected=False)
         if member.life is Life.LOST and member.pid is None and member.spawn_asked_at_s is None:
             spawns.append(SpawnRank(member.rank, job.generation))
             member = replace(member, spawn_asked_at_s=at_s)
@@ -98,7 +99,8 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
     undone = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
-    rung = "replace" if job.lost else "reconnect"
+    rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
+    rung = rung if job.lost else "reconnect"
     return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **undone)
 
 
@@ -111,7 +113,7 @@ def drain(job: Job, at_s: float, why: str) -> Result:
         return restart_group(job, at_s, why)
     reason = reason_of(job, why)
     useless = tuple(member for member in job.replacements if member.pid is not None)
-    job = job.with_members(*(replace(member, pid=None, is_protected=False) for member in useless))
+    job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     kills = (KillRank(member.rank, "it is no longer needed: " + why) for member in useless)
     actions = (*kills, deadline_of(job, Phase.DRAINING))
     return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
@@ -140,7 +142,7 @@ def reason_of(job: Job, why: str) -> str:
     """Why a rung is left, then why the one before it was, back to what the incident began with."""
     if job.incident is None:
         return why
-    if job.incident.rung in ("replace", "reconnect"):
+    if job.incident.rung in ("reconnect", "rerun", "replace"):
         return f"{why}; it began when {job.incident.reason}"
     return f"{why}; {job.incident.reason}"
 

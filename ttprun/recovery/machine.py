@@ -23,6 +23,7 @@ from ttprun.recovery.events import (
     RankDiverged,
     RankEvent,
     RankExited,
+    RankFaulted,
     RankFrozen,
     RankHung,
     RankProtected,
@@ -84,6 +85,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankProtected): row(faults.on_protected, P.RUNNING),
     (P.RUNNING, RankUnprotected): row(faults.on_unprotected, P.RUNNING),
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
+    (P.RUNNING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.RUNNING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
@@ -99,7 +101,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.FREEZING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
-    (P.FREEZING, MismatchFound): row(repair.on_mismatch, *DOWN),
+    (P.FREEZING, MismatchFound): row(repair.give_up_on_mismatch, *DOWN),
+    (P.FREEZING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
@@ -113,7 +116,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
-    (P.REPLAYING, MismatchFound): row(repair.on_mismatch, *DOWN),
+    (P.REPLAYING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
+    (P.REPLAYING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
@@ -129,7 +133,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
-    (P.TRANSFERRING, MismatchFound): row(repair.on_mismatch, *DOWN),
+    (P.TRANSFERRING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
+    (P.TRANSFERRING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
@@ -146,7 +151,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING),
     (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING),
     (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, *DOWN),
-    (P.RESUMING, MismatchFound): row(repair.on_mismatch, *DOWN),
+    (P.RESUMING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
+    (P.RESUMING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.RESUMING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.RESUMING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
@@ -156,6 +162,7 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.DRAINING, RankStarted): row(faults.on_started_while_draining, P.DRAINING),
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
@@ -166,18 +173,18 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
-    **ignored(P.RESTARTING, "the agent is ending this process", RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
     #
-    **ignored(P.DONE, "the job is over", RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
     #
-    **ignored(P.FAILED, "the job is over", RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
@@ -211,6 +218,6 @@ def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
     if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken):
         return event.generation != job.generation
-    if isinstance(event, RankExited | RankHung | RankDiverged):
+    if isinstance(event, RankExited | RankFaulted | RankHung | RankDiverged):
         return event.pid != job.members[event.rank].pid
     return False

@@ -187,7 +187,7 @@ def on_rebuilt(job: Job, event: RankRebuilt) -> Result:
 
 def on_reissued(job: Job, event: RankReissued) -> Result:
     """A rank has caught up. A replacement is a full member from now on: it may survive, and be a source."""
-    return end_resuming(job.with_member(event.rank, has_reissued=True, life=Life.LIVE), event.at_s)
+    return end_resuming(job.with_member(event.rank, has_reissued=True, life=Life.LIVE, is_rerun=False), event.at_s)
 
 
 def end_resuming(job: Job, at_s: float) -> Result:
@@ -206,7 +206,7 @@ def end_resuming(job: Job, at_s: float) -> Result:
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=0, reissue_s=reissue_s)
 
 
-def on_mismatch(job: Job, event: MismatchFound) -> Result:
+def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     """Another attempt would find the same, so there is none."""
     return restart_group(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
 

@@ -5,7 +5,7 @@ table that says how each kind of value is treated, and the other files treat one
 neither restored, nor reproduced by the replay and compared, is refused with the variable's name.
 """
 
-from ttprun.rank.values import kinds, modules, unchanged
+from ttprun.rank.values import callables, kinds, large, modules, objects, snapshot, unchanged
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
@@ -14,8 +14,8 @@ from ttprun.rank.values.tensors import raw_bytes
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
-    "CannotRestoreError", "Restore", "Snapshot", "UnrecordedTensorError", "begin_boundary", "fingerprint", "kinds",
-    "pack", "raw_bytes", "unpack",
+    "CannotRestoreError", "Restore", "Snapshot", "UnrecordedTensorError", "begin_boundary", "fingerprint", "forget",
+    "kinds", "pack", "raw_bytes", "unpack",
 ]  # fmt: skip
 
 
@@ -23,3 +23,19 @@ def begin_boundary() -> None:
     """What was kept of values that were not met at the boundary before is forgotten."""
     unchanged.forget_unused()
     modules.forget_unused()
+
+
+def forget() -> None:
+    """The run of the script is over: nothing is kept of its values."""
+    begin_boundary()
+    begin_boundary()
+    for kept in (
+        callables._named,
+        callables._classes,
+        large._met,
+        objects._of_user,
+        objects._slots,
+        objects._left_out,
+        snapshot._scopes,
+    ):
+        kept.clear()

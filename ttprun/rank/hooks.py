@@ -1,0 +1,106 @@
+"""The hooks proper, once torch is there: what is installed once a process, and what is made anew for each run of it.
+
+A process runs its script once, unless a transient error ends it: see `rerun.py`. Begin with `begin_run`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ttprun.board import Board, Phase
+from ttprun.faults import parse_fault
+from ttprun.rank import (
+    appends,
+    boundary,
+    connection,
+    faults,
+    files,
+    groups,
+    leftovers,
+    loaders,
+    loops,
+    output,
+    patches,
+    workers,
+)
+from ttprun.rank.expected import Expected
+from ttprun.rank.journal import Journal
+from ttprun.rank.presence import Presence
+from ttprun.rank.recorder import Recorder
+from ttprun.rank.recovery import Recovery
+from ttprun.rank.replay import Replay
+from ttprun.rank.results import Results
+from ttprun.rank.session import Session, begin, leave_in_children
+from ttprun.rank.verification import Verifier
+
+
+def install(presence: Presence) -> None:
+    """Install what stays for as long as the process lives."""
+    options = presence.welcome["options"]
+    loops.positioned_by_themselves(loaders.iterator_types())
+    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
+    groups.register()
+    missing = patches.apply_all(with_replay=False)
+    if missing:
+        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+    register_optimizer_step_pre_hook(boundary.before_step)
+    register_optimizer_step_post_hook(boundary.after_step)
+    output.count_lines()
+    leave_in_children()
+    for ordered in presence.welcome["faults"]:
+        faults.arm(ordered["number"], parse_fault(ordered["fault"]))
+    if options["allow_faults"]:
+        faults.watch_modules()
+    if options["retry_on"]:
+        leftovers.note_beginning()
+
+
+def begin_run(presence: Presence, is_replacement: bool) -> None:
+    """A run of the script begins, or has just imported torch.
+
+    is_replacement   it takes the place of a run that was lost, where the agent's order says
+    """
+    session = make_session(presence)
+    order = presence.order
+    if is_replacement:
+        patches.apply_all(with_replay=True)
+    workers.keep_in(session.recorder)
+    begin(session)
+    if is_replacement and order["op"] == "replay":
+        files.mute_all()
+        session.replay = Replay(session, order["boundary"], tuple(order["skip_lines"]))
+        session.replay.begin()
+    elif is_replacement:
+        output.skip_lines(*order["skip_lines"])
+        appends.go_on_from(session.recorder, order["boundary"])
+        session.expected = Expected(session.channel, session.generation, order["expected"])
+    session.recovery = Recovery(session)
+    session.recovery.start()
+    presence.hand_over(session.recovery.take)
+    session.touch(Phase.SETUP)
+    presence.channel.send({"op": "protected"})
+
+
+def make_session(presence: Presence) -> Session:
+    """What a run knows of itself as a rank; all of it is new."""
+    welcome, options = presence.welcome, presence.welcome["options"]
+    recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
+    journal = Journal(options["journal_limit_mib"] << 20)
+    session = Session(
+        rank=welcome["rank"],
+        local_rank=welcome["local_rank"],
+        world_size=welcome["world_size"],
+        run_dir=welcome["run_dir"],
+        options=options,
+        channel=presence.channel,
+        board=Board(presence.fds[0], welcome["local_world_size"]),
+        recorder=recorder,
+        journal=journal,
+        verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
+        results=Results(recorder),
+        exchange=connection.Exchange(presence.channel),
+        generation=presence.generation,
+    )
+    journal.tell_broken = lambda reason, after_s: session.tell_broken(session.generation, reason, after_s)
+    return session

@@ -1,0 +1,106 @@
+"""Run the script again in the same process: the answer to an error that the user calls transient.
+
+The main thread arrives here from sys.excepthook, with the script unwound. It tells the agent, forgets the old run and
+waits; the agent's order brings it to the survivors' boundary like a replacement, only that process, torch and device
+stay. What is not sure to work is not tried: then the process ends with the error, and is replaced. Begin with `answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import traceback
+
+from ttprun.board import Field, Phase
+from ttprun.rank import hooks, leftovers
+from ttprun.rank.install import in_one_line
+from ttprun.rank.output import Diverted
+from ttprun.rank.presence import Presence
+from ttprun.rank.script import run
+from ttprun.rank.session import Session, current, end
+
+_HEARD_LIMIT_S = 30.0
+
+
+def is_transient(error: BaseException, patterns: list[str]) -> bool:
+    """Whether running the script again may help: the user has said so (`retry_on`)."""
+    with contextlib.suppress(Exception):  # an error's own __str__ may fail
+        told = f"{type(error).__name__}: {error}"
+        return any(re.search(pattern, told) for pattern in patterns)
+    return False
+
+
+def answer(presence: Presence, error: BaseException) -> BaseException:
+    """Run the script again, as often as a transient error ends it; main thread only.
+
+    returns   the error that is not to be answered so, mostly the one given
+
+    Raises SystemExit when the script has come to its end: that ends the process from within sys.excepthook, in the same
+    way as Python ends it behind a script's last line.
+    """
+    while (session := _session_to_leave(error, presence)) is not None:
+        try:
+            _leave(presence, session, error)
+            presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+            hooks.begin_run(presence, is_replacement=True)
+        except Exception as failure:
+            return failure
+        try:
+            run(presence.welcome["arguments"])
+        except SystemExit:
+            raise
+        except BaseException as again:
+            error = again
+        else:
+            raise SystemExit(0)
+    return error
+
+
+def _session_to_leave(error: BaseException, presence: Presence) -> Session | None:
+    """The present run's session, if the error is transient and nothing speaks against another run."""
+    session = current()
+    if session is None or not is_transient(error, session.options["retry_on"]):
+        return None
+    why_not = _why_not(session)
+    if why_not:
+        presence.channel.send({"op": "note", "text": f"the script is not run again in the same process: {why_not}"})
+        return None
+    return session
+
+
+def _why_not(session: Session) -> str:
+    if session.replay is not None:
+        return "it was being run again already"
+    if not session.groups or not session.is_repairable():
+        return session.unprotected or "it has no process group"
+    threads = leftovers.threads_of_user()
+    return f"its thread {threads[0]!r} still runs" if threads else ""
+
+
+def _leave(presence: Presence, session: Session, error: BaseException) -> None:
+    """Tell the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
+
+    Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long.
+    """
+    recovery = session.recovery
+    assert recovery is not None
+    session.is_over = True
+    session.board.set(session.local_rank, Field.LEAVING, 0)
+    session.board.set(session.local_rank, Field.MEETINGS, 0)
+    session.board.touch(session.local_rank, Phase.REPAIRING)
+    presence.take_back()
+    recovery.retire()
+    detail = "".join(traceback.format_exception(error))
+    presence.channel.send({"op": "faulted", "error": in_one_line(error), "detail": detail})
+    os.write(2, detail.encode(errors="replace"))
+    diverted = Diverted(session)
+    try:
+        recovery.finish()
+        session.verifier.end()
+        leftovers.clear(error)
+        end()
+    finally:
+        diverted.end(0, 0)
+    if not presence.heard.wait(_HEARD_LIMIT_S):
+        raise TimeoutError("the agent does not answer")
