@@ -62,11 +62,19 @@ class Lookout:
         self._reported = set()
 
     def look(self) -> None:
-        """Look if it is time to, and act on what is seen."""
+        """Look if it is time to, and act on what is seen. If that breaks, hangs are not found from then on."""
         now = time.monotonic()
         if self.is_off or now < self._next_s:
             return
         self._next_s = now + EVERY_S
+        try:
+            self._look(now)
+        except Exception as error:
+            self._limit_s = 0.0
+            logger.exception("ttprun's lookout failed; from here on hangs are not found")
+            self._supervisor.log("lookout_failed", error=repr(error))
+
+    def _look(self, now: float) -> None:
         phase = self._supervisor.job.phase
         if phase is recovery.Phase.RUNNING:
             if self._is_repairing:
@@ -118,7 +126,8 @@ class Lookout:
         if is_leaving:
             return
         self._watch.look(now, self._sights())
-        laggards = self._watch.laggards() if "imed out" in message["reason"] else ()
+        is_time_out = "imed out" in message["reason"] and supervisor.job.phase is recovery.Phase.RUNNING
+        laggards = self._watch.laggards() if is_time_out else ()
         for sight in laggards:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
