@@ -50,6 +50,7 @@ class Lookout:
         self._next_s = 0.0
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been told already
+        self._told_pids: set[int] = set()  # whose stacks have been told
 
     @property
     def is_off(self) -> bool:
@@ -116,6 +117,15 @@ class Lookout:
         behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
         return late or behind
 
+    def stack_of_late(self, seat: Seat) -> str:
+        """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
+        is_told = seat.pid in self._told_pids
+        if is_told or self._supervisor.job.phase not in _REPAIRING or not seat.is_present:
+            return ""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
+        return ""
+
     def take_broken(self, seat: Seat, message: Message) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         supervisor, now = self._supervisor, time.monotonic()
@@ -178,6 +188,7 @@ class Lookout:
             return
         self._reported.add((sight.rank, sight.boundary))
         seat = supervisor.seats[sight.rank]
+        self._told_pids.add(seat.pid)
         text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
