@@ -102,7 +102,9 @@ def test_a_link_that_breaks_is_mended_and_no_process_is_replaced(
     result = run_ttprun(WHILE_TRUE, 2, faults=[fault], options=LIMIT)
 
     (incident,) = result.incidents
-    assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered")
+    assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered"), (
+        result.story()
+    )
     assert (incident["ranks"], incident["steps_lost"]) == ([], 0)
     assert told in incident["reason"], result.story()
     assert events_named(result, "fault_injected")

@@ -50,6 +50,7 @@ class Lookout:
         self._next_s = 0.0
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been told already
+        self._told_pids: set[int] = set()  # whose stacks have been told
 
     @property
     def is_off(self) -> bool:
@@ -62,11 +63,19 @@ class Lookout:
         self._reported = set()
 
     def look(self) -> None:
-        """Look if it is time to, and act on what is seen."""
+        """Look if it is time to, and act on what is seen. If that breaks, hangs are not found from then on."""
         now = time.monotonic()
         if self.is_off or now < self._next_s:
             return
         self._next_s = now + EVERY_S
+        try:
+            self._look(now)
+        except Exception as error:
+            self._limit_s = 0.0
+            logger.exception("ttprun's lookout failed; from here on hangs are not found")
+            self._supervisor.log("lookout_failed", error=repr(error))
+
+    def _look(self, now: float) -> None:
         phase = self._supervisor.job.phase
         if phase is recovery.Phase.RUNNING:
             if self._is_repairing:
@@ -108,6 +117,15 @@ class Lookout:
         behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
         return late or behind
 
+    def stack_of_late(self, seat: Seat) -> str:
+        """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
+        is_told = seat.pid in self._told_pids
+        if is_told or self._supervisor.job.phase not in _REPAIRING or not seat.is_present:
+            return ""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
+        return ""
+
     def take_broken(self, seat: Seat, message: Message) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         supervisor, now = self._supervisor, time.monotonic()
@@ -118,7 +136,8 @@ class Lookout:
         if is_leaving:
             return
         self._watch.look(now, self._sights())
-        laggards = self._watch.laggards() if "imed out" in message["reason"] else ()
+        is_time_out = "imed out" in message["reason"] and supervisor.job.phase is recovery.Phase.RUNNING
+        laggards = self._watch.laggards() if is_time_out else ()
         for sight in laggards:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
@@ -169,6 +188,7 @@ class Lookout:
             return
         self._reported.add((sight.rank, sight.boundary))
         seat = supervisor.seats[sight.rank]
+        self._told_pids.add(seat.pid)
         text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)

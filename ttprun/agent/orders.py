@@ -142,7 +142,8 @@ class Orders:
         It is waited for, since what it has left on the board must not change any more; SIGKILL takes no time.
         """
         seat = self._supervisor.seats[action.rank]
-        self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason)
+        stack = self._supervisor.lookout.stack_of_late(seat)
+        self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack=stack)
         self._supervisor.forget(seat)
         seat.is_lost = True
         kill_session(seat.pid)

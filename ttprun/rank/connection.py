@@ -116,6 +116,7 @@ class Connection:
             ports = _listening_ports() - before
         exchange.put(generation, f"{prefix}port {rank}", ",".join(map(str, ports)).encode())
         self._ports = set(ports)
+        self._inodes: set[int] = set()
         self._listeners = dict.fromkeys(ports, rank)
         # All members are here, and so alive a moment ago, before anybody enters C++ code that cannot be interrupted.
         for peer in range(size):
@@ -130,6 +131,8 @@ class Connection:
         self.backend = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
         self.backend._set_default_timeout(op_limit)
         self.generation = generation
+        # A broken connection has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
+        self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
 
     def cut(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""
@@ -143,7 +146,8 @@ class Connection:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
                     continue
-                if sock.getsockname()[1] in self._ports or sock.getpeername()[1] in self._ports:
+                is_known = os.fstat(sock.fileno()).st_ino in self._inodes
+                if is_known or sock.getsockname()[1] in self._ports or sock.getpeername()[1] in self._ports:
                     yield sock
 
     def listener_of(self, port: int) -> int | None:
