@@ -101,7 +101,7 @@ class StatusPublisher:
         return RankStatus(
             rank=seat.rank,
             local_rank=seat.local_rank,
-            pid=seat.pid,
+            pid=seat.pid or None,
             state=state,
             step=step if step < FINISHED else None,
             phase=phase.name.lower(),
