@@ -131,7 +131,9 @@ class Standby:
 
 
 def kill_session(pid: int) -> None:
-    """SIGKILL a rank and all that it has started (it leads a session of its own)."""
+    """SIGKILL a rank and all that it has started (it leads a session of its own); 0 is none, and not our own group."""
+    if pid <= 0:
+        return
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
