@@ -169,7 +169,7 @@ def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_
         "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
         "options": {
             "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1, "allow_faults": False,
-            "commit_timeout_s": 5.0, "verify_every": 0, "on_nan": "warn",
+            "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "on_nan": "warn",
         },
     }  # fmt: skip
 

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "record_limit_mib": 1,
     "journal_limit_mib": 64,
     "commit_timeout_s": 5.0,
+    "is_replaced": True,
     "verify_every": 0,
     "retry_on": [],
     "on_nan": "warn",

@@ -254,6 +254,7 @@ class Supervisor:
                 "record_limit_mib": config.record_limit_mib,
                 "journal_limit_mib": config.journal_limit_mib,
                 "commit_timeout_s": config.commit_timeout_s,
+                "is_replaced": "replace" in self.job.settings.rungs,
                 "verify_every": config.verify_every,
                 "on_nan": config.on_nan,
                 "user_paths": config.user_paths,

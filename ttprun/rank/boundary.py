@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ttprun.board import Field, Phase
+from ttprun.board import Board, Field, Phase
 from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite, values
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
@@ -297,11 +297,14 @@ def _wait_for_records(session: Session, boundary: int) -> None:
         while (recorded := board.get(row, Field.RECORDED)) < boundary:
             if session.unprotected or session.settle_at >= boundary:
                 return
-            before = board.get(row, Field.COLLECTIVES)
+            at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
             board.wait_for_change(row, Field.RECORDED, recorded, _LOOK_AGAIN_S)
-            in_collective = board.get(row, Field.PHASE) == Phase.COLLECTIVE
-            if not in_collective or board.get(row, Field.COLLECTIVES) != before or session.is_holding:
+            is_alive = board.get(row, Field.PULSE_NS) != pulse
+            is_working = at[0] != Phase.COLLECTIVE or _where(board, row) != at
+            if is_working or session.is_holding:
                 stuck_since = 0.0
+            elif not is_alive:
+                continue  # a stopped process says nothing of where it stands; whoever looks for hangs will find it
             elif not stuck_since:
                 stuck_since = time.monotonic()
             elif time.monotonic() - stuck_since > session.options["commit_timeout_s"]:
@@ -309,6 +312,14 @@ def _wait_for_records(session: Session, boundary: int) -> None:
                     f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
                     "collective: the ranks do not step together"
                 )
+
+
+def _where(board: Board, row: int) -> tuple[int, int, int]:
+    """Where a rank's main thread is: phase, collectives, and heartbeats, which move as long as it runs bytecode.
+
+    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued.
+    """
+    return board.get(row, Field.PHASE), board.get(row, Field.COLLECTIVES), board.get(row, Field.MAIN_BEATS)
 
 
 def _is_recorded_by_all(session: Session, boundary: int) -> bool:

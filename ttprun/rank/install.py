@@ -118,8 +118,21 @@ def tell_before(previous: Any) -> Any:
         presence.channel.send({"op": "script_error", **told})
         if not is_early:
             previous(kind, error, trace)
+        if found is not None and found.applied and found.is_repairable() and found.options["is_replaced"]:
+            _leave_at_once()
 
     return tell
+
+
+def _leave_at_once() -> None:
+    """End a rank that is going to be replaced, as a kill would: torch takes seconds to leave an interpreter.
+
+    What the script would do at its exit is its replacement's to do.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
 
 
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> BaseException:
