@@ -103,7 +103,11 @@ def has_ended() -> dict[str, bool]:
     agent.kill()
     agent.wait()
     agent.stdout.close()
-    return {kind: wait_for_end(int(pid)) for kind, pid in pids.items()}
+    ended = {kind: wait_for_end(int(pid)) for kind, pid in pids.items()}
+    for kind, has_ended in ended.items():
+        if not has_ended:
+            os.kill(int(pids[kind]), signal.SIGKILL)
+    return ended
 
 
 @pytest.mark.parametrize("kind", ["rank", "worker", "program", "standby"])
