@@ -47,6 +47,7 @@ ONE_KILL = [
     (WHILE_TRUE, 2, 0, 10, "after_step"),  # before its evaluation
     (WHILE_TRUE, 2, 0, 25, "collective"),
     (TRAINER, 3, 0, 17, "forward"),  # there is one, which the script finds when it is run again
+    (TRAINER, 3, 1, 12, "backward"),  # rank 0 is just writing it: the script begins a loop elsewhere when run again
     (TRAINER, 3, 2, 40, "collective"),
     (TWO_OPTIMIZERS, 2, 1, 9, "forward"),  # between the two optimizers
     (TWO_OPTIMIZERS, 2, 0, 22, "backward"),  # the second iterator

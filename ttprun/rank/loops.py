@@ -68,10 +68,11 @@ class Loop:
     lead         items that had been handed out when the first boundary inside was reached; 0 before that
     began_with   states of the random generators before EXPR was evaluated
     over         EXPR, if it is a generator
+    bounds       (start, stop, step) of EXPR, if it is a range
     item_rng     the same when the present item was handed out, for loops around other loops
     """
 
-    __slots__ = ("began_with", "current", "item_rng", "items", "lead", "over", "position", "site")
+    __slots__ = ("began_with", "bounds", "current", "item_rng", "items", "lead", "over", "position", "site")
 
     def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
         self.site = site
@@ -81,6 +82,7 @@ class Loop:
         self.item_rng: random_state.RngState | None = None
         self.current: Any = None
         self.over = iterable if isinstance(iterable, GeneratorType) else None
+        self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
         self.items: Iterator[Any] = self._follow(iterable)
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,6 +108,7 @@ class Loop:
             "began_with": self.began_with,
             "item_rng": self.item_rng if self.site.is_outer else None,
             "current": self.current,
+            "bounds": self.bounds,
         }
 
 
@@ -147,6 +150,12 @@ class Jump(Loop):
 
     def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
         """An iterator behind the first item to hand out, and that item."""
+        if isinstance(iterable, range) and record["bounds"]:
+            # The lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now.
+            self.bounds = record["bounds"]
+            iterable = range(*record["bounds"])
+            rest = iter(iterable[skip:])
+            return rest, next(rest, _END)
         if isinstance(iterable, range | list | tuple | str):
             values: Any = list(iterable) if isinstance(iterable, str) else iterable
             if record["lead"] == 1 and record["current"] is not None:
@@ -178,15 +187,13 @@ class Jump(Loop):
 def _place_of(value: Any, values: Any, index: int) -> int:
     """Where in `values` an item stands that stood at `index` in the lost rank.
 
-    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not at its index
-    and there are several like it, nobody knows which it is: the loop ends, and the replay is refused for not coming by.
+    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not there, or
+    not at its index and there are several like it, nobody knows where to go on: the loop ends, and the replay is refused,
+    since it does not come by.
     """
     if index < len(values) and values[index] == value:
         return index
-    count = values.count(value)
-    if count > 1:
-        return len(values)
-    return int(values.index(value)) if count else index
+    return int(values.index(value)) if values.count(value) == 1 else len(values)
 
 
 _ALREADY_POSITIONED: tuple[type, ...] = ()

@@ -201,9 +201,10 @@ class Replay:
             return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
         for user_frame, recorded in zip(frames, record["loops"], strict=True):
             positions = [
-                [loop.site.key, loop.position] for loop in loops.of_frame(user_frame.f_locals, user_frame.f_lineno)
+                [loop.site.key, loop.position, loop.current]
+                for loop in loops.of_frame(user_frame.f_locals, user_frame.f_lineno)
             ]
-            expected = [[loop["site"], loop["position"]] for loop in recorded]
+            expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
             if positions != expected:
                 return f"its loops stand at {positions}, the lost rank's at {expected}"
         yielded = sorted([it["name"], it["yielded"]] for it in loaders.records())
