@@ -53,6 +53,7 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
         "TTPRUN_USER_PATHS": "/a:/b",
         "TTPRUN_ALLOW_FAULTS": "1",
         "TTPRUN_RUN_ID": "",
+        "TTPRUN_RETRY_ON": "OutOf|Connection reset, by peer",
         "TTPRUN_AGENT_PID": "7",
     }
 
