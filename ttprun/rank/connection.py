@@ -144,8 +144,8 @@ class Connection:
     def abandon(self) -> None:
         """Keep the backend for ever: its destructor would wait for an operation that does not end.
 
-        gloo (torch 2.13) does not wake an operation if the connection ends in the middle of a message that it receives.
-        With all its sockets closed that operation touches no tensor any more; its time-out ends it one day.
+        That is seen with gloo (torch 2.13) if the connection is cut while messages of the operation are under way, now
+        and then, though all its sockets are closed. So it touches no tensor any more; its time-out ends it one day.
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
 

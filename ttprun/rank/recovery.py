@@ -168,8 +168,8 @@ class Recovery:
     def _break_connections(self) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
-        Operations between ranks that live are let finish first, for a moment: one that is cut in the middle of a
-        message may never end.
+        Operations between ranks that live are let finish first, for a moment: one that is cut while its messages are
+        under way may never end.
         """
         session = self._session
         groups = self._groups()
