@@ -53,12 +53,14 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
         "TTPRUN_USER_PATHS": "/a:/b",
         "TTPRUN_ALLOW_FAULTS": "1",
         "TTPRUN_RUN_ID": "",
+        "TTPRUN_RETRY_ON": "OutOf|Connection reset, by peer",
         "TTPRUN_AGENT_PID": "7",
     }
 
     config = resolve([], environment, {})
 
     assert config.faults == ["kill:rank=1", "exit:rank=0,step=3"]
+    assert config.retry_on == ["OutOf|Connection reset, by peer"]
     assert config.user_paths == ["/a", "/b"]
     assert config.allow_faults
     assert config.run_id is None
@@ -70,6 +72,7 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
         ("stanbys: 2", "stanbys: unknown; did you mean 'standbys'?"),
         ("launch: 3", "launch: is no mapping; write torchrun's options as 'name: value'"),
         ("launch: {tee: null}", "launch: tee is None; give a number, a text, true, false or a list of texts"),
+        ("retry_on: ['(']", "retry_on: '(' is no regular expression; correct it (missing ), unterminated subpattern"),
         ("faults: ['kil:rank=1']", "faults: there is no fault 'kil'; did you mean 'kill'?"),
         ("standbys: two", "standbys: 'two' will not do; it should be a valid integer (processes kept ready"),
         ("standbys: '2'", "standbys: '2' will not do; it should be a valid integer"),

@@ -291,6 +291,13 @@ def assert_only_replaced(result: Run, incidents: int = 1) -> None:
         assert incident["steps_lost"] == 0, result.story()
 
 
+def assert_recovered_by(result: Run, rungs: Sequence[str]) -> None:
+    """There was an incident for each rung, in this order, and each was recovered from by it with no step lost."""
+    assert [incident["rung"] for incident in result.incidents] == list(rungs), result.story()
+    assert {incident["outcome"] for incident in result.incidents} == {"recovered"}, result.story()
+    assert {incident["steps_lost"] for incident in result.incidents} == {0}, result.story()
+
+
 def assert_survivors_kept_their_pids(result: Run) -> None:
     """Every rank that no fault was ordered for was one process from its start to its end."""
     lost = {int(found) for found in re.findall(r"rank=(\d+)", " ".join(result.faults))}

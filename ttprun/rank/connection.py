@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import os
 import socket
 import threading
@@ -139,6 +140,14 @@ class Connection:
         for sock in self.sockets():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        """Keep the backend for ever: its destructor would wait for an operation that does not end.
+
+        That is seen with gloo (torch 2.13) if the connection is cut while messages of the operation are under way, now
+        and then, though all its sockets are closed. So it touches no tensor any more; its time-out ends it one day.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
 
     def sockets(self) -> Iterator[socket.socket]:
         """Duplicates of this backend's connected sockets; each is closed when the next one is asked for."""

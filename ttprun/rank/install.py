@@ -118,7 +118,9 @@ def tell_before(previous: Any) -> Any:
         presence.channel.send({"op": "script_error", **told})
         if not is_early:
             previous(kind, error, trace)
-        if found is not None and found.applied and found.is_repairable() and found.options["is_replaced"]:
+        is_live = found is not None and found.applied > 0 and found.is_repairable()
+        is_on_its_way = presence.is_rerun and (found is None or found.replay is not None)
+        if (is_live or is_on_its_way) and presence.welcome["options"]["is_replaced"]:
             _leave_at_once()
 
     return tell

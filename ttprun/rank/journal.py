@@ -7,10 +7,12 @@ buffers that are used again from step to step. A commit (every rank has recorded
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,8 @@ SMALL_RESULT_BYTES = 64 << 10
 PATIENCE_S = 15.0
 # How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
 TELL_AFTER_S = 1.0
+# How often a waiting rank looks whether its operation was issued anew: one that is cut off may never end by itself.
+_LOOK_AGAIN = timedelta(seconds=0.25)
 # Steps after which spare buffers of shapes that have not come again are given up.
 _TRIM_EVERY = 16
 
@@ -100,6 +104,14 @@ def _value_or_raise(promise: torch.futures.Future[Any]) -> Any:
     if isinstance(result, BaseException):
         raise result
     return result
+
+
+def has_ended(work: Any, limit_s: float) -> bool:
+    """Whether an operation of the backend has completed or failed; waits for that so long at most."""
+    if not work.is_completed():
+        with contextlib.suppress(Exception):
+            work.wait(timedelta(seconds=max(limit_s, 0.001)))
+    return bool(work.is_completed())
 
 
 class Journal:
@@ -196,8 +208,10 @@ class Journal:
                     self._wait_for_recovery(entry, failed)
                     continue
             try:
-                inner.wait()
+                inner.wait(_LOOK_AGAIN)
             except Exception as error:
+                if not inner.is_completed():
+                    continue
                 failed = inner
                 with self.lock:
                     entry.error = error

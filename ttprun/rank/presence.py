@@ -21,6 +21,7 @@ class Presence:
     Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
     answers that it has.
 
+    is_rerun            the script has been left, to be run again in this process
     heard               what comes from the agent is meant for the present run of the script
     has_script_failed   an exception has ended the script
     """
@@ -36,6 +37,7 @@ class Presence:
         self._lock = threading.Lock()
         self.may_start = threading.Event()
         self.order: Message = {}
+        self.is_rerun = False
         self.heard = threading.Event()
         self.heard.set()
         self.has_script_failed = False
@@ -58,6 +60,7 @@ class Presence:
         process.
         """
         with self._lock:
+            self.is_rerun = True
             self._heir = None
             self._early = []
             self.order = {}

@@ -214,6 +214,11 @@ class ManagedGroup(ProcessGroup):
         self._connection = None
         self._native = None
 
+    def abandon_connection(self) -> None:
+        """An operation on the broken connection does not end: it is left alone, and so is the backend."""
+        if self._connection is not None:
+            self._connection.abandon()
+
     # Operations.
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

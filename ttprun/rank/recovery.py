@@ -22,12 +22,14 @@ from ttprun.faults import parse_fault
 from ttprun.rank import damage, faults, repair
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
-from ttprun.rank.journal import TELL_AFTER_S, Entry
+from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
 from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 0.05
 _NO_MORE = sys.maxsize  # a generation above all others
+_LET_FINISH_S = 0.05  # gives operations between ranks that live time to end by themselves
+STUCK_AFTER_S = 2.0  # behind a cut; an operation that can end does so within milliseconds
 RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
 
@@ -42,6 +44,7 @@ class Recovery:
         self._session = session
         self._orders: queue.Queue[Message] = queue.Queue()
         self._newest_generation = session.generation
+        self._issued_again: list[tuple[Entry, Any]] = []
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
     def start(self) -> None:
@@ -59,8 +62,10 @@ class Recovery:
 
         Raises TimeoutError after RETIRE_LIMIT_S.
         """
-        for group in self._groups():
-            group.cut()
+        self._thread.join(_LET_FINISH_S)
+        if self._thread.is_alive():
+            for group in self._groups():
+                group.cut()
         self._thread.join(RETIRE_LIMIT_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
@@ -161,17 +166,29 @@ class Recovery:
         )
 
     def _break_connections(self) -> None:
-        """Cut every connection, and wait until no operation of the old generation touches a tensor any more."""
+        """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
+
+        Operations between ranks that live are let finish first, for a moment: one that is cut while its messages are
+        under way may never end.
+        """
         session = self._session
         groups = self._groups()
+        works = [(entry, entry.inner) for entry in session.journal.entries if entry.inner is not None]
+        works += self._issued_again
+        self._issued_again = []
+        end_s = time.monotonic() + _LET_FINISH_S
+        for _, inner in works:
+            has_ended(inner, end_s - time.monotonic())
         for group in groups:
             group.cut()
-        for entry in list(session.journal.entries):
-            inner = entry.inner
-            if inner is not None:
-                with contextlib.suppress(Exception):
-                    inner.wait()
-                    entry.group.complete(entry, inner)
+        end_s = time.monotonic() + STUCK_AFTER_S
+        for entry, inner in works:
+            if not has_ended(inner, end_s - time.monotonic()):
+                entry.group.abandon_connection()
+                continue
+            with contextlib.suppress(Exception):
+                inner.wait()
+                entry.group.complete(entry, inner)
         for entry in session.journal.unfinished():
             session.journal.attach(entry, None)
         for group in groups:
@@ -233,7 +250,7 @@ class Recovery:
             self._go_live(message)
             return
         started = time.monotonic()
-        again: list[tuple[Entry, Any]] = []
+        again = self._issued_again = []
         is_connected = False
         while True:
             with session.journal.lock:
@@ -262,9 +279,12 @@ class Recovery:
             session.changed.notify_all()
         faults.reached("thaw")
         for entry, inner in again:
+            while not has_ended(inner, _LOOK_AGAIN_S):
+                self._check_overtaken()
             inner.wait()
             entry.group.complete(entry, inner)
         self._check_overtaken()
+        self._issued_again = []
         session.channel.send({"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started})
 
     def _groups(self) -> list[ManagedGroup]:

@@ -1,0 +1,137 @@
+"""A transient error of the script is answered in the same process: it runs the script again, and nothing is lost.
+
+The moments are those of test_replace.py, where the scripts' sizes are told too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
+
+RunTtprun = Callable[..., Run]
+Undisturbed = Callable[..., Run]
+
+EPOCHS = "epochs_dataloader.py"
+WHILE_TRUE = "while_true_get_batch.py"
+PLAIN = "plain_tensors.py"
+TRACES = "leaves_traces.py"
+RETRY = ("--retry-on", "^InjectedFaultError: injected")
+
+MOMENTS = [
+    # script, ranks, (rank that meets the error, step, phase), one incident after the other
+    (EPOCHS, 3, [(1, 5, "forward"), (0, 20, "backward"), (2, 33, "before_step")]),
+    (EPOCHS, 3, [(2, 13, "after_step"), (1, 28, "validation")]),
+    (WHILE_TRUE, 2, [(1, 0, "backward"), (0, 10, "validation"), (0, 26, "after_step")]),
+    (WHILE_TRUE, 2, [(0, 9, "forward"), (1, 17, "in_step"), (1, 31, "before_step")]),
+    (PLAIN, 4, [(2, 10, "collective"), (0, 11, "backward"), (3, 24, "after_step")]),
+    (PLAIN, 2, [(1, 0, "backward"), (1, 12, "before_step"), (1, 13, "in_step")]),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "moments"), MOMENTS)
+def test_a_script_that_meets_transient_errors_is_run_again_in_the_same_processes_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, moments: list[tuple[int, int, str]]
+) -> None:
+    faults = [f"exception:rank={rank},step={step},phase={phase}" for rank, step, phase in moments]
+
+    result = run_ttprun(script, ranks, faults=faults, options=RETRY)
+
+    assert_recovered_by(result, ["rerun"] * len(moments))
+    assert [incident["kind"] for incident in result.incidents] == ["exception"] * len(moments)
+    assert_same_outcome(result, undisturbed(script, ranks))
+    assert process_counts(result) == [1] * ranks
+
+
+def test_two_ranks_that_meet_an_error_in_one_step_are_both_run_again(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = [f"exception:rank={rank},step=9,phase=before_step" for rank in (0, 2)]
+
+    result = run_ttprun(PLAIN, 4, faults=faults, options=RETRY)
+
+    assert sorted(rank for incident in result.incidents for rank in incident["ranks"]) == [0, 2]
+    assert {incident["outcome"] for incident in result.incidents} == {"recovered"}
+    assert_same_outcome(result, undisturbed(PLAIN, 4))
+
+
+def test_what_a_script_has_left_in_its_process_does_not_trouble_its_next_run(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = ["exception:rank=1,step=12,phase=forward", "exception:rank=0,step=20,phase=after_step"]
+
+    result = run_ttprun(TRACES, 2, faults=faults, options=RETRY)
+
+    assert_recovered_by(result, ["rerun", "rerun"])
+    assert_same_outcome(result, undisturbed(TRACES, 2))
+    assert process_counts(result) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "second", ["kill:rank=1,phase=replay", "exception:rank=1,phase=replay", "kill:rank=1,phase=transfer"]
+)
+def test_a_rerun_that_fails_is_followed_by_a_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, second: str
+) -> None:
+    result = run_ttprun(PLAIN, 2, faults=["exception:rank=1,step=12,phase=backward", second], options=RETRY)
+
+    assert_recovered_by(result, ["replace"])
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+    assert process_counts(result) == [1, 2]
+
+
+def test_a_rerun_that_does_not_get_there_in_time_is_followed_by_a_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = ["exception:rank=0,step=12,phase=backward", "sleep:rank=0,phase=replay"]
+
+    result = run_ttprun(PLAIN, 2, faults=faults, options=[*RETRY, "--replay-timeout-s", "10"])
+
+    assert_recovered_by(result, ["replace"])
+    assert "it had 10 s to replay" in result.incidents[0]["reason"], result.story()
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "script_args"),
+    [
+        (["--retry-on", "OutOfMemoryError"], []),  # another error
+        ([*RETRY, "--rungs", "reconnect,replace,restart"], []),  # switched off
+        (RETRY, ["--thread"]),  # a thread that nobody can end
+    ],
+)
+def test_what_is_not_run_again_is_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, options: list[str], script_args: list[str]
+) -> None:
+    faults = ["exception:rank=1,step=12,phase=backward"]
+
+    result = run_ttprun(TRACES, 2, faults=faults, options=options, script_args=script_args)
+
+    assert_recovered_by(result, ["replace"])
+    assert_same_outcome(result, undisturbed(TRACES, 2, script_args))
+    assert process_counts(result) == [1, 2]
+
+
+def test_a_rerun_needs_no_leave_to_replace_ranks(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    faults = ["exception:rank=1,step=12,phase=backward"]
+
+    result = run_ttprun(PLAIN, 2, faults=faults, options=[*RETRY, "--rungs", "rerun,restart"])
+
+    assert_recovered_by(result, ["rerun"])
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+
+
+def test_an_error_that_comes_back_at_the_same_step_is_not_transient(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun("fails_in_step.py", 2, options=["--retry-on", "ValueError"])
+
+    assert result.exit_code == 93, result.story()
+    assert "rank 1 had the same fault at boundary 5" in result.status["reason"], result.story()
+    assert process_counts(result)[0] == 1
+
+
+def process_counts(result: Run) -> list[int]:
+    """How many processes each rank has had, by rank; exact: from the event log."""
+    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
+    return [started.count(rank) for rank in sorted(set(started))]
