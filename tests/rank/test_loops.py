@@ -260,6 +260,34 @@ def test_a_script_that_resumes_by_itself_goes_on_with_the_same_value() -> None:
     assert list(jump) == left == [6, 7, 8, 9]
 
 
+def test_a_script_that_resumes_behind_the_lost_ranks_item_goes_on_with_that_all_the_same() -> None:
+    """The checkpoint of epoch 6 was written after the lost rank's record: the replacement runs range(7, 10)."""
+    recorded, left = begin_at(range(10), 7)
+
+    jump = loops.Jump(new_site(), recorded, range(7, 10), lambda: 0)
+
+    assert list(jump) == left == [6, 7, 8, 9]
+    assert jump.record()["bounds"] == [0, 10, 1]
+
+
+@pytest.mark.parametrize("item", ["train", ("train", 3)])
+def test_a_script_that_resumes_behind_the_lost_ranks_item_of_a_list_does_not_come_by_the_place(item: Any) -> None:
+    recorded, _ = begin_at([item, "val", "test"], 1)
+
+    jump = loops.Jump(new_site(), recorded, ["val", "test"], lambda: 0)
+
+    assert list(jump) == []
+
+
+def test_pairs_that_differ_are_seen_in_what_the_loop_tells_of_itself() -> None:
+    recorded, _ = begin_at(enumerate(range(5, 10)), 2)
+
+    other, _ = begin_at(enumerate(range(6, 10)), 2)
+
+    assert (recorded["position"], recorded["current"]) == (2, [1, 6])
+    assert (other["position"], other["current"]) == (2, [1, 7])
+
+
 def test_a_script_that_resumes_by_itself_among_equal_values_does_not_come_by_the_place() -> None:
     """Nobody knows which of the equal values it was, so the replay must be refused."""
     recorded, _ = begin_at([0.1, 0.1, 0.1, 0.2, 0.1, 0.2], 4)

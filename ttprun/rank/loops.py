@@ -92,7 +92,7 @@ class Loop:
         site = self.site
         for item in iterable:
             self.position += 1
-            self.current = item if item.__class__ in SCALARS else None
+            self.current = _plain(item)
             if site.is_outer or self.position < 3:
                 self.item_rng = random_state.capture()
             held = [item]
@@ -132,7 +132,7 @@ class Jump(Loop):
         self.position = skip
         if first is not _END:
             self.position += 1
-            self.current = first if first.__class__ in SCALARS else None
+            self.current = _plain(first)
             if record["item_rng"] is not None:
                 random_state.restore(record["item_rng"])
                 self.item_rng = record["item_rng"]
@@ -141,7 +141,7 @@ class Jump(Loop):
             yield held.pop()
         for item in items:
             self.position += 1
-            self.current = item if item.__class__ in SCALARS else None
+            self.current = _plain(item)
             if self.site.is_outer or self.position < 3:
                 self.item_rng = random_state.capture()
             held = [item]
@@ -152,9 +152,9 @@ class Jump(Loop):
         """An iterator behind the first item to hand out, and that item."""
         if isinstance(iterable, range) and record["bounds"]:
             # The lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now.
-            self.bounds = record["bounds"]
-            iterable = range(*record["bounds"])
-            rest = iter(iterable[skip:])
+            _, *end = self.bounds = record["bounds"]
+            same_end = end == [iterable.stop, iterable.step]
+            rest = iter(range(*self.bounds)[skip:] if same_end else ())
             return rest, next(rest, _END)
         if isinstance(iterable, range | list | tuple | str):
             values: Any = list(iterable) if isinstance(iterable, str) else iterable
@@ -184,16 +184,27 @@ class Jump(Loop):
         return counted, (start + skip, first)
 
 
+def _plain(item: Any) -> Any:
+    """What of an item can be recorded and compared: a scalar, or a list for a tuple of such; None for all else."""
+    if item.__class__ in SCALARS:
+        return item
+    if item.__class__ is not tuple:
+        return None
+    plain = [_plain(part) for part in item]
+    return None if None in plain else plain
+
+
 def _place_of(value: Any, values: Any, index: int) -> int:
     """Where in `values` an item stands that stood at `index` in the lost rank.
 
     A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not there, or
-    not at its index and there are several like it, nobody knows where to go on: the loop ends, and the replay is refused,
-    since it does not come by.
+    not at its index and there are several like it, nobody knows where to go on: the loop ends, and the replay is
+    refused, since it does not come by.
     """
-    if index < len(values) and values[index] == value:
+    plain = [_plain(item) for item in values]
+    if index < len(plain) and plain[index] == value:
         return index
-    return int(values.index(value)) if values.count(value) == 1 else len(values)
+    return plain.index(value) if plain.count(value) == 1 else len(plain)
 
 
 _ALREADY_POSITIONED: tuple[type, ...] = ()
