@@ -127,8 +127,8 @@ def test_an_error_that_comes_back_at_the_same_step_is_not_transient(run_ttprun: 
     result = run_ttprun("fails_in_step.py", 2, options=["--retry-on", "ValueError"])
 
     assert result.exit_code == 93, result.story()
-    assert "rank 1 had the same fault at boundary 5" in result.status["reason"], result.story()
-    assert process_counts(result)[0] == 1
+    assert "the script fails in rank 1 at boundary 5 again" in result.status["reason"], result.story()
+    assert process_counts(result) == [1, 2]
 
 
 def process_counts(result: Run) -> list[int]:

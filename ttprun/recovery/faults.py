@@ -83,22 +83,38 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         why = f"rank {event.rank} finished during the repair, so the group cannot be built again"
         return drain(mark_finished(job, event), event.at_s, why)
     if event.is_script_error and is_replacement and not member.is_rerun:
-        has_come_back = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
+        has_come_back = is_known(job, event)
         job = note_fault(job, event)
         if has_come_back:
-            where = f"rank {event.rank} at boundary {event.boundary}"
-            why = f"the script fails in {where} again: it is the script's own error"
-            return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
+            return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
         return restart_group(job, event.at_s, why)
     return answer_fault(job, event)
 
 
 def on_faulted(job: Job, event: RankFaulted) -> Result:
-    """The script of a rank has ended, and its process could run it again; a second time in one repair it may not."""
+    """The script of a rank has ended, and its process could run it again; a second time in one repair it may not.
+
+    If the error comes back in a new process too, it is no transient one.
+    """
+    member = job.members[event.rank]
+    if member.life is Life.LOST and not member.is_rerun and is_known(job, event):
+        return fail_for_good(note_fault(job, event), event)
     is_kept = may_rerun(job, event.rank)
     job, actions = answer_fault(job, event)
     return job, actions if is_kept else (KillRank(event.rank, event.sentence), *actions)
+
+
+def is_known(job: Job, event: Loss) -> bool:
+    """Whether this very fault has opened an incident before, or the present one."""
+    return Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
+
+
+def fail_for_good(job: Job, event: Loss) -> Result:
+    """The script has failed in a new process as it had in the old one."""
+    where = f"rank {event.rank} at boundary {event.boundary}"
+    why = f"the script fails in {where} again: it is the script's own error"
+    return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 
 def may_rerun(job: Job, rank: int) -> bool:
