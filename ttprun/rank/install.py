@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -173,6 +174,7 @@ def _leave_in_child() -> None:
         with contextlib.suppress(OSError):
             os.close(_presence.channel.fileno())
         _presence = None
+        gc.freeze()  # whatever of a backend is garbage here has threads in the parent only, and must not be destroyed
         if _is_forking_main:
             die_with_parent()
 

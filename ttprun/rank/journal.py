@@ -41,7 +41,8 @@ class Entry:
     outputs     the tensors that the operation writes
     saved       (user's tensor, copy made before the operation was issued)
     inner       the backend's work in the present generation; None while the rank is frozen
-    failed      the work that has ended with `error`, if its future has told so
+    error       without its traceback, whose frames would keep a dead backend till some garbage collection
+    failed      the work that has ended with it, if its future has told so
     future      what the script or DDP waits for, None if nobody does
     promise     its other end; it gets the outputs, or an exception
     place       where in the script it was called, only if its result is small enough to be kept
@@ -214,7 +215,7 @@ class Journal:
                     continue
                 failed = inner
                 with self.lock:
-                    entry.error = error
+                    entry.error = error.with_traceback(None)
             else:
                 entry.group.complete(entry, inner)
 
@@ -239,7 +240,7 @@ class Journal:
         The future stays pending through a recovery; if none comes within PATIENCE_S, it gets the error.
         """
         with self.lock:
-            entry.error, entry.failed = error, inner
+            entry.error, entry.failed = error.with_traceback(None), inner
             is_in_journal = entry in self.entries
             is_first = is_in_journal and not self._is_watching
             self._is_watching = self._is_watching or is_first

@@ -128,7 +128,7 @@ class Change:
 ALSO: tuple[Change, ...] = (
     Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
-    Change("sys", "excepthook", "to tell the agent that the script itself has failed"),
+    Change("sys", "excepthook", "to tell the agent that the script itself has failed, or to run it again"),
     Change(
         "sys",
         "meta_path, path_hooks",
@@ -136,7 +136,11 @@ ALSO: tuple[Change, ...] = (
     ),
     Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
     Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
-    Change("os", "fork", "a child forked by the main thread (a DataLoader worker) ends with its rank"),
+    Change(
+        "os",
+        "fork",
+        "a child forked by the main thread (a DataLoader worker) ends with its rank; garbage is left to the rank",
+    ),
     Change(
         "os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"
     ),
