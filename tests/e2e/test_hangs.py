@@ -74,6 +74,17 @@ def test_an_endless_loop_is_found_later_since_it_might_be_work(run_ttprun: RunTt
     assert 9.0 < seconds_from(result, "fault_injected", "rank_hung") < 14.0
 
 
+def test_an_endless_loop_behind_a_backward_pass_is_not_taken_for_waiting_in_a_collective(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """DDP waits for its all-reduces without telling us, so that the board still says that the rank is in one."""
+    options = ["--hang-timeout", "1", "--commit-timeout-s", "3"]
+    result = run_ttprun(WHILE_TRUE, 2, faults=["busy:rank=1,step=12,phase=before_step"], options=options)
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
+
+
 def test_a_rank_that_is_slow_for_a_step_is_told_once_and_left_alone(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
