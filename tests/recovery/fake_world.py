@@ -67,6 +67,7 @@ class FakeWorld:
         self.echoes: list[Event] = []
         self.finished: set[int] = set()
         self.closed: list[Incident] = []
+        self.snapshot_boundary = -1
         self.start_all()
 
     # What happens
@@ -176,7 +177,10 @@ class FakeWorld:
         self.job, actions = advance(before, event)
         self.echoes.append(event)
         assert self.job.generation >= before.generation
-        assert (self.job.incident is None) == (self.job.phase in SETTLED)
+        if self.job.phase in SETTLED:
+            assert self.job.incident is None
+        elif self.job.phase not in (Phase.PERSISTING, Phase.RESUMING):  # a checkpoint that was asked for is no incident
+            assert self.job.incident is not None
         for action in actions:
             self.obey(action)
 
@@ -218,7 +222,10 @@ class FakeWorld:
                 assert self.job.members[rank].pid is None
                 self.kill(rank)
             case recovery.Replay(rank, generation, boundary, source):
-                self.check_source(source, boundary)
+                if source is None:
+                    assert boundary == self.snapshot_boundary
+                else:
+                    self.check_source(source, boundary)
                 assert not self.processes[rank].has_orders
                 self.processes[rank].has_orders = True
                 self.processes[rank].boundary = boundary
@@ -226,6 +233,17 @@ class FakeWorld:
             case recovery.SendState(source, to, generation, boundary):
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
+            case recovery.Rewind(boundary):
+                assert boundary == self.snapshot_boundary
+                alive = [process for process in self.processes.values() if process.is_alive]
+                assert not any(process.is_whole or process.has_orders for process in alive)
+            case recovery.LoadState(ranks, generation, boundary):
+                self.load_state(ranks, generation, boundary)
+            case recovery.Persist(ranks, generation, boundary):
+                assert boundary > 0
+                assert ranks == self.job.survivors
+                assert {self.processes[rank].boundary for rank in ranks} == {boundary}
+                self.agent_unheard.append(recovery.StatePersisted(generation=generation, place="a folder", at_s=0.0))
             case recovery.Resume(ranks, generation, boundary):
                 self.resume(ranks, generation, boundary)
             case recovery.RestartGroup(reason):
@@ -273,6 +291,24 @@ class FakeWorld:
             loaded.weights = sent.weights
             loaded.agreed_digest = loaded.digest
             self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=loaded.digest, at_s=0.0))
+
+    def load_state(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
+        """Each rank loads what the snapshot holds."""
+        assert ranks == self.job.lost
+        assert boundary == self.snapshot_boundary
+        for rank in ranks:
+            process = self.processes[rank]
+            assert process.boundary == boundary
+            process.weights = "weights"
+            process.agreed_digest = process.digest
+            self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
+
+    def take_snapshot(self) -> None:
+        """All that train stand at one boundary, and write what they hold."""
+        boundaries = {process.boundary for process in self.processes.values()}
+        if self.job.phase is Phase.RUNNING and len(boundaries) == 1 and boundaries != {0}:
+            (self.snapshot_boundary,) = boundaries
+            self.hear(recovery.SnapshotTaken(boundary=self.snapshot_boundary, at_s=0.0))
 
     def resume(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """All go on, and from the same boundary."""
@@ -330,7 +366,7 @@ class FakeWorld:
         """
         generation = self.job.generation
         silent = () if is_agent_blind else self.hung
-        for name in ("freeze", "replay", "transfer", "resume", "drain"):
+        for name in ("freeze", "replay", "transfer", "resume", "halt", "persist", "drain"):
             self.hear(recovery.DeadlinePassed(generation=generation, name=name, silent=silent, at_s=0.0))
 
     def break_connections(self, is_echo: bool) -> None:

@@ -43,6 +43,10 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "rebuilt": recovery.RankRebuilt,
     "reissued": recovery.RankReissued,
     "mismatch_found": recovery.MismatchFound,
+    "snapshot_taken": recovery.SnapshotTaken,
+    "resume_asked": recovery.ResumeAsked,
+    "checkpoint_asked": recovery.CheckpointAsked,
+    "persisted": recovery.StatePersisted,
     "deadline_passed": recovery.DeadlinePassed,
     "group_restarted": recovery.GroupRestarted,
     "stop_asked": recovery.StopAsked,
@@ -56,7 +60,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.StateSent: {"digest": "same"},
     recovery.RankRepaired: {"digest": "same"},
 }
-TEXTS = {"reason", "name", "digest"}
+TEXTS = {"reason", "name", "digest", "place", "why_not"}
 NUMBERS = {"silent"}
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from ttprun.recovery import (
+    RUNGS,
     TRANSITIONS,
     DeadlinePassed,
     Event,
@@ -187,7 +188,7 @@ def test_a_restarted_group_starts_from_nothing() -> None:
 
     fresh = new_job(Settings(world_size=2))
     assert replace(job, story=(), faults=(), openings=()) == replace(
-        fresh, generation=1, phase_since_s=12.0, incident_count=1
+        fresh, generation=1, phase_since_s=12.0, incident_count=1, restarts=1
     )
 
 
@@ -209,7 +210,9 @@ def test_a_restart_of_a_job_that_is_well_leaves_no_incident() -> None:
 
 
 def test_a_stop_of_a_job_that_is_well_leaves_no_incident() -> None:
-    job, actions = advance(running_job(Settings(world_size=2)), StopAsked(reason="SIGTERM", at_s=3.0))
+    settings = Settings(world_size=2, rungs=RUNGS - {"persist"})
+
+    job, actions = advance(running_job(settings), StopAsked(reason="SIGTERM", at_s=3.0))
 
     assert [type(action).__name__ for action in actions] == ["FailJob"]
     assert job.phase is Phase.FAILED

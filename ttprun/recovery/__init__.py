@@ -4,8 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung` (handlers); `machine` (the table). Beside them stand `hangs` (which rank hangs) and
-`replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
+`repair`, `faults`, `hung`, `persist` (handlers); `machine` (the table). Beside them stand `hangs` (which rank hangs)
+and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -14,16 +14,20 @@ from ttprun.recovery.actions import (
     FinishJob,
     Freeze,
     KillRank,
+    LoadState,
+    Persist,
     RecordIncident,
     Replay,
     RestartGroup,
     Resume,
+    Rewind,
     SendState,
     SetDeadline,
     SpawnRank,
 )
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.events import (
+    CheckpointAsked,
     ConnectionBroken,
     DeadlinePassed,
     Event,
@@ -43,6 +47,9 @@ from ttprun.recovery.events import (
     RankStarted,
     RankUnprotected,
     RepairEvent,
+    ResumeAsked,
+    SnapshotTaken,
+    StatePersisted,
     StateSent,
     StopAsked,
 )
@@ -54,6 +61,7 @@ __all__ = [
     "RUNGS",
     "TRANSITIONS",
     "Action",
+    "CheckpointAsked",
     "ConnectionBroken",
     "DeadlinePassed",
     "Event",
@@ -67,10 +75,12 @@ __all__ = [
     "KillRank",
     "Life",
     "Limits",
+    "LoadState",
     "MachineError",
     "Member",
     "MismatchFound",
     "MissingTransition",
+    "Persist",
     "Phase",
     "RankDiverged",
     "RankEvent",
@@ -90,10 +100,14 @@ __all__ = [
     "Replay",
     "RestartGroup",
     "Resume",
+    "ResumeAsked",
+    "Rewind",
     "SendState",
     "SetDeadline",
     "Settings",
+    "SnapshotTaken",
     "SpawnRank",
+    "StatePersisted",
     "StateSent",
     "StopAsked",
     "UnexpectedStart",

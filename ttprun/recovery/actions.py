@@ -45,13 +45,13 @@ class SpawnRank(Action):
 class Replay(Action):
     """Tell a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
 
-    source   survivor that has the results of the small collectives, and later the state
+    source   survivor that will send the state; None: it will come from the snapshot of that boundary
     """
 
     rank: int
     generation: int
     boundary: int
-    source: int
+    source: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,42 @@ class SendState(Action):
     to: tuple[int, ...]
     generation: int
     boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind(Action):
+    """Put the records of a snapshot in the place of the ranks' own; all their processes have been ended before.
+
+    boundary   of the snapshot
+    """
+
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadState(Action):
+    """Tell ranks to load the state of a snapshot; each answers RankRepaired.
+
+    ranks      all of which wait at `boundary`
+    """
+
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Persist(Action):
+    """Write a checkpoint of the boundary at which all survivors stand still; the answer is StatePersisted.
+
+    ranks     survivors; each writes a part of what they all hold
+    cause     for the checkpoint's manifest
+    """
+
+    ranks: tuple[int, ...]
+    generation: int
+    boundary: int
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

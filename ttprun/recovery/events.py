@@ -279,6 +279,47 @@ class MismatchFound(RepairEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotTaken(Event):
+    """A snapshot that is complete and can be gone back to, older ones are void.
+
+    boundary   at which it was taken; None: there is none any more
+    """
+
+    boundary: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked(Event):
+    """The job's ranks are about to be started, and go on from a checkpoint instead of the top of the script.
+
+    boundary   of the checkpoint, which is also the job's newest snapshot
+    place      where it is, for the operator
+    """
+
+    boundary: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointAsked(Event):
+    """The user wants a checkpoint now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePersisted(Event):
+    """A checkpoint is written, or could not be.
+
+    generation   in which it was ordered
+    place        where it is; "" if it was not written
+    why_not      why it was not written; "" if it was
+    """
+
+    generation: int
+    place: str = ""
+    why_not: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlinePassed(Event):
     """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
 
@@ -298,7 +339,7 @@ class GroupRestarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
-    """The job must end now: the user asked, or the agent cannot carry out an order (no restart is left).
+    """The job must end, once its state is written: the user or the scheduler has asked.
 
     reason   who asked, and why
     """
@@ -322,6 +363,10 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankRebuilt,
     RankReissued,
     MismatchFound,
+    SnapshotTaken,
+    ResumeAsked,
+    CheckpointAsked,
+    StatePersisted,
     DeadlinePassed,
     GroupRestarted,
     StopAsked,

@@ -21,12 +21,13 @@ from ttprun.recovery.events import (
     RankUnprotected,
     StopAsked,
 )
-from ttprun.recovery.job import Fault, Job, Life, Phase, fresh_members, name_ranks
+from ttprun.recovery.job import Ending, Fault, Job, Life, Phase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     DEADLINE_NAMES,
     Result,
     begin_attempt,
     drain,
+    end_job,
     enter,
     fail_job,
     open_incident,
@@ -172,7 +173,7 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
 
 def on_stop(job: Job, event: StopAsked) -> Result:
     """The job ends, whatever goes on."""
-    return fail_job(job, event.at_s, event.reason)
+    return fail_job(job, event.at_s, event.reason, is_fault=False)
 
 
 def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
@@ -185,6 +186,11 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         generation=job.generation + 1,
         members=fresh_members(job.settings),
         unprotected_reason="",
+        snapshot=None,
+        rewind_to=None,
+        is_resumed=False,
+        persists_at=None,
+        restarts=job.restarts + 1,
     )
     return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
 
@@ -208,7 +214,8 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     job = note_fault(job, event)
     at_s = event.at_s
     if event.is_script_error and event.boundary == 0 and is_first_fault and not why_not:
-        return fail_job(job, at_s, f"the script failed before its first step in rank {event.rank}", rung="fail")
+        why = f"the script failed before its first step in rank {event.rank}"
+        return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
     why_hopeless = why_it_does_not_help(job) if is_first_fault and is_repair_on else ""
     if why_hopeless:
@@ -217,7 +224,7 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
         return restart_group(job, at_s, why_not)
     if job.finished:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
-    if not job.survivors:
+    if not job.survivors and job.rewind_to is None:
         return restart_group(job, at_s, "all ranks of the group were lost")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"

@@ -37,7 +37,8 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     took_s = event.at_s - job.phase_since_s
     guilty = who_is_guilty(job, event.silent)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
-    if is_anyone_unstarted or not {*job.survivors} - {*guilty}:
+    is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
+    if is_anyone_unstarted or not is_anyone_left:
         why = f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"
         return restart_group(job, event.at_s, why)
     hung = (
@@ -128,8 +129,11 @@ def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
     fault      a sentence that goes on from "then"
     what_for   goes on from "attempts to"
     """
-    attempt = (job.incident.attempt if job.incident else 1) + 1
-    job = job.with_incident(reason=f"{job.incident.reason}, then {fault}" if job.incident else fault)
+    if job.incident is None:  # it was only for a checkpoint that all stood still
+        job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
+        return begin_attempt(job, at_s)
+    attempt = job.incident.attempt + 1
+    job = job.with_incident(reason=f"{job.incident.reason}, then {fault}")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
         return restart_group(job, at_s, why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rung = Literal["reconnect", "rerun", "replace", "restart", "fail"]
+Rung = Literal["reconnect", "rerun", "replace", "rewind", "restart", "fail"]
 Outcome = Literal["open", "recovered", "restarted", "failed"]
 
 
@@ -16,10 +16,11 @@ class Incident:
     Those from `freeze_s` to `reissue_s` are of the last attempt, but for `spawn_s`: the slowest start of all attempts.
 
     id            1 for the job's first incident
-    kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch"
+    kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch", or "resume":
+                  a new launch goes on from a checkpoint
     ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
     rung          the way out that is tried: connect anew, run the script again in the same processes, replace the
-                  ranks, restart the group, or end the job
+                  ranks, go back to a snapshot, restart the group, or end the job
     outcome       "open" until it has ended
     reason        the faults, a sentence; after a fallback, why it was taken and then the faults
     phase         phase of the job when this was written

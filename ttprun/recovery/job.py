@@ -14,7 +14,7 @@ from ttprun.recovery.events import Event, RankFrozen
 from ttprun.recovery.incident import Incident
 
 NOBODY = -1  # the rank of a fault that is no rank's own
-RUNGS = frozenset({"reconnect", "rerun", "replace", "restart"})
+RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "restart", "persist"})
 WINDOW_S = 3600.0
 
 
@@ -24,8 +24,9 @@ class Phase(StrEnum):
     RUNNING = "RUNNING"  # ranks train, or have finished
     FREEZING = "FREEZING"  # survivors come to a stand, replacements start
     REPLAYING = "REPLAYING"  # replacements run the script up to the boundary
-    TRANSFERRING = "TRANSFERRING"  # the source sends its state
+    TRANSFERRING = "TRANSFERRING"  # the source sends its state, or all load that of a snapshot
     RESUMING = "RESUMING"  # all connect, and issue their journals
+    PERSISTING = "PERSISTING"  # living ranks stand still and write a checkpoint
     DRAINING = "DRAINING"  # no repair is possible; ranks that can finish may do so
     RESTARTING = "RESTARTING"  # the agent restarts the whole group
     DONE = "DONE"
@@ -49,6 +50,8 @@ class Limits:
     transfer_s: float = 300.0
     resume_s: float = 300.0  # at boundary 0 replay_s more: the replacement must start up first
     drain_s: float = 300.0
+    halt_s: float = 10.0  # to stand still for a checkpoint, before who does not is given up
+    persist_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ class Settings:
     max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
     max_reconnects       times that connections which break at one boundary are built again
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
+    max_restarts         whole-group restarts; None: the agent knows how many are left, and the machine need not
     """
 
     world_size: int
@@ -71,6 +75,7 @@ class Settings:
     max_same_faults: int = 3
     max_reconnects: int = 1
     max_incidents_per_hour: int | None = None
+    max_restarts: int | None = None
     limits: Limits = Limits()
 
 
@@ -139,6 +144,22 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why the job ends, once its state has been written.
+
+    reason          for the operator
+    has_progress    False: the same fault comes back again and again
+    is_fault        False: the user or the scheduler has asked for it
+    rung            of the open incident, "" to leave it
+    """
+
+    reason: str
+    has_progress: bool = True
+    is_fault: bool = True
+    rung: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything that the decisions depend on. Made by `new_job`, changed by `machine.advance` alone.
 
@@ -150,6 +171,12 @@ class Job:
     unprotected_reason   why no rank can be replaced any more; "" if they can
     faults               that opened incidents at the newest boundary, to see one that comes back
     openings             of incidents within WINDOW_S
+    snapshot             boundary of the newest complete snapshot; None if there is none to go back to
+    rewind_to            boundary of the snapshot to which all go back, or from which a new launch goes on; None: nobody
+    is_resumed           the present rewind is that of a new launch
+    persists_at          boundary at which a checkpoint is being written; None: nobody writes yet
+    ending               what ends the job once its state is written; None: it goes on
+    restarts             of the whole group so far
     story                newest events that changed something, for errors of our own
     """
 
@@ -163,6 +190,12 @@ class Job:
     unprotected_reason: str = ""
     faults: tuple[Fault, ...] = ()
     openings: tuple[Opening, ...] = ()
+    snapshot: int | None = None
+    rewind_to: int | None = None
+    is_resumed: bool = False
+    persists_at: int | None = None
+    ending: Ending | None = None
+    restarts: int = 0
     story: tuple[Event, ...] = ()
 
     @property
@@ -188,6 +221,13 @@ class Job:
     def replacements(self) -> tuple[Member, ...]:
         """Members for the lost ranks, with or without a process yet."""
         return tuple(member for member in self.members if member.life is Life.LOST)
+
+    @property
+    def target(self) -> int | None:
+        """The boundary at which all will go on: that of the snapshot, or where the survivors stand; None: not known."""
+        if self.rewind_to is not None:
+            return self.rewind_to
+        return None if self.source is None else self.source.boundary
 
     @property
     def source(self) -> RankFrozen | None:

@@ -1,4 +1,4 @@
-"""The ways out of an incident: another attempt to replace or reconnect, restart of the group, draining, failure.
+"""The ways out of an incident: another attempt to replace or reconnect, back to a snapshot, restart, draining, the end.
 
 Each takes the job as it is, decides nothing, and returns the job in its new phase with the actions that bring it there.
 Every way down has a reason for the operator: why it is taken, and what it began with.
@@ -16,12 +16,13 @@ from ttprun.recovery.actions import (
     KillRank,
     RecordIncident,
     RestartGroup,
+    Rewind,
     SetDeadline,
     SpawnRank,
 )
 from ttprun.recovery.events import Event
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, Job, Life, Member, Opening, Phase
+from ttprun.recovery.job import WINDOW_S, Ending, Job, Life, Member, Opening, Phase
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -30,8 +31,12 @@ DEADLINE_NAMES = {
     Phase.REPLAYING: "replay",
     Phase.TRANSFERRING: "transfer",
     Phase.RESUMING: "resume",
+    Phase.PERSISTING: "persist",
     Phase.DRAINING: "drain",
 }
+HALT = "halt"  # the deadline for standing still, with which PERSISTING begins
+# What an attempt has measured, and the next one measures anew.
+UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
 
 
 def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
@@ -82,8 +87,11 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     rung "reconnect": the survivors freeze, and connect anew.
 
     A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
-    that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary.
+    that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary. If nobody is
+    left on the way back to a snapshot, all go back once more.
     """
+    if job.rewind_to is not None and not job.survivors:
+        return begin_rewind(job, at_s)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
     members: list[Member] = []
@@ -98,10 +106,10 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     job = replace(job, members=tuple(members))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
-    undone = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
+    job = replace(job, rewind_to=None)
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = rung if job.lost else "reconnect"
-    return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **undone)
+    return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **UNDONE)
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:
@@ -120,29 +128,101 @@ def drain(job: Job, at_s: float, why: str) -> Result:
 
 
 def restart_group(job: Job, at_s: float, why: str) -> Result:
-    """Rung "restart": the agent restarts the whole group, or ends the job if no restart is left.
+    """Rung "rewind" if there is a snapshot, else "restart": the agent restarts the whole group; else the job ends.
 
-    Whoever has switched this rung off wants the scheduler to start the job again, or nobody.
+    Whoever has switched both off wants the scheduler to start the job again, or nobody.
     """
+    if job.is_resumed:
+        why = f"the run cannot go on from the checkpoint of step {job.rewind_to}: {why}; --resume off begins anew"
+        return fail_job(job, at_s, why, has_progress=False, rung="fail")
+    if job.rewind_to is not None:
+        why = f"going back to the snapshot of step {job.rewind_to} failed: {why}"
+        job = replace(job, rewind_to=None, snapshot=None)
+    elif may_rewind(job):
+        return begin_rewind(job.with_incident(reason=reason_of(job, why)), at_s)
     if "restart" not in job.settings.rungs:
         return fail_job(job, at_s, f"{why}; restarting the group is switched off (rungs)", rung="fail")
+    if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
+        return fail_job(job, at_s, f"{why}; no restart is left (--max-restarts)", rung="restart")
     reason = reason_of(job, why)
     order = RestartGroup(reason)
     return enter(job, Phase.RESTARTING, at_s, (order,), rung="restart", reason=reason)
 
 
-def fail_job(job: Job, at_s: float, why: str, has_progress: bool = True, **incident_changes: Any) -> Result:
-    """Nothing is left to try, or nothing should be: the job ends."""
-    reason = reason_of(job, why)
-    order = FailJob(reason, has_progress)
-    return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=reason, **incident_changes)
+def may_rewind(job: Job) -> bool:
+    """Whether all ranks can go back to a snapshot."""
+    is_possible = job.snapshot is not None and not job.unprotected_reason and not job.finished
+    return is_possible and "rewind" in job.settings.rungs
+
+
+def begin_rewind(job: Job, at_s: float) -> Result:
+    """Rung "rewind": every rank gets a new process, which replays up to the boundary of the snapshot."""
+    boundary = job.snapshot if job.rewind_to is None else job.rewind_to
+    assert boundary is not None
+    job = replace(job, generation=job.generation + 1, rewind_to=boundary)
+    kills = tuple(
+        KillRank(member.rank, f"all ranks go back to step {boundary}")
+        for member in job.members
+        if member.pid is not None
+    )
+    unasked = [member.rank for member in job.members if member.pid is not None or member.spawn_asked_at_s is None]
+    fresh = (Member(rank=rank, life=Life.LOST, spawn_asked_at_s=at_s) for rank in range(len(job.members)))
+    job = replace(job, members=tuple(fresh))
+    spawns = (SpawnRank(rank, job.generation) for rank in unasked)
+    actions = (*kills, Rewind(boundary), *spawns, deadline_of(job, Phase.REPLAYING))
+    return enter(job, Phase.REPLAYING, at_s, actions, rung="rewind", **UNDONE | {"boundary": boundary})
+
+
+def fail_job(
+    job: Job, at_s: float, why: str, has_progress: bool = True, rung: str = "", is_fault: bool = True
+) -> Result:
+    """Nothing is left to try, or nothing should be: the job ends, after its state has been written if that is possible.
+
+    rung       of the open incident, "" to leave it
+    is_fault   False: it ends because somebody has asked
+    """
+    ending = Ending(reason=reason_of(job, why), has_progress=has_progress, is_fault=is_fault, rung=rung)
+    job = replace(job, ending=ending)
+    return begin_persisting(job, at_s) if may_persist(job) else end_job(job, at_s)
+
+
+def end_job(job: Job, at_s: float) -> Result:
+    """The job ends as `job.ending` says."""
+    ending = job.ending
+    assert ending is not None
+    order = FailJob(ending.reason, ending.has_progress)
+    changes = {"rung": ending.rung} if ending.rung else {}
+    return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
+
+
+def may_persist(job: Job) -> bool:
+    """Whether living ranks hold a state that a later launch can go on from."""
+    is_over = job.phase in (Phase.PERSISTING, Phase.RESTARTING, Phase.DONE, Phase.FAILED)
+    is_possible = bool(job.survivors) and not job.unprotected_reason and not job.finished and not is_over
+    is_protected = all(job.members[rank].is_protected for rank in job.survivors)
+    return is_possible and is_protected and "persist" in job.settings.rungs
+
+
+def begin_persisting(job: Job, at_s: float) -> Result:
+    """Rung "persist": the living ranks stand still, and then write what they hold.
+
+    If the job goes on afterwards no rank is lost; if it ends, the places of lost ranks are not taken any more.
+    """
+    job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None)
+    useless = tuple(member for member in job.replacements if member.pid is not None)
+    job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
+    job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
+    kills = (KillRank(member.rank, "the job ends, and it has not caught up") for member in useless)
+    freeze = Freeze(job.survivors, job.generation, job.lost)
+    deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
+    return enter(job, Phase.PERSISTING, at_s, (freeze, *kills, deadline))
 
 
 def reason_of(job: Job, why: str) -> str:
     """Why a rung is left, then why the one before it was, back to what the incident began with."""
     if job.incident is None:
         return why
-    if job.incident.rung in ("reconnect", "rerun", "replace"):
+    if job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
         return f"{why}; it began when {job.incident.reason}"
     return f"{why}; {job.incident.reason}"
 

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ttprun.recovery import faults, hung, repair
+from ttprun.recovery import faults, hung, persist, repair
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.events import (
+    CheckpointAsked,
     ConnectionBroken,
     DeadlinePassed,
     Event,
@@ -34,6 +35,9 @@ from ttprun.recovery.events import (
     RankStarted,
     RankUnprotected,
     RepairEvent,
+    ResumeAsked,
+    SnapshotTaken,
+    StatePersisted,
     StateSent,
     StopAsked,
 )
@@ -76,8 +80,12 @@ def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
     return {(phase, event_type): Row(unchanged, (phase,), why) for event_type in event_types}
 
 
-# Where a fault can lead: another attempt, or one of the ways down. A job that may not be restarted fails instead.
-DOWN = (P.RESTARTING, P.FAILED)
+OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, StatePersisted)
+
+# Where a fault can lead: another attempt, or one of the ways down: back to a snapshot (REPLAYING), a restart, the end
+# (by way of PERSISTING).
+DOWN = (P.REPLAYING, P.RESTARTING, P.PERSISTING, P.FAILED)
+END = (P.PERSISTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 TRANSITIONS: dict[Key, Row] = {
@@ -91,7 +99,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.RUNNING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.RUNNING, StopAsked): row(faults.on_stop, *END),
+    (P.RUNNING, SnapshotTaken): row(persist.on_snapshot, P.RUNNING),
+    (P.RUNNING, ResumeAsked): row(persist.on_resume_asked, P.REPLAYING),
+    (P.RUNNING, CheckpointAsked): row(persist.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
+    **ignored(P.RUNNING, "it came too late", StatePersisted),
     **ignored(P.RUNNING, "said twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.RUNNING, "said twice: its repair is over", RankRebuilt, RankReissued),
     **ignored(P.RUNNING, "a deadline of a repair that is over", DeadlinePassed),
@@ -106,8 +118,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
+    (P.FREEZING, SnapshotTaken): row(persist.on_snapshot, P.FREEZING),
+    **ignored(P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.FREEZING, "all ranks have been started", ResumeAsked),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.FREEZING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.FREEZING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.FREEZING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
@@ -121,8 +136,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
+    (P.REPLAYING, SnapshotTaken): row(persist.on_snapshot, P.REPLAYING),
+    **ignored(P.REPLAYING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.REPLAYING, "all ranks have been started", ResumeAsked),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.REPLAYING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.REPLAYING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.REPLAYING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.REPLAYING, "said twice: all survivors stand still", RankFrozen),
     **ignored(P.REPLAYING, "not asked for yet", StateSent, RankRepaired, RankRebuilt, RankReissued),
@@ -138,8 +156,11 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
+    (P.TRANSFERRING, SnapshotTaken): row(persist.on_snapshot, P.TRANSFERRING),
+    **ignored(P.TRANSFERRING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.TRANSFERRING, "all ranks have been started", ResumeAsked),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.TRANSFERRING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.TRANSFERRING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.TRANSFERRING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.TRANSFERRING, "said twice: its phase is over", RankFrozen, RankReplayed),
     **ignored(P.TRANSFERRING, "not asked for yet", RankRebuilt, RankReissued),
@@ -148,24 +169,53 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, RankProtected): row(faults.on_protected, P.RESUMING),
     (P.RESUMING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),
     (P.RESUMING, RankExited): row(faults.on_exit_in_repair, P.RESUMING, P.RUNNING, P.DONE, *ANSWERS),
-    (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING),
-    (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING),
+    (P.RESUMING, RankRebuilt): row(repair.on_rebuilt, P.RESUMING, P.RUNNING, P.FAILED),
+    (P.RESUMING, RankReissued): row(repair.on_reissued, P.RESUMING, P.RUNNING, P.FAILED),
     (P.RESUMING, ConnectionBroken): row(hung.on_connection_broken_again, P.FREEZING, *DOWN),
     (P.RESUMING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
     (P.RESUMING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.RESUMING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.RESUMING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
+    (P.RESUMING, SnapshotTaken): row(persist.on_snapshot, P.RESUMING),
+    **ignored(P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.RESUMING, "all ranks have been started", ResumeAsked),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.RESUMING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.RESUMING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
+    #
+    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, P.FAILED),
+    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, P.FAILED),
+    (P.PERSISTING, RankStarted): row(persist.on_started_to_persist, P.PERSISTING),
+    (P.PERSISTING, RankProtected): row(faults.on_protected, P.PERSISTING),
+    (P.PERSISTING, RankUnprotected): row(faults.on_unprotected, P.PERSISTING),
+    (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, P.FAILED),
+    (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
+    (P.PERSISTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
+    **ignored(P.PERSISTING, "one is being written", CheckpointAsked),
+    **ignored(P.PERSISTING, "all ranks have been started", ResumeAsked),
+    **ignored(P.PERSISTING, "who does not stand still meets the deadline", RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.PERSISTING, "the repair was given up", RankReplayed, StateSent, RankRepaired),
+    **ignored(P.PERSISTING, "the repair was given up", RankRebuilt, RankReissued),
     #
     (P.DRAINING, RankStarted): row(faults.on_started_while_draining, P.DRAINING),
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
-    (P.DRAINING, StopAsked): row(faults.on_stop, P.FAILED),
+    (P.DRAINING, StopAsked): row(faults.on_stop, *END),
+    **ignored(
+        P.DRAINING,
+        "nothing can be repaired or written any more",
+        SnapshotTaken,
+        ResumeAsked,
+        CheckpointAsked,
+        StatePersisted,
+    ),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
     **ignored(P.DRAINING, "the repair was given up", RankFrozen, RankReplayed, StateSent, RankRepaired),
@@ -173,17 +223,20 @@ TRANSITIONS: dict[Key, Row] = {
     #
     (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
+    **ignored(P.RESTARTING, "what comes of a group that is over", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
     #
+    **ignored(P.DONE, "the job is over", *OF_CHECKPOINTS),
     **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
     #
+    **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS),
     **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
@@ -216,7 +269,7 @@ def advance(job: Job, event: Event) -> Result:
 
 def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
-    if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken):
+    if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken | StatePersisted):
         return event.generation != job.generation
     if isinstance(event, RankExited | RankFaulted | RankHung | RankDiverged):
         return event.pid != job.members[event.rank].pid

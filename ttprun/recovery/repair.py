@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import FinishJob, Replay, Resume, SendState
+from ttprun.recovery.actions import FinishJob, LoadState, Replay, Resume, SendState
 from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.events import (
     MismatchFound,
@@ -22,7 +22,7 @@ from ttprun.recovery.events import (
     StateSent,
 )
 from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import Result, deadline_of, enter, restart_group, unchanged
+from ttprun.recovery.ladder import Result, deadline_of, end_job, enter, restart_group, unchanged
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -103,11 +103,12 @@ def why_survivors_disagree(job: Job) -> str:
 
 def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
     """Tell the replacements that have a process, and have not been told yet, up to where to replay."""
-    source = job.source
+    target = job.target
     ready = tuple(member for member in job.replacements if member.pid is not None and not member.has_orders)
-    if source is None:
+    if target is None:
         return job, ()
-    orders = tuple(Replay(member.rank, job.generation, source.boundary, source.rank) for member in ready)
+    source = None if job.source is None or job.rewind_to is not None else job.source.rank
+    orders = tuple(Replay(member.rank, job.generation, target, source) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
 
@@ -117,23 +118,24 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
 
 
 def on_replayed(job: Job, event: RankReplayed) -> Result:
-    """A replacement has come to the boundary; after the last one the source sends its state."""
-    source = job.source
+    """A replacement has come to the boundary; after the last one the source sends its state, or all load a snapshot."""
+    source, target = job.source, job.target
     member = job.members[event.rank]
-    if source is None or member.life is not Life.LOST or not member.has_orders:
+    if target is None or member.life is not Life.LOST or not member.has_orders:
         return unchanged(job, event)
-    if event.boundary != source.boundary:
-        why = f"rank {event.rank} replayed up to boundary {event.boundary}, and not to {source.boundary}"
+    if event.boundary != target:
+        why = f"rank {event.rank} replayed up to boundary {event.boundary}, and not to {target}"
         return restart_group(job, event.at_s, why)
     job = job.with_member(event.rank, has_replayed=True)
     if not all(replacement.has_replayed for replacement in job.replacements):
         return job, ()
     job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
-    actions = (
-        SendState(source.rank, job.lost, job.generation, source.boundary),
-        deadline_of(job, Phase.TRANSFERRING),
+    order = (
+        LoadState(job.lost, job.generation, target)
+        if job.rewind_to is not None or source is None
+        else SendState(source.rank, job.lost, job.generation, target)
     )
-    return enter(job, Phase.TRANSFERRING, event.at_s, actions)
+    return enter(job, Phase.TRANSFERRING, event.at_s, (order, deadline_of(job, Phase.TRANSFERRING)))
 
 
 def on_state_sent(job: Job, event: StateSent) -> Result:
@@ -153,6 +155,8 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 def end_transferring(job: Job, at_s: float) -> Result:
     """Once the state is sent and loaded everywhere, and is the same everywhere: all resume."""
     source = job.source
+    if job.rewind_to is not None:
+        return end_loading(job, at_s, job.rewind_to)
     if source is None:
         return job, ()
     sent_digest = job.members[source.rank].sent_digest
@@ -167,6 +171,18 @@ def end_transferring(job: Job, at_s: float) -> Result:
         return restart_group(job, at_s, f"rank {source.rank} sent state {sent_digest or 'none'}, but {loaded}")
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, source.boundary)
+
+
+def end_loading(job: Job, at_s: float, boundary: int) -> Result:
+    """Once all have loaded the state of a snapshot, and hold the same: all resume."""
+    digests = {member.repaired_digest for member in job.replacements}
+    if None in digests:
+        return job, ()
+    if len(digests) > 1:
+        loaded = ", ".join(f"rank {member.rank} {member.repaired_digest}" for member in job.replacements)
+        return restart_group(job, at_s, f"the ranks hold different states after loading: {loaded}")
+    job = job.with_incident(transfer_s=at_s - job.phase_since_s)
+    return begin_resuming(job, at_s, boundary)
 
 
 def begin_resuming(job: Job, at_s: float, boundary: int, extra_s: float = 0.0) -> Result:
@@ -191,19 +207,30 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 
 def end_resuming(job: Job, at_s: float) -> Result:
-    """Once all ranks that have not finished are connected and have caught up: the job runs again."""
+    """Once all ranks that have not finished are connected and have caught up: the job runs again, or ends at last."""
     working = [member for member in job.members if member.life is not Life.FINISHED]
-    incident = job.incident
-    if incident is None or not all(member.has_rebuilt for member in working):
+    if not all(member.has_rebuilt for member in working):
         return job, ()
-    rebuild_s = at_s - job.phase_since_s if incident.rebuild_s is None else incident.rebuild_s
+    incident = job.incident
+    rebuild_s = at_s - job.phase_since_s if incident is None or incident.rebuild_s is None else incident.rebuild_s
     job = job.with_incident(rebuild_s=rebuild_s)
     if not all(member.has_reissued for member in working):
         return job, ()
+    if job.ending is not None:
+        return end_job(job, at_s)
     reissue_s = at_s - job.phase_since_s - rebuild_s
-    job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
+    steps_lost = steps_lost_by_rewinding(job)
+    members = tuple(member.with_answers_forgotten() for member in job.members)
+    job = replace(job, members=members, rewind_to=None, is_resumed=False)
     phase, actions = (Phase.RUNNING, ()) if working else (Phase.DONE, (FinishJob(),))
-    return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=0, reissue_s=reissue_s)
+    return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
+
+
+def steps_lost_by_rewinding(job: Job) -> int:
+    """Optimizer steps that were complete when the fault came, and lie behind the snapshot."""
+    if job.rewind_to is None or job.is_resumed:
+        return 0
+    return max(0, *(fault.boundary - job.rewind_to for fault in job.faults), 0)
 
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
@@ -231,6 +258,8 @@ def what_is_missing(job: Job, member: Member) -> str:
             return "to send its state"
         case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"
+        case Phase.PERSISTING if not is_replacement and member.frozen is None:
+            return "to stand still"
         case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
             return "to connect"
         case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:

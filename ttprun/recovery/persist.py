@@ -1,0 +1,176 @@
+"""Handlers of what becomes of a job's state beside its ranks: snapshots, checkpoints, and going on from one.
+
+PERSISTING: all living ranks stand still at one boundary, as for a repair; then each writes a part of what they hold,
+and the agent makes a checkpoint of it. If the job goes on they connect anew and issue their journals, as if a link had
+broken; so a checkpoint can be had at any moment. If the job ends because somebody has asked, it goes on all the same,
+so that the script can do what it does when it is ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttprun.recovery.actions import KillRank, Persist, Resume
+from ttprun.recovery.events import (
+    CheckpointAsked,
+    DeadlinePassed,
+    MismatchFound,
+    RankExited,
+    RankFaulted,
+    RankFrozen,
+    RankStarted,
+    ResumeAsked,
+    SnapshotTaken,
+    StatePersisted,
+    StopAsked,
+)
+from ttprun.recovery.faults import answer_fault, mark_finished, on_faulted
+from ttprun.recovery.job import Ending, Job, Life, Phase
+from ttprun.recovery.ladder import (
+    DEADLINE_NAMES,
+    HALT,
+    Result,
+    begin_attempt,
+    begin_persisting,
+    begin_rewind,
+    deadline_of,
+    drain,
+    end_job,
+    enter,
+    may_persist,
+    open_incident,
+    reason_of,
+    unchanged,
+)
+from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors_disagree
+
+
+def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
+    """There is a newer snapshot to go back to."""
+    return replace(job, snapshot=event.boundary), ()
+
+
+def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
+    """A new launch goes on from a checkpoint: its ranks start like those of a job that goes back to a snapshot.
+
+    Their processes are already on their way, so none is asked for.
+    """
+    members = tuple(replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s) for member in job.members)
+    job = replace(job, members=members, snapshot=event.boundary, is_resumed=True)
+    why = f"a checkpoint of step {event.boundary} was found ({event.place})"
+    return begin_rewind(open_incident(job, event.at_s, "resume", why, detect_s=0.0), event.at_s)
+
+
+def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
+    """The user wants a checkpoint now; if that is not possible, the agent has told him so."""
+    return begin_persisting(job, event.at_s) if may_persist(job) else unchanged(job, event)
+
+
+def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
+    """A rank stands still; once all do, they write."""
+    member = job.members[event.rank]
+    if member.life is not Life.LIVE or member.frozen is not None or job.persists_at is not None:
+        return unchanged(job, event)
+    job = job.with_member(event.rank, frozen=event)
+    if is_anyone_moving(job):
+        return job, ()
+    why_not = why_survivors_disagree(job)
+    if event.boundary == 0:
+        why_not = "no optimizer step has been completed yet"
+    if why_not:
+        return go_on(job, event.at_s, why_not)
+    job = replace(job, persists_at=event.boundary)
+    cause = "asked" if job.ending is None else "dying gasp" if job.ending.is_fault else "ended"
+    order = Persist(job.survivors, job.generation, event.boundary, cause)
+    return enter(job, Phase.PERSISTING, event.at_s, (order, deadline_of(job, Phase.PERSISTING)))
+
+
+def on_persisted(job: Job, event: StatePersisted) -> Result:
+    """The checkpoint is written, or it could not be."""
+    if job.ending is not None and event.place:
+        note = f"{job.ending.reason}; its state was saved, the same command goes on from there: {event.place}"
+        job = replace(job, ending=replace(job.ending, reason=note))
+    return go_on(job, event.at_s, event.why_not)
+
+
+def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
+    """A rank cannot write its part."""
+    return go_on(job, event.at_s, event.reason)
+
+
+def go_on(job: Job, at_s: float, why_not: str = "") -> Result:
+    """Nothing is written any more: the job ends, or all go on from where they stand.
+
+    why_not   why no checkpoint was written; "" if it was
+    """
+    if job.ending is not None and why_not:
+        note = f"{job.ending.reason}; no checkpoint was written: {why_not}"
+        job = replace(job, ending=replace(job.ending, reason=note))
+    stands_at = job.source.boundary if job.source is not None and not is_anyone_moving(job) else None
+    if job.ending is not None and (job.ending.is_fault or job.lost or stands_at is None):
+        return end_job(job, at_s)
+    if stands_at is None:  # a rank cannot write, and others do not stand still yet
+        return begin_attempt(open_incident(job, at_s, "mismatch", why_not, detect_s=0.0), at_s)
+    actions = (Resume(job.survivors, job.generation, stands_at), deadline_of(job, Phase.RESUMING))
+    return enter(job, Phase.RESUMING, at_s, actions)
+
+
+def on_exit_to_persist(job: Job, event: RankExited) -> Result:
+    """One rank less: if the job ends the others write without it, else it comes first."""
+    if event.is_finish:
+        job = mark_finished(job, event)
+        if job.ending is not None or not job.survivors:
+            return go_on(job, event.at_s, f"rank {event.rank} has finished")
+        why = f"rank {event.rank} finished while a checkpoint was to be written, so the group cannot be built again"
+        return drain(job, event.at_s, why)
+    if job.ending is None:
+        return answer_fault(job, event)
+    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
+
+
+def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
+    """The script has ended in one rank, and its process waits for orders."""
+    if job.ending is None:
+        return on_faulted(job, event)
+    job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    kill = KillRank(event.rank, "the job ends")
+    job, actions = begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, event.sentence)
+    return job, (kill, *actions)
+
+
+def on_started_to_persist(job: Job, event: RankStarted) -> Result:
+    """A replacement that was still being started: its place is not taken any more, if the job ends."""
+    job = note_process(job, event)
+    if job.members[event.rank].life is not Life.LOST:
+        return job, ()
+    return job.with_member(event.rank, pid=None), (KillRank(event.rank, "the job ends"),)
+
+
+def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
+    """Who does not stand still by now will not: if the job ends the others write without it.
+
+    Else it is an incident: all connections have been cut, so nobody can go on before all have stood still.
+    """
+    if event.name == DEADLINE_NAMES[Phase.PERSISTING]:
+        return go_on(job, event.at_s, f"it took more than {event.at_s - job.phase_since_s:.0f} s")
+    late = tuple(rank for rank in job.survivors if job.members[rank].frozen is None)
+    if event.name != HALT or job.persists_at is not None or not late:
+        return unchanged(job, event)
+    guilty = tuple(rank for rank in late if rank in event.silent) or late
+    why_not = f"rank {', '.join(map(str, guilty))} did not come to a stand within {job.settings.limits.halt_s:.0f} s"
+    if job.ending is None:
+        return begin_attempt(open_incident(job, event.at_s, "hang", why_not, detect_s=0.0), event.at_s)
+    if not {*job.survivors} - {*guilty}:
+        return go_on(job, event.at_s, why_not)
+    kills = tuple(KillRank(rank, why_not) for rank in guilty if job.members[rank].pid is not None)
+    for rank in guilty:
+        job = job.with_member(rank, pid=None, life=Life.LOST, is_protected=False)
+    job, actions = begin_persisting(job, event.at_s)
+    return job, (*kills, *actions)
+
+
+def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
+    """The checkpoint that is being written is the job's last one."""
+    ending = job.ending or Ending(reason=reason_of(job, event.reason), is_fault=False)
+    return replace(job, ending=ending), ()
