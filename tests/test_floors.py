@@ -14,7 +14,8 @@ FLOORS = {
     "rank": {"board", "channel", "faults", "errors"},
     "shim": {"rank"},
     "agent": {"board", "channel", "config", "errors", "faults", "observe", "rank", "recovery", "schedule"},
-    "cli": {"agent", "config", "drill", "errors", "faults", "observe", "rank", "schedule"},
+    "cli": {"agent", "config", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
+    "state": {"__version__", "errors"},
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

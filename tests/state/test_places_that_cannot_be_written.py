@@ -1,0 +1,89 @@
+"""Full, read-only and forbidden places: the reason is said, the draft goes, what was there stays valid.
+
+Each case is made by the kernel, in a process of its own: a small file system in a mount namespace that ends with it, a
+limit on the size of files, an ordinary user.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.state.making import run_program
+
+# Prints the error, then the checkpoint that is found, then what is in the directory.
+PROGRAM = """
+import os, resource, subprocess, sys
+from pathlib import Path
+from tests.state.making import names, take
+from ttprun.state.errors import CannotWriteError
+from ttprun.state.store import CheckpointStore
+
+case, folder = sys.argv[1], Path(sys.argv[2])
+if case in ("full", "read-only"):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+store = CheckpointStore(folder)
+store.lock("r1")
+take(store, 100, b"x" * 300_000)
+try:
+    if case == "read-only":
+        store.unlock()
+        subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        CheckpointStore(folder).lock("r2")
+    elif case == "forbidden":
+        folder.chmod(0o500)
+        if os.geteuid() == 0:  # whom no mode stops
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, 65534, 65534)
+            os.setuid(65534)
+    elif case == "file limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
+    take(store, 120, b"x" * 900_000)
+except CannotWriteError as error:
+    print(error)
+chosen, skipped = store.newest_valid()
+print(chosen and chosen.name, skipped)
+print(sorted(names(folder)))
+"""
+NEEDS_MOUNT = ("full", "read-only")
+
+
+@cache
+def namespace() -> tuple[str, ...] | None:
+    """A command whose processes may mount, unseen by others; None if this machine has none."""
+    for command in (("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")):
+        mount = (*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
+        if shutil.which("unshare") and subprocess.run(mount, capture_output=True, check=False).returncode == 0:
+            return command
+    return None
+
+
+@pytest.mark.parametrize(
+    ("case", "complaint"),
+    [
+        ("full", "the disk is full; free some space, or name another directory with --save-dir"),
+        ("read-only", "the file system is read-only; mount it writable, or name another directory with --save-dir"),
+        ("forbidden", "permission denied; make it writable for you, or name another directory with --save-dir"),
+        ("file limit", "a file would be larger than is allowed; raise 'ulimit -f', or name another file system"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_named_with_cause_and_cure(case: str, complaint: str) -> None:
+    prefix = namespace() if case in NEEDS_MOUNT else ()
+    if prefix is None:
+        pytest.skip("nothing may be mounted here")
+    # Not tmp_path: its parents are closed to the ordinary user that one case becomes.
+    folder = Path(subprocess.check_output(["mktemp", "--directory"], text=True).strip())
+
+    done = run_program(PROGRAM, case, folder, prefix=prefix)
+    shutil.rmtree(folder)
+
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"no checkpoint can be written to '{folder}': {complaint}",
+        "step-00000100 []",
+        "['latest', 'step-00000100']",
+    ]
