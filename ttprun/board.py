@@ -36,6 +36,9 @@ class Field(enum.IntEnum):
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
+    SNAPSHOT_ASKED = 16  # of the first row: number of the snapshot that the agent wants; the agent writes it
+    SNAPSHOT_NUMBER = 17  # of the first row: number of the snapshot that is taken at SNAPSHOT_AT
+    SNAPSHOT_AT = 18  # of the first row: the boundary at which all ranks take it
 
 
 class Phase(enum.IntEnum):

@@ -142,7 +142,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             "the script carries gradients across an optimizer step, and those of the lost rank are not known "
             "(or they have become NaN)",
         )
-    if session.world_size > 1 and session.groups and not session.unprotected:
+    if session.is_recorded():
         for entry in session.journal.unfinished():
             session.journal.wait(entry)
         boundary = session.applied + 1
@@ -167,6 +167,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session.replay.after_step()
         return
     faults.reached_step_end()
+    if session.snapshots.is_due(session.applied + 1):
+        session.snapshots.take(session, session.applied + 1, sys._getframe(1))
     pass_boundary(session)
     faults.reached("after_step")
 
@@ -195,6 +197,7 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     session.board.set(session.local_rank, Field.LINES_OUT, 0)
     session.board.set(session.local_rank, Field.LINES_ERR, 0)
+    session.snapshots.agree(boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
 

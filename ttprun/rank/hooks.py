@@ -32,6 +32,7 @@ from ttprun.rank.recovery import Recovery
 from ttprun.rank.replay import Replay
 from ttprun.rank.results import Results
 from ttprun.rank.session import Session, begin, leave_in_children
+from ttprun.rank.snapshots import Snapshots
 from ttprun.rank.verification import Verifier
 
 
@@ -86,6 +87,7 @@ def make_session(presence: Presence) -> Session:
     """What a run knows of itself as a rank; all of it is new."""
     welcome, options = presence.welcome, presence.welcome["options"]
     recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
+    board = Board(presence.fds[0], welcome["local_world_size"])
     journal = Journal(options["journal_limit_mib"] << 20)
     session = Session(
         rank=welcome["rank"],
@@ -94,10 +96,11 @@ def make_session(presence: Presence) -> Session:
         run_dir=welcome["run_dir"],
         options=options,
         channel=presence.channel,
-        board=Board(presence.fds[0], welcome["local_world_size"]),
+        board=board,
         recorder=recorder,
         journal=journal,
         verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
+        snapshots=Snapshots(board, welcome["local_rank"], options["shelves"]),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,7 @@ class Recorder:
     """
 
     def __init__(self, fd: int, slot_bytes: int) -> None:
+        self._fd = fd
         self._slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
@@ -79,6 +81,9 @@ class Recorder:
 
         Raises RecordTooLargeError, with the older records untouched.
         """
+        self._write_slot(boundary, head, [bytes_of(blob) for blob in blobs if blob.nbytes])
+
+    def _write_slot(self, boundary: int, head: bytes, blobs: Sequence[memoryview]) -> None:
         blob_bytes = sum(blob.nbytes for blob in blobs)
         if len(head) + blob_bytes > self._slot_bytes:
             raise RecordTooLargeError(
@@ -91,9 +96,8 @@ class Recorder:
         self._map[at : at + len(head)] = head
         at += len(head)
         for blob in blobs:
-            if blob.nbytes:
-                self._view[at : at + blob.nbytes] = bytes_of(blob)
-                at += blob.nbytes
+            self._view[at : at + blob.nbytes] = blob
+            at += blob.nbytes
         _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
@@ -105,6 +109,49 @@ class Recorder:
         at = HEADER_BYTES + slot * self._slot_bytes
         middle = at + head_bytes
         return bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
+
+    def export(self, boundary: int) -> dict[str, Any]:
+        """All that a replay up to `boundary` needs, for `restore`; to be packed with msgpack.
+
+        Raises KeyError if there is no record of that boundary.
+        """
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        records = [
+            [number, *found] for number in range(boundary - SLOTS + 1, boundary + 1) if (found := self.read(number))
+        ]
+        if not records or records[-1][0] != boundary:
+            raise KeyError(boundary)
+        return {
+            "records": records,
+            "log": list(self.read_log()),
+            "workers": list(self._written_parts(start - WORKER_BYTES, start)),
+            "appended": bytes(self._view[start : start + APPENDED_BYTES]) if self.appended_keys() else b"",
+        }
+
+    def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """(offset behind `start`, bytes) of what has ever been written in a part; reading the rest would take memory."""
+        at = start
+        while at < end:
+            try:
+                at = os.lseek(self._fd, at, os.SEEK_DATA)
+            except OSError:  # ENXIO: there is nothing from there on
+                return
+            hole = min(os.lseek(self._fd, at, os.SEEK_HOLE), end)
+            if at < hole:
+                yield at - start, os.pread(self._fd, hole - at, at)
+            at = hole
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        for boundary, head, blobs in exported["records"]:
+            self._write_slot(boundary, head, [memoryview(blobs)])
+        for entry in exported["log"]:
+            self.append_log(entry)
+        for offset, part in exported["workers"]:
+            self._view[start - WORKER_BYTES + offset :][: len(part)] = part
+        if exported["appended"]:
+            self._view[start:] = exported["appended"]
 
     def append_log(self, entry: bytes) -> bool:
         """Append an entry to the log of results; False when it is full."""

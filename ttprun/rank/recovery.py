@@ -1,8 +1,8 @@
 """A rank's part in a recovery, on a thread of its own; the main thread need only wait.
 
 Messages of the agent: `freeze` (a rank is lost: stop in front of the next commit, break the connection, say where you
-stand), `send_state` and `fetch_state` (the repair), `resume` (connect in the new generation and issue the journal
-again). A newer generation overtakes an older one at every wait.
+stand), `send_state` and `fetch_state` (the repair), `load_state` (that of a snapshot), `dump` (a checkpoint), `resume`
+(connect in the new generation and issue the journal again). A newer generation overtakes an older one at every wait.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from ttprun.board import Field, Phase
 from ttprun.channel import Message
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, faults, repair
+from ttprun.rank import damage, faults, repair, replicated, shares
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
@@ -114,7 +114,7 @@ class Recovery:
                     if not self._hears_of_fault(message["generation"]):
                         session.tell_broken(message["generation"], str(error), TELL_AFTER_S)
                     continue
-                detail = "" if isinstance(error, repair.NotRepairableError) else traceback.format_exc()
+                detail = "" if isinstance(error, replicated.NotRepairableError) else traceback.format_exc()
                 session.channel.send(
                     {
                         "op": "mismatch",
@@ -153,7 +153,7 @@ class Recovery:
                 session.changed.wait(_LOOK_AGAIN_S)
                 self._check_overtaken()
         self._settle(message["survivors"])
-        state = repair.digest() if session.applied else ""
+        state = replicated.digest() if session.applied else ""
         session.channel.send(
             {
                 "op": "frozen",
@@ -240,6 +240,21 @@ class Recovery:
         faults.reached("transfer")
         digest = repair.fetch(session.run_dir, message["name"], message["limit_s"])
         session.channel.send({"op": "repaired", "generation": message["generation"], "digest": digest})
+
+    def _on_load_state(self, message: Message) -> None:
+        session = self._session
+        session.touch(Phase.REPAIRING)
+        faults.reached("transfer")
+        shares.load(message["header"], message["files"])
+        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": replicated.digest()})
+
+    def _on_dump(self, message: Message) -> None:
+        """Write this rank's share of what all survivors hold; the main thread stands still."""
+        session = self._session
+        faults.reached("persist")
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        told = shares.write(message["path"], message["share"], message["of"], main, is_hashed=True)
+        session.channel.send({"op": "dumped", "generation": message["generation"], **told})
 
     # Resume.
 

@@ -1,7 +1,6 @@
 """State on its way from a survivor to a replacement: what the optimizers update, as raw bytes over a Unix socket.
 
-The order is the same in every rank: optimizers as they were made, their groups, the groups' parameters, of each the
-weights and then the optimizer's state by name. A header in msgpack says what comes; nothing is pickled.
+The tensors go in the order of `replicated`; a header in msgpack says what comes, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -11,59 +10,16 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import msgpack
 import torch
-import xxhash
 
-from ttprun.rank import boundary
+from ttprun.rank.replicated import describe, digest, take_over
 from ttprun.rank.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
 _LOOK_AGAIN_S = 0.05
-_PLAIN = (int, float, bool, str, type(None))
-
-
-class NotRepairableError(RuntimeError):
-    """An optimizer holds something that cannot be sent; the message names it."""
-
-
-def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
-    for number, optimizer in enumerate(boundary.optimizers()):
-        for group_number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                name = f"optimizer {number}, group {group_number}, parameter {index}"
-                yield name, parameter, optimizer.state.get(parameter, {}), optimizer
-
-
-def _describe() -> tuple[list[Any], list[torch.Tensor]]:
-    """What this rank holds: a header that says it, and the tensors in its order."""
-    header: list[Any] = []
-    tensors: list[torch.Tensor] = []
-    for name, parameter, state, _ in _parameters():
-        entries = []
-        tensors.append(parameter.detach())
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
-                tensors.append(value.detach())
-            elif isinstance(value, _PLAIN):
-                entries.append([key, False, value, None])
-            else:
-                raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
-        header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
-    return header, tensors
-
-
-def digest() -> str:
-    """A hash of everything that optimizers update; equal in ranks that hold the same. Raises NotRepairableError."""
-    header, tensors = _describe()
-    state = xxhash.xxh3_64(msgpack.packb(header))
-    for tensor in tensors:
-        state.update(bytes_of(tensor))
-    return state.hexdigest()
 
 
 def serve(directory: str, name: str, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
@@ -73,7 +29,7 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
 
     Blocks at most `limit_s` seconds a receiver. Raises NotRepairableError, TimeoutError, OSError.
     """
-    header, tensors = _describe()
+    header, tensors = describe()
     packed = msgpack.packb(header)
     at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{at}/{name}"
@@ -87,7 +43,7 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
                 with _accept(listener, time.monotonic() + limit_s, check) as connection:
                     connection.settimeout(limit_s)
                     connection.sendall(_LENGTH.pack(len(packed)) + packed)
-                    for tensor in tensors:
+                    for _, tensor in tensors:
                         connection.sendall(bytes_of(tensor))
     finally:
         with contextlib.suppress(OSError):
@@ -137,32 +93,7 @@ def _connect(connection: socket.socket, path: str, end: float) -> None:
 def _receive(connection: socket.socket) -> None:
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     header = msgpack.unpackb(_exactly(connection, size))
-    held = list(_parameters())
-    if len(held) != len(header):
-        raise NotRepairableError(
-            f"the replacement's optimizers hold {len(held)} parameters, the source's {len(header)}"
-        )
-    for (name, parameter, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
-        if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
-            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, in the source {shape}")
-        _fill(connection, parameter.detach())
-        if not entries:
-            optimizer.state.pop(parameter, None)
-            continue
-        old = optimizer.state[parameter]
-        new: dict[str, Any] = {}
-        for key, is_tensor, value, entry_shape in entries:
-            if not is_tensor:
-                new[key] = value
-                continue
-            tensor = old.get(key)
-            kind = getattr(torch, value)
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or list(tensor.shape) != entry_shape:
-                tensor = torch.empty(entry_shape, dtype=kind)
-            _fill(connection, tensor)
-            new[key] = tensor
-        old.clear()
-        old.update(new)
+    take_over(header, lambda key, tensor: _fill(connection, tensor))
 
 
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ttprun.rank.recovery import Recovery
     from ttprun.rank.replay import Replay
     from ttprun.rank.results import Results
+    from ttprun.rank.snapshots import Snapshots
     from ttprun.rank.verification import Verifier
 
 
@@ -52,6 +53,7 @@ class Session:
     results: Results
     exchange: Exchange
     verifier: Verifier
+    snapshots: Snapshots
     generation: int = 0
     applied: int = 0
     unprotected: str = ""
@@ -71,6 +73,12 @@ class Session:
     def is_repairable(self) -> bool:
         """Whether another rank could be repaired from what this one keeps."""
         return self.world_size > 1 and not self.unprotected
+
+    def is_recorded(self) -> bool:
+        """Whether records are of use: other ranks can be repaired from them, or this one can go on from a snapshot."""
+        if self.unprotected:
+            return False
+        return bool(self.groups) if self.world_size > 1 else bool(self.options["keeps_state"])
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""

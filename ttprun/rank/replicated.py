@@ -1,0 +1,100 @@
+"""What all replicas hold alike: the optimizers' parameters and their state, described, hashed and taken over.
+
+The order is the same in every rank: optimizers as they were made, their groups, the groups' parameters, of each the
+weights and then the optimizer's state by name. Each tensor has a key made of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgpack
+import torch
+import xxhash
+
+from ttprun.rank import boundary
+from ttprun.rank.tensor_bytes import bytes_of
+
+_PLAIN = (int, float, bool, str, type(None))
+WEIGHT = "weight"
+
+
+class NotRepairableError(RuntimeError):
+    """An optimizer holds something that cannot be taken over; the message names it."""
+
+
+def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
+    for number, optimizer in enumerate(boundary.optimizers()):
+        for group_number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = f"optimizer.{number}/{group_number}.{index}"
+                yield name, parameter, optimizer.state.get(parameter, {}), optimizer
+
+
+def describe() -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
+    """What this rank holds.
+
+    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and all
+             tensors with their keys
+
+    Raises NotRepairableError.
+    """
+    header: list[Any] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
+    for name, parameter, state, _ in _parameters():
+        entries = []
+        tensors.append((f"{name}/{WEIGHT}", parameter.detach()))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
+                tensors.append((f"{name}/{key}", value.detach()))
+            elif isinstance(value, _PLAIN):
+                entries.append([key, False, value, None])
+            else:
+                raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
+        header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
+    return header, tensors
+
+
+def digest() -> str:
+    """A hash of everything that optimizers update; equal in ranks that hold the same. Raises NotRepairableError."""
+    header, tensors = describe()
+    state = xxhash.xxh3_64(msgpack.packb(header))
+    for _, tensor in tensors:
+        state.update(bytes_of(tensor))
+    return state.hexdigest()
+
+
+def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
+    """Make this rank hold what another one has described.
+
+    header  as `describe` gives it
+    fill    called with the key of each tensor, in that order, and with the tensor to write its elements to
+
+    Raises NotRepairableError if this rank's parameters are not like those.
+    """
+    held = list(_parameters())
+    if len(held) != len(header):
+        raise NotRepairableError(f"this rank's optimizers hold {len(held)} parameters, and {len(header)} are to come")
+    for (name, parameter, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
+        if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
+            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and one of {shape} is to come")
+        fill(f"{name}/{WEIGHT}", parameter.detach())
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        old = optimizer.state[parameter]
+        new: dict[str, Any] = {}
+        for key, is_tensor, value, entry_shape in entries:
+            if not is_tensor:
+                new[key] = value
+                continue
+            tensor = old.get(key)
+            kind = getattr(torch, value)
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or list(tensor.shape) != entry_shape:
+                tensor = torch.empty(entry_shape, dtype=kind)
+            fill(f"{name}/{key}", tensor)
+            new[key] = tensor
+        old.clear()
+        old.update(new)

@@ -1,0 +1,196 @@
+"""The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
+
+All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
+come to the same division without talking. A share is a file in the layout of safetensors: length of the header, header
+in JSON, elements. It is written here because that library writes a file only under a name of its own, and a snapshot's
+has none; it is read with the library, and by whoever else reads safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import safetensors
+import torch
+import xxhash
+
+from ttprun.channel import Message
+from ttprun.rank import replicated
+from ttprun.rank.frames import SCALARS, user_frames
+from ttprun.rank.tensor_bytes import bytes_of
+
+_CHUNK_BYTES = 4 << 20
+_MOST_MODULES = 16
+_ALIGNMENT = 8
+# The names of safetensors for the types of torch.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def file_of(share: int) -> str:
+    """Name of a share's file in a checkpoint."""
+    return f"tensors-{share:05d}.safetensors"
+
+
+def divide(sizes: list[int], of: int) -> list[int]:
+    """The share to which each tensor goes: the largest first, each to the share that is smallest so far."""
+    filled = [0] * of
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owner = filled.index(min(filled))
+        owners[index] = owner
+        filled[owner] += sizes[index]
+    return owners
+
+
+def write(path: str, share: int, of: int, frame: FrameType | None, is_hashed: bool) -> Message:
+    """Write one share of what this rank holds; the first one has the models' own tensors too.
+
+    path       of a file to make, or of a descriptor under /proc
+    frame      innermost of the main thread's: its variables name the models
+    is_hashed  the file is one of a checkpoint: it is hashed while it is written, and on the disk afterwards
+
+    returns  what the agent must know: bytes, xxh3, header, a hash of the header, names of the models' tensors
+
+    Raises NotRepairableError, OSError.
+    """
+    header, tensors = replicated.describe()
+    owners = divide([tensor.nbytes for _, tensor in tensors], of)
+    mine = [named for named, owner in zip(tensors, owners, strict=True) if owner == share]
+    told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(header).encode()), "share": share}
+    if share == 0:
+        files = {key: file_of(owner) for (key, _), owner in zip(tensors, owners, strict=True)}
+        models, own = _models(frame, {_place(tensor): key for key, tensor in tensors})
+        files |= {key: file_of(0) for key, _ in own}
+        told |= {
+            "header": header,
+            "files": files,
+            "model": {name: {n: [files[key], key] for n, key in names.items()} for name, names in models.items()},
+        }
+        mine += own
+    return told | _write_file(path, mine, is_hashed)
+
+
+def load(header: list[Any], files: list[str]) -> None:
+    """Take over the state that all shares hold together.
+
+    header  as `replicated.describe` gives it
+    files   paths of all shares
+
+    Raises NotRepairableError, OSError.
+    """
+    opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
+    holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - it is no mapping
+
+    def fill(key: str, tensor: torch.Tensor) -> None:
+        if key not in holder:
+            raise replicated.NotRepairableError(f"{key} is in none of the checkpoint's files")
+        found = holder[key].get_tensor(key)
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            raise replicated.NotRepairableError(f"{key} is {list(found.shape)} of {found.dtype} in the checkpoint")
+        with torch.no_grad():
+            tensor.copy_(found)
+
+    replicated.take_over(header, fill)
+
+
+def _write_file(path: str, tensors: Named, is_hashed: bool) -> Message:
+    layout: dict[str, Any] = {}
+    at = 0
+    for key, tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise replicated.NotRepairableError(f"{key} has elements of type {tensor.dtype}")
+        layout[key] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    head = json.dumps(layout | {"__metadata__": {"format": "pt"}}).encode()
+    head += b" " * (-len(head) % _ALIGNMENT)
+    digest = xxhash.xxh3_128()
+    size = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        for chunk in _chunks(struct.pack("<Q", len(head)) + head, tensors):
+            left = chunk
+            while left:
+                left = left[os.write(fd, left) :]
+            if is_hashed:
+                digest.update(chunk)
+            size += len(chunk)
+        if is_hashed:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return {"bytes": size, "xxh3": digest.hexdigest() if is_hashed else ""}
+
+
+def _chunks(head: bytes, tensors: Named) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for _, tensor in tensors:
+        raw = bytes_of(tensor if tensor.device.type == "cpu" else tensor.cpu())
+        for at in range(0, len(raw), _CHUNK_BYTES):
+            yield raw[at : at + _CHUNK_BYTES]
+
+
+def _models(frame: FrameType | None, keys: dict[Any, str]) -> tuple[dict[str, dict[str, str]], Named]:
+    """The modules in the user's variables: (variable -> name in its state_dict -> key, tensors that have no key yet).
+
+    keys   of what the optimizers update, by place in memory
+    """
+    models: dict[str, dict[str, str]] = {}
+    own: Named = []
+    known = dict(keys)
+    for variable, module in _modules(frame):
+        names: dict[str, str] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            tensor = value.detach()
+            key = known.get(_place(tensor)) if tensor.numel() else None
+            if key is None:
+                key = known[_place(tensor)] = f"{variable}/{name}"
+                own.append((key, tensor))
+            names[name] = key
+        if names:
+            models[variable] = names
+    return models, own
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _modules(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few."""
+    found: dict[str, torch.nn.Module] = {}
+    for user_frame in user_frames(frame):
+        for name, value in list(user_frame.f_locals.items()):
+            if name.startswith("__") or type(value) in SCALARS:
+                continue
+            if isinstance(value, torch.nn.Module):
+                found[name] = value
+            elif type(value).__module__ == "__main__" and isinstance(getattr(value, "__dict__", None), dict):
+                attributes = vars(value).items()
+                found |= {f"{name}.{key}": part for key, part in attributes if isinstance(part, torch.nn.Module)}
+    yield from list(found.items())[:_MOST_MODULES]

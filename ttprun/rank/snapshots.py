@@ -1,0 +1,71 @@
+"""Snapshots: at a boundary each rank copies its records and its share of the weights into memory that outlives it.
+
+The agent asks for one by a number on the board. The first rank of the node notes the boundary at which it has seen that,
+before it records this boundary; the others look there after the commit, when all have recorded it. So all take the
+snapshot at the same boundary, and nobody waits for anybody. The copy is made in the step's own time, while nothing
+else changes the tensors; what is left to do, the agent does in the background.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import msgpack
+
+from ttprun.board import Board, Field, Phase
+from ttprun.rank import shares
+
+if TYPE_CHECKING:
+    from ttprun.rank.session import Session
+
+_LEADER = 0  # local rank whose row has the fields of snapshots
+
+
+class Snapshots:
+    """What a rank does for snapshots.
+
+    shelves   for each place where a snapshot can be kept, the paths for this rank's records and for its share
+    """
+
+    def __init__(self, board: Board, local_rank: int, shelves: list[list[str]]) -> None:
+        self._board = board
+        self._is_leader = local_rank == _LEADER
+        self._shelves = shelves
+        self._seen = board.get(_LEADER, Field.SNAPSHOT_ASKED)
+
+    def agree(self, boundary: int) -> None:
+        """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there."""
+        if self._is_leader:
+            asked = self._board.get(_LEADER, Field.SNAPSHOT_ASKED)
+            if asked != self._seen:
+                self._seen = asked
+                self._board.set(_LEADER, Field.SNAPSHOT_NUMBER, asked)
+                self._board.set(_LEADER, Field.SNAPSHOT_AT, boundary)
+
+    def is_due(self, boundary: int) -> bool:
+        """Whether all ranks take a snapshot of `boundary`; to be asked when all have recorded it."""
+        return self._board.get(_LEADER, Field.SNAPSHOT_AT) == boundary
+
+    def take(self, session: Session, boundary: int, frame: FrameType) -> None:
+        """Copy what this rank keeps of the boundary that it has just come to, and tell the agent.
+
+        A snapshot that cannot be taken costs nothing but itself: the reason is told.
+        """
+        started_s = time.monotonic()
+        number = self._board.get(_LEADER, Field.SNAPSHOT_NUMBER)
+        told = {"op": "snapshot", "number": number, "boundary": boundary, "why_not": ""}
+        session.touch(Phase.SAVING)
+        try:
+            records_path, share_path = self._shelves[number % len(self._shelves)]
+            records = msgpack.packb(session.recorder.export(boundary))
+            fd = os.open(records_path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
+            with open(fd, "wb") as file:
+                file.write(records)
+            told |= shares.write(share_path, session.local_rank, self._board.n_ranks, frame, is_hashed=False)
+            told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
+        except Exception as error:  # the script must go on
+            told["why_not"] = f"rank {session.rank}: {error}"
+        session.channel.send(told)
