@@ -69,7 +69,9 @@ SUBJECTS = (
 class Outcome:
     """What one run came to.
 
-    growth   of the agent and of a survivor, from the first recovery to the end: MiB of memory, descriptors
+    recover_s  of each incident that was recovered from, from the first death to its end
+    beyond_s   the same less what the script's own set-up took in the replay, in the slowest replacement
+    growth     of the agent and of a survivor, from the first recovery to the end: MiB of memory, descriptors
     """
 
     number: int
@@ -77,6 +79,7 @@ class Outcome:
     faults: list[str]
     injections: list[Injection] = field(default_factory=list)
     recover_s: list[float] = field(default_factory=list)
+    beyond_s: list[float] = field(default_factory=list)
     rungs: list[str] = field(default_factory=list)
     steps_lost: int = 0
     is_identical: bool = False
@@ -179,7 +182,9 @@ def run_once(number: int, subject: Subject, faults: list[str], ranks: int, refer
     outcome = Outcome(number, subject.script, faults, growth=watch.growth(), took_s=round(twin.took_s, 2))
     outcome.injections = pair(twin.events)
     incidents = twin.status.incidents if twin.status else ()
-    outcome.recover_s = [one.total_s for one in incidents if one.total_s is not None and one.outcome == "recovered"]
+    recovered = [event for event in twin.events if event["event"] == "incident" and event["outcome"] == "recovered"]
+    outcome.recover_s = [incident["total_s"] for incident in recovered]
+    outcome.beyond_s = [incident["total_s"] - setup_s_of(incident, twin.events) for incident in recovered]
     outcome.rungs = [str(one.rung) for one in incidents]
     outcome.steps_lost = sum(one.steps_lost or 0 for one in incidents)
     comparisons = compare_twins(scenario, twin, reference)
@@ -187,6 +192,12 @@ def run_once(number: int, subject: Subject, faults: list[str], ranks: int, refer
     outcome.problems = [f"{one.what}: {one.detail}" for one in comparisons if not one.is_identical]
     outcome.problems += problems_of(twin, outcome, len(faults), folder)
     return outcome
+
+
+def setup_s_of(incident: dict[str, Any], events: list[dict[str, Any]]) -> float:
+    """What the script's set-up took in the replays of an incident's last attempt; 0 if there was none."""
+    replays = (event for event in events if event["event"] == "rank_replayed")
+    return max((event["setup_s"] for event in replays if event["generation"] == incident["generation"]), default=0.0)
 
 
 def problems_of(twin: Twin, outcome: Outcome, ordered: int, folder: Path) -> list[str]:
@@ -256,6 +267,7 @@ def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str,
     """The figures of a soak."""
     injections = [one for outcome in outcomes for one in outcome.injections]
     times = sorted(seconds for outcome in outcomes for seconds in outcome.recover_s)
+    beyond = sorted(seconds for outcome in outcomes for seconds in outcome.beyond_s)
     detect = sorted(one.detect_s for one in injections if one.detect_s is not None)
     growth = {
         name: max((outcome.growth[name] for outcome in outcomes if name in outcome.growth), default=None)
@@ -273,6 +285,7 @@ def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str,
         "rungs": dict(Counter(rung for outcome in outcomes for rung in outcome.rungs)),
         "steps_lost": sum(outcome.steps_lost for outcome in outcomes),
         "recover_s": percentiles(times),
+        "beyond_setup_s": percentiles(beyond),
         "detect_s": percentiles(detect),
         "identical_runs": sum(outcome.is_identical for outcome in outcomes),
         "most_growth": growth,
@@ -297,10 +310,11 @@ def show(summary: dict[str, Any]) -> None:
         f"kinds      {told['by_kind']}",
         f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
     ]
-    for name, label in (("recover_s", "recovery"), ("detect_s", "detection")):
+    for name, label in (("recover_s", "recovery"), ("beyond_setup_s", "  of it"), ("detect_s", "detection")):
         found = summary[name]
         if found:
-            lines.append(f"{label:<10} p50 {found['p50']:.3f} s, p95 {found['p95']:.3f} s, max {found['max']:.3f} s")
+            told_s = f"p50 {found['p50']:.3f} s, p95 {found['p95']:.3f} s, max {found['max']:.3f} s"
+            lines.append(f"{label:<10} {told_s}" + (" beyond the script's set-up" if label == "  of it" else ""))
     growth = ", ".join(f"{name} {value}" for name, value in summary["most_growth"].items() if value is not None)
     lines.append(f"growth     most in a run, from its first recovery on: {growth or 'not seen'}")
     lines.append(f"identical  {summary['identical_runs']} of {summary['runs']} runs")

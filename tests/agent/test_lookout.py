@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,3 +180,29 @@ def test_frames_of_py_spy_are_read_too() -> None:
     text = 'Thread 7 (idle): "MainThread"\n    wait (x/site-packages/c.py:3)\n    train (/home/me/train.py:33)\n'
 
     assert stacks.innermost_user_frame(text) == "train.py:33 in train"
+
+
+def test_the_main_thread_is_found_in_what_py_spy_writes_without_names() -> None:
+    text = "Process 7: python train.py\nPython v3.11.7\n\nThread 8 (idle)\n    load (/a.py:1)\nThread 7 (idle)\n    train (/b.py:2)\n"
+
+    assert stacks.main_thread_of(text, 0x7F0000000000) == "Thread 7 (idle)\n    train (/b.py:2)"
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+@pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
+def test_py_spy_tells_the_stack_where_it_is_installed(
+    start: Callable[[str], Process], what: str, is_stopped: bool
+) -> None:
+    process = start(what)
+    if is_stopped:
+        process.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+
+    text = stacks.take(process.process.pid, process.stack_fd, is_stopped)
+
+    assert text.startswith(f"Process {process.process.pid}:")
+    main = stacks.main_thread_of(text, process.main_thread)
+    assert main.startswith(f"Thread {process.process.pid} ")
+    assert stacks.innermost_user_frame(main).endswith("in stand_there")
+    assert (state_of(process.process.pid)[0] == "T") == is_stopped

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttprun.agent import stacks
-from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
 from ttprun.board import Board, Field
@@ -87,7 +87,10 @@ rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1
     [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
 standby = Standby("/tmp")
+while not standby.is_ready:
+    standby.read()
 print("standby", standby.process.pid, flush=True)
+print("copy", standby.copy().process.pid, flush=True)
 signal.pause()
 """
 
@@ -99,7 +102,7 @@ def has_ended() -> dict[str, bool]:
         [sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": ROOT}
     )
     assert agent.stdout is not None
-    pids = dict(agent.stdout.readline().split() for _ in range(4))
+    pids = dict(agent.stdout.readline().split() for _ in range(5))
     agent.kill()
     agent.wait()
     agent.stdout.close()
@@ -110,7 +113,7 @@ def has_ended() -> dict[str, bool]:
     return ended
 
 
-@pytest.mark.parametrize("kind", ["rank", "worker", "program", "standby"])
+@pytest.mark.parametrize("kind", ["rank", "worker", "program", "standby", "copy"])
 def test_nothing_that_an_agent_has_started_outlives_its_sigkill(kind: str, has_ended: dict[str, bool]) -> None:
     assert has_ended[kind]
 
@@ -156,40 +159,172 @@ def standby(tmp_path: Path) -> Iterator[Standby]:
     found.end()
 
 
-def test_a_standby_becomes_the_rank_that_it_is_told_to_be(standby: Standby, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import os, sys\nprint(sys.argv, os.environ['ROLE'], os.getcwd(), __name__, flush=True)\n")
-    start = start_of(tmp_path, "-u", str(script), "--lr", "1", is_redirected=True)
-    assert next(standby.channel.messages()) == {"op": "ready"}
-    standby.channel.send({"op": "warm", "modules": ["json", "there_is_no_such_module"]})
-    handler = StandbyHandler(start, standby)
-    board_fd, _ = Board.create(1)
-    record_fd, stack_fd = (os.memfd_create(name) for name in ("record", "stack"))
-    os.ftruncate(record_fd, 128 << 20)
-    stack_fd = stacks.create()
-    welcome = {
-        "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
-        "run_dir": str(tmp_path), "is_replacement": True, "faults": [], "arguments": [str(script), "--lr", "1"],
-        "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
-        "options": {
-            "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1, "allow_faults": False,
-            "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "on_nan": "warn",
-        },
-    }  # fmt: skip
+def wait_until_ready(standby: Standby) -> None:
+    """Blocks until it has imported what it was to import."""
+    while not standby.is_ready:
+        standby.read()
 
-    handler.channel.send(welcome, [board_fd, record_fd, stack_fd, *handler.outputs()])
-    order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
-    handler.channel.send(order)
 
-    assert handler.proc.wait(LIMIT_S) == 0, (tmp_path / "stderr").read_text()
-    handler.close(signal.SIGKILL)
-    assert (tmp_path / "stdout").read_text() == f"{[str(script), '--lr', '1']} mine {os.getcwd()} __main__\n"
-    for fd in (board_fd, record_fd, stack_fd):
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
+    """One that can be copied, for several tests."""
+    found = Standby(str(tmp_path_factory.mktemp("run")))
+    wait_until_ready(found)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`become_rank(process, script)`: it runs the script as a rank; its exit code, and what it has written."""
+    fds: list[int] = []
+
+    def become(process: Standby | Copy, script: str) -> tuple[int, str]:
+        (tmp_path / "script.py").write_text(script)
+        words = [str(tmp_path / "script.py"), "--lr", "1"]
+        handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)
+        fds.extend((Board.create(1)[0], os.memfd_create("record"), stacks.create()))
+        os.ftruncate(fds[-2], 128 << 20)
+        welcome = {
+            "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
+            "run_dir": str(tmp_path), "is_replacement": True, "faults": [], "arguments": words,
+            "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
+            "options": {
+                "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1,
+                "allow_faults": False, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "on_nan": "warn",
+            },
+        }  # fmt: skip
+        handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])
+        order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
+        handler.channel.send(order)
+        code = handler.proc.wait(LIMIT_S)
+        handler.close(signal.SIGKILL)
+        handler.channel.close()
+        return code, (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
+
+    yield become
+    for fd in fds:
         os.close(fd)
 
 
+TELL = "import os, sys\nprint(sys.argv[1:], os.environ['ROLE'], os.getcwd(), __name__, flush=True)\n"
+TOLD = f"['--lr', '1'] mine {os.getcwd()} __main__\n"
+
+
+def test_a_standby_becomes_the_rank_that_it_is_told_to_be(
+    standby: Standby, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    standby.warm_up(["json", "there_is_no_such_module"])
+
+    assert become_rank(standby, TELL) == (0, TOLD)
+
+
+def test_copies_of_a_standby_become_ranks_one_after_the_other_and_it_stays(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    ready.warm_up(["there_is_no_such_module"])
+    wait_until_ready(ready)
+    draw = TELL + "import random, numpy\nprint(random.random(), numpy.random.random(), flush=True)\n"
+
+    copies = [ready.copy() for _ in range(2)]
+    ends = [become_rank(copy, draw) for copy in copies]
+
+    drawn = [written.splitlines()[-1].split() for _, written in ends]
+    assert [(code, written.splitlines(keepends=True)[-2]) for code, written in ends] == [(0, TOLD)] * 2
+    assert all(first != second for first, second in zip(*drawn, strict=True))
+    assert ready.process.poll() is None
+
+
+def test_a_copy_computes_on_several_threads_what_a_fresh_process_computes(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    compute = """
+import hashlib, sys, numpy, torch
+torch.set_num_threads(2)
+torch.manual_seed(0)
+x, y = torch.randn(300, 300, requires_grad=True), torch.randn(8, 16, 32, 32)
+(torch.nn.functional.conv2d(y, torch.ones(4, 16, 3, 3)).sum() * torch.linalg.inv(x @ x.T + torch.eye(300)).sum()).backward()
+z = numpy.random.default_rng(0).random((200, 200)); z = z @ z
+sys.stdout.write(hashlib.sha256(x.grad.numpy().tobytes() + z.tobytes()).hexdigest())
+"""
+    fresh = subprocess.run([sys.executable, "-c", compute], capture_output=True, text=True, check=True).stdout
+
+    code, copied = become_rank(ready.copy(), compute)
+
+    assert (code, copied) == (0, fresh)
+
+
+def test_a_copy_is_a_process_of_the_agent_whose_end_is_told_as_of_any_other(ready: Standby) -> None:
+    copy = ready.copy()
+    assert copy is not None
+    stat = Path(f"/proc/{copy.process.pid}/stat").read_text().rpartition(")")[2].split()
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        copy.process.wait(0.01)
+    kill_session(copy.process.pid)
+
+    assert stat[1:4] == [str(os.getpid()), str(copy.process.pid), str(copy.process.pid)]  # parent, group, session
+    assert [copy.process.wait(LIMIT_S), copy.process.poll()] == [-signal.SIGKILL] * 2
+    assert ready.process.poll() is None
+    copy.channel.close()
+
+
+def test_a_copy_outlives_its_standby(standby: Standby) -> None:
+    wait_until_ready(standby)
+    copy = standby.copy()
+    assert copy is not None
+
+    standby.end()
+
+    assert copy.process.poll() is None
+    copy.channel.close()
+    assert copy.process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "a thread"),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "a device"),
+    ],
+)
+def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
+    module: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_with_more.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.warm_up(["module_with_more"])
+    standbys.refill(watched.append)
+    wait_until_ready(watched[0])
+
+    taken = standbys.take()
+
+    assert taken is watched[0]
+    watched[0].end()
+
+
+def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_path: Path) -> None:
+    standbys, watched = Standbys(2, str(tmp_path)), list[Standby]()
+    standbys.refill(watched.append)
+    for standby in watched:
+        wait_until_ready(standby)
+    watched[0].channel.sock.shutdown(2)
+
+    taken = standbys.take()
+
+    assert isinstance(taken, Copy)
+    assert taken.process.pid not in [standby.process.pid for standby in watched]
+    assert watched[0].process.wait(LIMIT_S) is not None
+    kill_session(taken.process.pid)
+    taken.process.wait()
+    taken.channel.close()
+    standbys.end()
+    watched[0].channel.close()
+
+
 def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> None:
-    next(standby.channel.messages())
+    standby.read()
 
     standby.channel.sock.shutdown(2)
 
@@ -201,7 +336,8 @@ def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) ->
     standbys = Standbys(2, str(tmp_path))
     standbys.refill(watched.append)
     first, second = watched
-    second.is_ready = True
+    wait_until_ready(second)
+    second.is_copyable = False
 
     taken = standbys.take()
     standbys.refill(watched.append)
@@ -220,7 +356,7 @@ def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
     watched: list[Standby] = []
     standbys = Standbys(1, str(tmp_path))
     standbys.refill(watched.append)
-    watched[0].is_ready = True
+    wait_until_ready(watched[0])
     watched[0].process.kill()
     watched[0].process.wait()
 

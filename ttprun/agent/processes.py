@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from ttprun import channel
-from ttprun.channel import Channel
+from ttprun.agent.adopted import AdoptedProcess, adopting
+from ttprun.channel import Channel, Message
 from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parent.parent / "shim")
 RUN_VARIABLE = "_TTPRUN_RUN_DIR"
+_COPY_LIMIT_S = 2.0  # it takes some 20 ms
 
 
 def rank_environment(environment: dict[str, str], run_dir: str) -> dict[str, str]:
@@ -74,12 +78,12 @@ class RankHandler(SubprocessHandler):
 
 
 class StandbyHandler(RankHandler):
-    """A standby that has become a rank."""
+    """A standby, or a copy of one, that has become a rank."""
 
-    def __init__(self, start: dict[str, Any], standby: Standby) -> None:
+    def __init__(self, start: dict[str, Any], standby: Standby | Copy) -> None:
         self.start = start
         self.local_rank_id = start["local_rank_id"]
-        self.proc = standby.process
+        self.proc: Any = standby.process
         self.channel = standby.channel
         self._stdout, self._stderr = open_logs(start)
 
@@ -99,10 +103,18 @@ def command_of(start: dict[str, Any]) -> list[str]:
     return [argument for argument in map(str, start["args"]) if argument != "-u"] if start["args"] else []
 
 
-class Standby:
-    """A process with torch imported that waits to become a rank.
+@dataclass(frozen=True)
+class Copy:
+    """A process that a standby has forked, to become a rank in its place."""
 
-    is_ready   it has said so
+    process: AdoptedProcess
+    channel: Channel
+
+
+class Standby:
+    """A process with torch imported that waits to become a rank, or to be copied.
+
+    is_copyable   no thread and no device stands in the way of a fork
     """
 
     def __init__(self, run_dir: str) -> None:
@@ -116,7 +128,46 @@ class Standby:
             pass_fds=(fd,),
         )
         theirs.close()
-        self.is_ready = False
+        self._answers_due = 1
+        self.is_copyable = False
+
+    @property
+    def is_ready(self) -> bool:
+        """It has imported all that it was to import."""
+        return self._answers_due == 0
+
+    def read(self) -> None:
+        """It has said that it is ready. Raises EOFError if it is gone."""
+        for message in self.channel.read_available():
+            self._answers_due -= 1
+            self.is_copyable = message["is_copyable"]
+
+    def warm_up(self, modules: list[str]) -> None:
+        """Have it import modules; it is not ready until it says so again."""
+        self._answers_due += 1
+        self.channel.send({"op": "warm", "modules": modules})
+
+    def copy(self) -> Copy | None:
+        """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
+        ours, theirs = channel.pair()
+        try:
+            with adopting():
+                self.channel.send({"op": "copy"}, [theirs.fileno()])
+                return Copy(AdoptedProcess(self._answer(_COPY_LIMIT_S)["pid"]), ours)
+        except (OSError, EOFError):
+            ours.close()
+            kill_session(self.process.pid)
+            return None
+        finally:
+            theirs.close()
+
+    def _answer(self, limit_s: float) -> Message:
+        answered = select.poll()
+        answered.register(self.channel.sock, select.POLLIN)
+        if not answered.poll(limit_s * 1000):
+            raise TimeoutError("the standby does not answer")
+        answer, _ = self.channel.receive_with_fds()
+        return answer
 
     def end(self) -> None:
         """Kill it."""
@@ -139,4 +190,13 @@ def kill_session(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-__all__ = ["Channel", "RankHandler", "Standby", "StandbyHandler", "command_of", "kill_session", "rank_environment"]
+__all__ = [
+    "Channel",
+    "Copy",
+    "RankHandler",
+    "Standby",
+    "StandbyHandler",
+    "command_of",
+    "kill_session",
+    "rank_environment",
+]

@@ -164,6 +164,8 @@ class Reports:
             fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
         elif op == "replayed":
             fields["boundary"] = message["boundary"]
+            told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
+            self._supervisor.log("rank_replayed", rank=seat.rank, **told)
         elif op in ("state_sent", "repaired"):
             fields["digest"] = message["digest"]
         elif op == "mismatch":

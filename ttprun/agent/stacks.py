@@ -39,7 +39,7 @@ def take(pid: int, fd: int, is_stopped: bool) -> str:
 
     fd   the memfd into which the process writes when it is asked
     """
-    return _spy(pid) or _ask(pid, fd, is_stopped)
+    return _spy(pid, is_stopped) or _ask(pid, fd, is_stopped)
 
 
 def left_behind(fd: int) -> str:
@@ -60,7 +60,8 @@ def main_thread_of(text: str, main_thread: int) -> str:
 
     main_thread   its ident, as the rank has told it
     """
-    marks = (f"0x{main_thread:016x}", '"MainThread"')
+    spied = re.match(r"Process (\d+):", text)
+    marks = (f"0x{main_thread:016x}", f"Thread {spied[1]} " if spied else '"MainThread"')
     return next((block for block in _blocks(text) if any(mark in block[:200] for mark in marks)), text.strip("\n"))
 
 
@@ -78,14 +79,16 @@ def _blocks(text: str) -> list[str]:
     return [block.strip("\n") for block in re.split(r"\n(?=(?:Current thread|Thread) )", "\n" + text)]
 
 
-def _spy(pid: int) -> str:
+def _spy(pid: int, is_stopped: bool) -> str:
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     if program is None:
         return ""
+    # It holds a process with ptrace while it reads, which fails with one that stands still already (py-spy 0.4).
+    how = ["--nonblocking"] if is_stopped else []
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_LIMIT_S
+            [program, "dump", *how, "--pid", str(pid)], capture_output=True, text=True, timeout=PY_SPY_LIMIT_S
         )
         return done.stdout if done.returncode == 0 else ""
     return ""

@@ -1,10 +1,10 @@
-"""The node's standbys: refilled after an incident, taken when a rank is lost."""
+"""The node's standbys: a copy of one is taken when a rank is lost, or itself; those used up are refilled afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.agent.processes import Standby, kill_session
+from ttprun.agent.processes import Copy, Standby, kill_session
 
 
 class Standbys:
@@ -20,7 +20,7 @@ class Standbys:
         """Have the standbys import what the ranks have imported of torch by their first step."""
         self._modules = modules
         for standby in self._waiting:
-            standby.channel.send({"op": "warm", "modules": modules})
+            standby.warm_up(modules)
 
     @property
     def ready(self) -> int:
@@ -33,16 +33,26 @@ class Standbys:
         while len(self._waiting) < self._wanted:
             standby = Standby(self._run_dir)
             if self._modules:
-                standby.channel.send({"op": "warm", "modules": self._modules})
+                standby.warm_up(self._modules)
             self._waiting.append(standby)
             watch(standby)
 
-    def take(self) -> Standby | None:
-        """A standby for a lost rank: a ready one, else one that is on its way; None if there is none alive."""
-        alive = [standby for standby in self._waiting if standby.process.poll() is None]
-        chosen = next((standby for standby in alive if standby.is_ready), alive[0] if alive else None)
-        self._waiting = [standby for standby in alive if standby is not chosen]
-        return chosen
+    def take(self) -> Standby | Copy | None:
+        """A process for a lost rank; None if there is none.
+
+        A copy of a ready standby, which stays; else a ready one itself, else one that is on its way.
+        """
+        self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
+        ready = [standby for standby in self._waiting if standby.is_ready]
+        for standby in ready:
+            copy = standby.copy() if standby.is_copyable else None
+            if copy is not None:
+                return copy
+        left = [standby for standby in ready or self._waiting if standby.process.poll() is None]
+        if not left:
+            return None
+        self._waiting.remove(left[0])
+        return left[0]
 
     def kill_one(self) -> int | None:
         """SIGKILL to a standby, as a fault; returns its pid, None if there is none alive."""

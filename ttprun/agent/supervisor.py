@@ -29,7 +29,7 @@ from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
-from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
@@ -329,11 +329,10 @@ class Supervisor:
             os.close(seat.pidfd)
             seat.pidfd = -1
 
-    def watch_standby(self, standby: Any) -> None:
+    def watch_standby(self, standby: Standby) -> None:
         def on_message() -> None:
             try:
-                standby.channel.read_available()
-                standby.is_ready = True
+                standby.read()
             except (EOFError, OSError):
                 self.selector.unregister(standby.channel.sock)
                 self.log("standby_lost", pid=standby.process.pid, was_ready=standby.is_ready)

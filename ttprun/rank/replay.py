@@ -14,6 +14,7 @@ What the replay cannot reproduce it refuses: every check that fails is told to t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class Replay:
     boundary    the boundary N to reach
     live        set by the recovery thread once the tensors are in and the new generation is connected
     skip_lines  lines of stdout and stderr that the lost rank had written since boundary N
+    setup_s     what the script itself has taken from its top to its first optimizer step; None before that
     """
 
     def __init__(self, session: Session, number: int, skip_lines: tuple[int, int]) -> None:
@@ -84,6 +86,8 @@ class Replay:
         self.boundary = number
         self.live = threading.Event()
         self.skip_lines = skip_lines
+        self.setup_s: float | None = None
+        self._began_s = time.monotonic()
         self._target = Record(session, number)
         self._before = _record_to_begin_at(session, self._target)
         self._passed = 0  # newest boundary that the replay has come by
@@ -171,6 +175,8 @@ class Replay:
 
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step."""
+        if self.setup_s is None:
+            self.setup_s = time.monotonic() - self._began_s
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
@@ -259,7 +265,8 @@ class Replay:
             return
         session = self.session
         faults.reached("replay")
-        session.channel.send({"op": "replayed", "generation": session.generation, "boundary": self.boundary})
+        told = {"generation": session.generation, "boundary": self.boundary, "setup_s": self.setup_s}
+        session.channel.send({"op": "replayed"} | told)
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
         for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():

@@ -1,5 +1,10 @@
 """A process with torch imported that waits to become a replacement: `python -m ttprun.rank.standby`.
 
+Mostly it stays, and a copy of it becomes the replacement: a fork takes milliseconds, an import of torch takes seconds
+of the processor that the training needs. That is safe as long as nothing has been computed here: what is known to hang
+or to differ in a forked child is a thread pool (OpenMP's, a BLAS's) or a device that the parent had in use, and a
+standby that has any of these is not copied.
+
 It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
 the rank come with the agent's welcome.
 """
@@ -7,6 +12,7 @@ the rank come with the agent's welcome.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import socket
@@ -40,13 +46,20 @@ def main() -> None:
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
     warm_up(WARM)
-    channel.send({"op": "ready"})
+    channel.send({"op": "ready", "is_copyable": is_copyable()})
+    fds: list[int] = []
     try:
-        welcome, fds = channel.receive_with_fds()
-        while welcome["op"] == "warm":
-            warm_up(welcome["modules"])
-            welcome, later = channel.receive_with_fds()
-            fds += later  # one read may bring both messages, and then the descriptors come with the first
+        while True:
+            message, came = channel.receive_with_fds()
+            fds += came  # one read may bring several messages, and then the descriptors come with the first
+            if message["op"] == "warm":
+                warm_up(message["modules"])
+                channel.send({"op": "ready", "is_copyable": is_copyable()})
+            elif message["op"] == "copy":
+                channel = give_copy(channel, fds.pop(), agent)
+            else:
+                welcome = message
+                break
     except EOFError:
         return
     for output, target in zip(fds[3:], (1, 2), strict=False):
@@ -70,6 +83,67 @@ def warm_up(modules: Sequence[str]) -> None:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+
+
+def is_copyable() -> bool:
+    """Whether a fork of this process is as good as a new one: it has one thread, and no device in use.
+
+    Both are looked at once a child has been forked: in a child a device says so, and a BLAS that has ended its threads
+    for the fork starts them again only when it computes.
+    """
+    gc.collect()
+    gc.freeze()  # a collection in a copy would write to, and so copy, all pages
+    child = os.fork()
+    if child == 0:
+        os._exit(has_inherited_a_device())
+    _, status = os.waitpid(child, 0)
+    return status == 0 and len(os.listdir("/proc/self/task")) == 1
+
+
+def has_inherited_a_device() -> bool:
+    """In a forked child: whether its parent had a device in use, so that the child cannot use one."""
+    torch = sys.modules.get("torch")
+    devices = (getattr(torch, name, None) for name in ("cuda", "xpu", "mps", "npu"))
+    return any(getattr(device, "_is_in_bad_fork", bool)() for device in devices)
+
+
+def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
+    """Fork a copy, a child of the agent, and tell the agent its pid.
+
+    theirs    the copy's end of its line to the agent
+    returns   the line to listen on: in the copy its own
+    """
+    go_r, go_w = os.pipe()
+    told_r, told_w = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        for fd in (go_w, told_r, channel.fileno()):
+            os.close(fd)
+        if not os.read(go_r, 1):
+            os._exit(1)
+        install.die_with_parent()
+        if os.getppid() != agent:
+            os._exit(1)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # two copies would draw the same; random does this by itself
+        os.write(told_w, str(os.getpid()).encode())
+        for fd in (go_r, told_w):
+            os.close(fd)
+        return Channel(socket.socket(fileno=theirs))
+    for fd in (theirs, go_r, told_w):
+        os.close(fd)
+    os.waitpid(between, 0)  # from here on the copy's parent is the agent
+    os.write(go_w, b"x")
+    pid = os.read(told_r, 32)
+    for fd in (go_w, told_r):
+        os.close(fd)
+    if not pid:
+        raise SystemExit("ttprun: a standby could not be copied")
+    channel.send({"op": "copied", "pid": int(pid)})
+    return channel
 
 
 if __name__ == "__main__":

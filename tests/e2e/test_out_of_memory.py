@@ -1,0 +1,49 @@
+"""The kernel kills a rank for memory, really: in a control group of its own, if this machine lets us make one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Launch, Run, assert_no_orphans, assert_only_replaced, assert_same_outcome
+from ttprun.agent.causes import own_cgroup
+
+HUNGRY = "hungry.py"
+LIMIT_BYTES = 3 << 30  # a launcher, two ranks and a standby need half of it
+
+
+@pytest.fixture
+def memory_group() -> Iterator[Path]:
+    """A control group below our own, with a limit on memory; version 2 (memory.max) or 1."""
+    group = (own_cgroup() or Path("/none")) / f"ttprun-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        limits = [group / name for name in ("memory.max", "memory.limit_in_bytes") if (group / name).exists()]
+        if not limits:
+            pytest.skip("a control group made here has no limit on memory")
+        limits[0].write_text(str(LIMIT_BYTES))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_rank_killed_for_memory_is_named_so_and_replaced(
+    memory_group: Path, start_ttprun: Callable[..., Launch], undisturbed: Callable[..., Run], tmp_path: Path
+) -> None:
+    launch = start_ttprun(HUNGRY, 2, script_args=[f"--appetite={tmp_path / 'eaten'}"])
+    (memory_group / "cgroup.procs").write_text(str(launch.process.pid))  # before it has started anything
+
+    result = launch.finish()
+
+    assert_no_orphans(result)
+    assert (tmp_path / "eaten").exists()
+    assert_only_replaced(result)
+    assert result.incidents[0]["kind"] == "signal 9", result.story()
+    assert "out of memory (cgroup limit)" in result.incidents[0]["reason"], result.story()
+    assert_same_outcome(result, undisturbed(HUNGRY, 2))
