@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
+from ttprun.state.interval import parse_interval
 
 VARIABLE_PREFIX = "TTPRUN_"
 # Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
@@ -25,7 +26,7 @@ _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
-RungName = Literal["reconnect", "rerun", "replace", "restart"]
+RungName = Literal["reconnect", "rerun", "replace", "rewind", "restart", "persist"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
@@ -59,6 +60,19 @@ class Config(BaseModel):
     replay_timeout_s: Seconds = Field(600, description="seconds for a replacement to run the script up to its boundary")
     transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
     resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
+    persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    save_dir: str | None = Field(
+        None, min_length=1, description="directory for checkpoints; default: checkpoints/ in the run directory"
+    )
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="checkpoint to go on from: auto (newest valid one in save_dir), off, or a path",
+    )
+    snapshot_every: str = Field(
+        "auto", description="between two snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min"
+    )
+    keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",
         description="seconds after which a rank that others wait for is taken for hung, killed and replaced; 0: never; "
@@ -78,6 +92,12 @@ class Config(BaseModel):
     @classmethod
     def _faults_can_be_read(cls, faults: list[str]) -> list[str]:
         return [str(parse_fault(fault)) for fault in faults]
+
+    @field_validator("snapshot_every")
+    @classmethod
+    def _interval_can_be_read(cls, text: str) -> str:
+        parse_interval(text)
+        return text
 
     @field_validator("retry_on")
     @classmethod
@@ -104,6 +124,11 @@ class Config(BaseModel):
     def without_repair(self) -> Config:
         """The same, but no rank is repaired: a failure restarts the whole group, if that is not switched off too."""
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung == "restart"]})
+
+    def for_one_rank(self) -> Config:
+        """The same for a job without peers: what is lost can only come from a snapshot or a checkpoint."""
+        needs_peers = ("reconnect", "rerun", "replace")
+        return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung not in needs_peers]})
 
     def to_yaml(self) -> str:
         """The same configuration as a file for `--config`."""

@@ -1,4 +1,4 @@
-"""The control socket in the run directory: where `ttprun inject-fault` asks. A request must carry the run's token."""
+"""The control socket in the run directory: where other commands of ttprun ask. A request must carry the run's token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ControlSocket:
         token = str(request.get("token", "")).encode(errors="surrogatepass")
         if not hmac.compare_digest(token, self._token.encode()):
             return {"ok": False, "error": "the token is wrong"}
-        if request.get("op") != "inject_fault":
+        if request.get("op") not in ("inject_fault", "checkpoint"):
             return {"ok": False, "error": f"there is no request {request.get('op')!r}"}
         try:
             return self._answer(request)

@@ -12,6 +12,7 @@ import torch.distributed.launcher.api as torch_launcher
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from ttprun.agent import resume
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
@@ -19,6 +20,7 @@ from ttprun.agent.supervisor import Supervisor
 from ttprun.agent.verdict import JobFailedError
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
 
@@ -35,7 +37,8 @@ def launch(
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
-    Blocks as long as the job runs. What signals do to it is said in `signals.py`.
+    Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
+    is started, if there is something wrong with the checkpoints.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
     if not isinstance(entrypoint, str):
@@ -47,12 +50,20 @@ def launch(
     is_one_node = launch_config.max_nodes == 1
     if not is_one_node:
         logger.warning("a lost rank is not replaced on several nodes yet: the whole group restarts, as under torchrun")
+    world_size = launch_config.nproc_per_node
+    store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
+    is_repaired = is_one_node and is_python
     supervisor = Supervisor(
         config if is_one_node else config.without_repair(),
         run,
-        launch_config.nproc_per_node,
+        world_size,
         is_python,
+        launch_config.max_restarts,
+        store,
+        resume.find(config, store, world_size) if is_repaired else None,
     )
+    if config.save_dir is not None and is_repaired:
+        supervisor.checkpoints.lock()
     ReplacingAgent.supervisor = supervisor
     signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one

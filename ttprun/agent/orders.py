@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
 import time
 from dataclasses import asdict
@@ -14,6 +15,7 @@ import msgpack
 from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.verdict import Verdict
+from ttprun.board import Field
 from ttprun.rank.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -66,11 +68,12 @@ class Orders:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
         seat = self._supervisor.seats[action.rank]
         lost = self._recorded(seat, action.boundary)
-        source = self._recorded(self._supervisor.seats[action.source], action.boundary)
+        source_rank = action.rank if action.source is None else action.source
+        source = self._recorded(self._supervisor.seats[source_rank], action.boundary)
         is_alike = seat.has_diverged or lost.get("weights") == source.get("weights")
         if not lost or not is_alike:
             reason = (
-                f"rank {action.rank} and rank {action.source} held different weights at boundary {action.boundary}: "
+                f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
                 "they do not replicate each other"
                 if lost
                 else f"rank {action.rank} has left no record of boundary {action.boundary}"
@@ -105,6 +108,44 @@ class Orders:
             out_before, err_before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
             return out + out_before, err + err_before
         return out, err
+
+    def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
+        """Lines that a rank, alive or lost, has written since the boundary."""
+        if not seat.is_lost:
+            seat.note_traces(self._supervisor.board)
+        return self.lines_to_skip(seat, boundary)
+
+    def rewind(self, action: recovery.Rewind) -> None:
+        """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
+        supervisor, board = self._supervisor, self._supervisor.board
+        stored = supervisor.stored
+        assert stored is not None
+        assert stored.boundary == action.boundary
+        board.set(0, Field.SNAPSHOT_AT, 0)
+        for seat in supervisor.seats:
+            part = stored.rank_part(seat.rank)
+            slot_bytes = supervisor.config.record_limit_mib << 20
+            os.close(seat.record_fd)
+            seat.record_fd = Recorder.create(slot_bytes)
+            Recorder(seat.record_fd, slot_bytes).restore(part)
+            seat.go_back_to(action.boundary, tuple(part["lines"]))
+            for field, value in ((Field.RECORDED, action.boundary), (Field.APPLIED, action.boundary)):
+                board.set(seat.local_rank, field, value)
+            board.set(seat.local_rank, Field.LINES_OUT, seat.lost_lines[0])
+            board.set(seat.local_rank, Field.LINES_ERR, seat.lost_lines[1])
+            board.forget_process(seat.local_rank)
+
+    def load_state(self, action: recovery.LoadState) -> None:
+        """Tell ranks to load what replicas share."""
+        stored = self._supervisor.stored
+        assert stored is not None
+        order = {"op": "load_state", "header": stored.header, "files": list(stored.files)}
+        for rank in action.ranks:
+            self._supervisor.seats[rank].tell(order | {"generation": action.generation})
+
+    def persist(self, action: recovery.Persist) -> None:
+        """Write a checkpoint of what the survivors hold, who all stand still."""
+        self._supervisor.checkpoints.persist(action)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell the source and the replacements to pass the state over."""
@@ -154,9 +195,6 @@ class Orders:
     def restart_group(self, action: recovery.RestartGroup) -> None:
         """Leave the group to torch's own restart."""
         self._end_group("restart", action.reason)
-        if not self._supervisor.status.restarts_left:
-            reason = "no restart is left (--max-restarts)"
-            self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
     def fail_job(self, action: recovery.FailJob) -> None:
         """End the job."""

@@ -69,6 +69,10 @@ class Reports:
             self._supervisor.injections.struck(seat, message)
         elif op == "fault_failed":
             self._supervisor.injections.failed(seat, message)
+        elif op == "snapshot":
+            self._supervisor.snapshots.take(seat, message)
+        elif op == "dumped":
+            self._supervisor.checkpoints.take_dumped(seat, message)
         elif op == "digest":
             self._compare(seat, message["boundary"], message["digest"])
         elif op == "nan":

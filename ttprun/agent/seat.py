@@ -138,6 +138,17 @@ class Seat:
             board.get(self.local_rank, Field.LINES_ERR),
         )
 
+    def go_back_to(self, boundary: int, lines: tuple[int, int]) -> None:
+        """All ranks go back: what this one had done beyond the boundary is void.
+
+        lines   of stdout and stderr, written since the boundary, that are not to be written again
+        """
+        self.lost_boundary = boundary
+        self.lost_lines = lines
+        self.is_finished = False
+        self.has_diverged = False
+        self.journal = {}
+
     def _cause(self, of_signal: str | None) -> str:
         """Root cause in a phrase: the script's exception, or what the system says, and where it stood."""
         if self.script_error:

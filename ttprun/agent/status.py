@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _EVERY_S = 0.5
 _STATES: dict[JobPhase, RunState] = {
     JobPhase.RUNNING: "healthy",
+    JobPhase.PERSISTING: "healthy",
     JobPhase.RESTARTING: "restarting",
     JobPhase.DONE: "done",
     JobPhase.FAILED: "failed",
@@ -83,6 +84,9 @@ class StatusPublisher:
             reason=reason or (supervisor.verdict.reason if supervisor.verdict else ""),
             ranks=tuple(self._rank(supervisor, seat, exit_code is not None) for seat in supervisor.seats),
             incidents=tuple(_incident(incident) for incident in self._incidents.values()),
+            checkpoint=supervisor.checkpoints.status,
+            snapshot_step=supervisor.snapshots.newest.boundary if supervisor.snapshots.newest is not None else None,
+            save_dir=supervisor.config.save_dir,
         )
 
     def _rank(self, supervisor: Supervisor, seat: Seat, has_ended: bool) -> RankStatus:

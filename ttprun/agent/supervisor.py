@@ -23,6 +23,7 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.causes import Causes
+from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.failures import Failure, FirstFailure
 from ttprun.agent.injections import Injections
@@ -32,8 +33,10 @@ from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
+from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.status import StatusPublisher
+from ttprun.agent.stored import Stored
 from ttprun.agent.verdict import Verdict
 from ttprun.board import FINISHED, Board, Field
 from ttprun.channel import Message
@@ -42,18 +45,30 @@ from ttprun.faults import parse_fault
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.rank.recorder import Recorder
+from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
+_LOOK_AGAIN_S = 0.02
 
 
 class Supervisor:
     """Supervises the ranks of one node.
 
     verdict   set when the present group must be restarted, has failed or is done; None while it lives
+    stored    what all ranks can go back to: the newest snapshot, or the checkpoint that a new launch goes on from
     """
 
-    def __init__(self, config: Config, run: RunDirectory, world_size: int, is_python: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        world_size: int,
+        is_python: bool,
+        max_restarts: int,
+        store: CheckpointStore,
+        resume_from: Stored | None = None,
+    ) -> None:
         self.config = config
         self.verdict: Verdict | None = None
         self.is_python = is_python
@@ -74,6 +89,10 @@ class Supervisor:
         self.orders = Orders(self)
         self.reports = Reports(self)
         self.lookout = Lookout(self)
+        self.snapshots = Snapshots(self)
+        self.checkpoints = Checkpoints(self, store)
+        self.stored = resume_from
+        self._is_resumed = resume_from is not None
         self._causes = Causes()
         self._is_stopping = False
         self._is_paused = False
@@ -85,11 +104,14 @@ class Supervisor:
             replay_s=config.replay_timeout_s,
             transfer_s=config.transfer_timeout_s,
             resume_s=config.resume_timeout_s,
+            persist_s=config.persist_timeout_s,
         )
+        rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()
         settings = recovery.Settings(
             world_size=world_size,
-            rungs=frozenset(config.rungs if world_size > 1 and is_python else config.without_repair().rungs),
+            rungs=frozenset(rungs.rungs),
             max_incidents_per_hour=config.max_incidents_per_hour,
+            max_restarts=max_restarts,
             limits=limits,
         )
         self.job = recovery.new_job(settings)
@@ -118,6 +140,7 @@ class Supervisor:
         unsat: Any = None
         self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes), stacks.create()) for rank, local in ranks]
         self.lookout.begin_group()
+        self.snapshots.begin_group(len(ranks))
         self.reports.begin_group(len(ranks))
         self.replace_handler = replace_handler
         self.verdict = None
@@ -134,20 +157,27 @@ class Supervisor:
             self._is_paused = False
             if is_restart:
                 self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
+            is_resumed, self._is_resumed = self._is_resumed, False
+            if is_resumed and self.stored is not None:
+                where = self.stored
+                event = recovery.ResumeAsked(at_s=time.monotonic(), boundary=where.boundary, place=where.place)
+                self.advance(event)
             self.injections.begin()
             for seat in self.seats:
-                self.welcome(seat, is_replacement=False)
+                self.welcome(seat, is_replacement=is_resumed)
             self.standbys.refill(self.watch_standby)
 
-        self._call(begin)
+        self.call(begin)
 
     def end(self, reason: str, grace_s: float) -> None:
-        """The user or the scheduler ends the job, whatever goes on.
+        """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
 
-        grace_s   seconds that the ranks have to end by themselves
+        grace_s   seconds that the ranks have afterwards to end by themselves
         """
         self.log("ending", reason=reason, grace_s=grace_s)
-        self._call(lambda: self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason)))
+        self.call(lambda: self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason)))
+        while self.verdict is None and not self._is_paused and self._thread.is_alive():
+            time.sleep(_LOOK_AGAIN_S)  # every phase of saving has its deadline; a second signal ends the ranks
 
     def pause(self) -> None:
         """The group is about to be ended on purpose: exits are no faults from now on."""
@@ -159,7 +189,7 @@ class Supervisor:
                 self.forget(seat)
             done.set()
 
-        self._call(pause)
+        self.call(pause)
         done.wait(10)
 
     def end_ranks_at_once(self) -> None:
@@ -177,12 +207,13 @@ class Supervisor:
         for seat in self.seats:
             kill_session(seat.pid)
         self._control.close()
+        self.checkpoints.end(is_done=exit_code == 0)
         self.status.end(self, exit_code, reason)
         self.log("run_ended", exit_code=exit_code, reason=reason)
 
     # The loop.
 
-    def _call(self, function: Callable[[], None]) -> None:
+    def call(self, function: Callable[[], None]) -> None:
         self._calls.put(function)
         self._wake()
 
@@ -213,6 +244,8 @@ class Supervisor:
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
                     self.lookout.look()
+                    self.snapshots.look()
+                    self.checkpoints.look()
                 self.status.publish(self)
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
@@ -251,6 +284,9 @@ class Supervisor:
             "faults": self.injections.waiting_in(seat.rank),
             "options": {
                 "allow_faults": config.allow_faults,
+                "keeps_state": not self.job.settings.rungs.isdisjoint(("rewind", "persist")),
+                "shelves": self.snapshots.paths_for(seat.local_rank),
+                "snapshot_every_steps": self.snapshots.every_steps,
                 "record_limit_mib": config.record_limit_mib,
                 "journal_limit_mib": config.journal_limit_mib,
                 "commit_timeout_s": config.commit_timeout_s,
@@ -343,12 +379,29 @@ class Supervisor:
         self.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
 
     def _answer_control(self, request: Message) -> Message:
-        """A request of `ttprun inject-fault`."""
+        """A request of `ttprun inject-fault` or `ttprun checkpoint now`."""
+        if request["op"] == "checkpoint":
+            return self._answer_checkpoint()
         if not self.config.allow_faults:
             return {"ok": False, "error": "this run was started without --allow-faults"}
         if self.verdict is not None:
             return {"ok": False, "error": "the run has ended"}
         return {"ok": True, "message": self.injections.order(parse_fault(str(request["fault"])), "inject-fault")}
+
+    def _answer_checkpoint(self) -> Message:
+        job = self.job
+        why_not = ""
+        if self.verdict is not None:
+            why_not = "the run has ended"
+        elif job.phase is not recovery.Phase.RUNNING:
+            why_not = f"the job is {job.phase}; ask again"
+        elif not recovery.may_persist(job):
+            why_not = job.unprotected_reason or "the ranks cannot be saved (yet); see `ttprun status`"
+        if why_not:
+            return {"ok": False, "error": why_not}
+        number = 0 if self.checkpoints.status is None else self.checkpoints.status.number
+        self.advance(recovery.CheckpointAsked(at_s=time.monotonic()))
+        return {"ok": True, "message": "", "after": number}
 
     # Decisions, and what they order.
 

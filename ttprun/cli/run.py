@@ -78,7 +78,11 @@ def run(words: Sequence[str]) -> int:
 
     from ttprun.agent.launch import launch
 
-    return launch(config, launch_config, entrypoint, arguments, directory)
+    try:
+        return launch(config, launch_config, entrypoint, arguments, directory)
+    except ConfigError:
+        directory.discard()
+        raise
 
 
 def read_command_line(words: Sequence[str]) -> Invocation:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
 logger = logging.getLogger(__name__)
 
-StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "RunStatus")
+StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "RunStatus")
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
 
@@ -77,6 +77,29 @@ class IncidentStatus:
 
 
 @dataclass(frozen=True)
+class CheckpointStatus:
+    """The newest checkpoint of a run, or the newest attempt at one.
+
+    number      1 for the run's first
+    boundary    optimizer steps that it holds
+    cause       periodic, asked, ended (the job was told to end) or dying gasp (it could not go on)
+    path        its directory; "" if none was written
+    bytes       size of all its files
+    took_s      from the order to its being valid
+    reason      why nothing can go on from it; "" if it is valid
+    """
+
+    number: int
+    boundary: int
+    cause: str
+    written_at: str
+    path: str = ""
+    bytes: int = 0
+    took_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """One run, as its agent sees it.
 
@@ -86,6 +109,9 @@ class RunStatus:
     standbys       processes that stand ready now
     protection     "on", or why a lost rank cannot be replaced
     exit_code      of the launcher; null while the run lives
+    checkpoint     the newest one, null if there was none
+    snapshot_step  boundary of the snapshot in shared memory to which all ranks can go back, null if there is none
+    save_dir       directory of the run's checkpoints
     reason         why the run is in this state, "" if that needs no words
     host           where the agent runs; only there can its pid be looked up
     """
@@ -103,6 +129,9 @@ class RunStatus:
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
     incidents: tuple[IncidentStatus, ...] = ()
+    checkpoint: CheckpointStatus | None = None
+    snapshot_step: int | None = None
+    save_dir: str | None = None
     reason: str = ""
     host: str = field(default_factory=lambda: os.uname().nodename)
 
@@ -144,7 +173,8 @@ def read_status(path: str | Path) -> RunStatus:
             _build(IncidentStatus, incident | {"ranks": tuple(incident["ranks"])})
             for incident in raw.get("incidents", ())
         )
-        status = _build(RunStatus, raw | {"ranks": ranks, "incidents": incidents})
+        checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
+        status = _build(RunStatus, raw | {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint})
         is_orphaned = not (status.has_ended or _is_agent_alive(status))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no status of a run: {error}") from error

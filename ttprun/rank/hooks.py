@@ -100,7 +100,7 @@ def make_session(presence: Presence) -> Session:
         recorder=recorder,
         journal=journal,
         verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
-        snapshots=Snapshots(board, welcome["local_rank"], options["shelves"]),
+        snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

@@ -129,7 +129,7 @@ class Recorder:
         }
 
     def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """(offset behind `start`, bytes) of what has ever been written in a part; reading the rest would take memory."""
+        """(offset behind `start`, bytes) of what has ever been written in a part; to read the rest takes memory."""
         at = start
         while at < end:
             try:

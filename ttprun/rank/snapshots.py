@@ -1,8 +1,8 @@
 """Snapshots: at a boundary each rank copies its records and its share of the weights into memory that outlives it.
 
-The agent asks for one by a number on the board. The first rank of the node notes the boundary at which it has seen that,
-before it records this boundary; the others look there after the commit, when all have recorded it. So all take the
-snapshot at the same boundary, and nobody waits for anybody. The copy is made in the step's own time, while nothing
+The agent asks for one by a number on the board. The first rank of the node notes the boundary at which it has seen
+that, before it records this boundary; the others look there after the commit, when all have recorded it. So all take
+the snapshot at the same boundary, and nobody waits for anybody. The copy is made in the step's own time, while nothing
 else changes the tensors; what is left to do, the agent does in the background.
 """
 
@@ -28,17 +28,19 @@ class Snapshots:
     """What a rank does for snapshots.
 
     shelves   for each place where a snapshot can be kept, the paths for this rank's records and for its share
+    every     steps between two; 0: at the first boundary after one has been asked for
     """
 
-    def __init__(self, board: Board, local_rank: int, shelves: list[list[str]]) -> None:
+    def __init__(self, board: Board, local_rank: int, shelves: list[list[str]], every: int) -> None:
         self._board = board
         self._is_leader = local_rank == _LEADER
         self._shelves = shelves
+        self._every = every
         self._seen = board.get(_LEADER, Field.SNAPSHOT_ASKED)
 
     def agree(self, boundary: int) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there."""
-        if self._is_leader:
+        if self._is_leader and (not self._every or boundary % self._every == 0):
             asked = self._board.get(_LEADER, Field.SNAPSHOT_ASKED)
             if asked != self._seen:
                 self._seen = asked

@@ -55,6 +55,7 @@ from ttprun.recovery.events import (
 )
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
+from ttprun.recovery.ladder import may_persist
 from ttprun.recovery.machine import TRANSITIONS, advance
 
 __all__ = [
@@ -112,5 +113,6 @@ __all__ = [
     "StopAsked",
     "UnexpectedStart",
     "advance",
+    "may_persist",
     "new_job",
 ]

@@ -1,0 +1,293 @@
+"""Checkpoints of this run: the living ranks write their shares, the agent adds their own parts and makes one of it.
+
+What takes long is done on a thread of its own, one checkpoint at a time. What goes wrong costs the checkpoint and
+nothing else: a reason is told, and older checkpoints stay. Begin with `Checkpoints.persist`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from ttprun import recovery
+from ttprun.agent.processes import command_of
+from ttprun.agent.stored import STATE_FILE, rank_file
+from ttprun.errors import ConfigError
+from ttprun.observe.events import timestamp
+from ttprun.observe.status import CheckpointStatus
+from ttprun.rank.recorder import Recorder
+from ttprun.rank.shares import file_of
+from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.draft import Draft
+from ttprun.state.files import FileEntry
+from ttprun.state.manifest import Description
+from ttprun.state.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.snapshots import Shelf
+    from ttprun.agent.supervisor import Supervisor
+    from ttprun.channel import Message
+
+logger = logging.getLogger("ttprun")
+
+_TELL_AFTER_S = 2.0
+_TELL_EVERY_S = 5.0
+_CHUNK_BYTES = 8 << 20
+ENDED_NAME = "ended"
+
+
+@dataclass
+class _Writing:
+    """A checkpoint for which the ranks are writing their shares.
+
+    waiting   ranks that have not said yet that they are done
+    told      what the others have said
+    """
+
+    draft: Draft
+    order: recovery.Persist
+    waiting: set[int]
+    began_s: float
+    told: list[Message] = field(default_factory=list)
+
+
+class Checkpoints:
+    """The checkpoints that a supervisor has written.
+
+    status   of the newest one that was tried, for `ttprun status`
+    """
+
+    def __init__(self, supervisor: Supervisor, store: CheckpointStore) -> None:
+        self._supervisor = supervisor
+        self._store = store
+        self._is_locked = False
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttprun-checkpoint")
+        self._writing: _Writing | None = None
+        self._folder: Path | None = None  # that is being filled, to tell how far it is
+        self._began_s = self._told_s = 0.0
+        self.is_busy = False
+        self.status: CheckpointStatus | None = None
+        self._count = 0
+
+    def lock(self) -> None:
+        """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
+        if not self._is_locked:
+            self._store.lock(self._supervisor.config.run_id or "")
+            self._is_locked = True
+            (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
+
+    def end(self, is_done: bool) -> None:
+        """Wait for what is being written; note it if the script has come to its end: nothing goes on from there."""
+        self._worker.shutdown(wait=True)
+        if self._is_locked:
+            if is_done:
+                (self._store.save_dir / ENDED_NAME).write_text(f"{self._supervisor.config.run_id}\n", encoding="utf-8")
+            self._store.unlock()
+
+    # A checkpoint of the boundary at which all survivors stand still.
+
+    def persist(self, order: recovery.Persist) -> None:
+        """Have the ranks write their shares; the answer is StatePersisted."""
+        if self._writing is not None:
+            self._writing.draft.discard()
+            self._writing = None
+        try:
+            self.lock()
+            draft = self._store.begin(order.boundary)
+        except ConfigError as error:
+            self._tell_machine(order.generation, why_not=str(error))
+            return
+        self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
+        self._begin(draft.folder)
+        for share, rank in enumerate(order.ranks):
+            path = str(draft.path(file_of(share)))
+            told = {"op": "dump", "generation": order.generation, "path": path, "share": share, "of": len(order.ranks)}
+            self._supervisor.seats[rank].tell(told)
+
+    def take_dumped(self, seat: Seat, message: Message) -> None:
+        """A rank has written its share; after the last one the rest is done in the background."""
+        writing = self._writing
+        if writing is None or message["generation"] != writing.order.generation:
+            return
+        writing.waiting.discard(seat.rank)
+        writing.told.append(message)
+        if writing.waiting:
+            return
+        self._writing = None
+        if len({told["header_xxh3"] for told in writing.told}) > 1:
+            self._tell_machine(writing.order.generation, why_not="the ranks hold different parameters")
+            writing.draft.discard()
+            return
+        boundary = writing.order.boundary
+        parts, missing = self._rank_parts(boundary)
+        for told in writing.told:
+            writing.draft.record(file_of(told["share"]), FileEntry(bytes=told["bytes"], xxh3=told["xxh3"]))
+
+        def done(checkpoint: Checkpoint | None, why_not: str) -> None:
+            place = ""
+            if checkpoint is not None and checkpoint.is_valid:
+                place = str(checkpoint.path)
+            elif checkpoint is not None:
+                why_not = f"it would lack {'; '.join(missing)}; what there is lies in {checkpoint.path}"
+            self._tell_machine(writing.order.generation, place, why_not)
+
+        first = next(told for told in writing.told if told["share"] == 0)
+        self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
+
+    def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
+        """(each rank's own part, what is missing): the records outlive their ranks."""
+        parts, missing = {}, []
+        for seat in self._supervisor.seats:
+            recorder = Recorder(seat.record_fd, self._supervisor.config.record_limit_mib << 20)
+            try:
+                lines = self._supervisor.orders.lines_since(seat, boundary)
+                parts[seat.rank] = msgpack.packb(recorder.export(boundary) | {"lines": lines})
+            except KeyError:
+                missing.append(f"variables and random states of rank {seat.rank} at step {boundary}")
+        return parts, missing
+
+    # A checkpoint of a snapshot.
+
+    def write_snapshot(self, shelf: Shelf, done: Callable[[], None]) -> None:
+        """Write a snapshot to disk in the background; `done` is called by the supervisor's thread at the end."""
+        try:
+            self.lock()
+            draft = self._store.begin(shelf.boundary)
+        except ConfigError as error:
+            self._note_failure(shelf.boundary, "periodic", str(error))
+            done()
+            return
+        self._begin(draft.folder)
+
+        def finish(checkpoint: Checkpoint | None, why_not: str) -> None:
+            done()
+
+        parts = ((rank, _chunks_of(fd)) for rank, fd in enumerate(shelf.records))
+        self._submit(
+            draft,
+            parts,
+            shelf.first,
+            "periodic",
+            [],
+            time.monotonic(),
+            finish,
+            enumerate(map(_chunks_of, shelf.shares)),
+        )
+
+    # The common part.
+
+    def _submit(
+        self,
+        draft: Draft,
+        parts: Iterable[tuple[int, Any]],
+        first: Message,
+        cause: str,
+        missing: list[str],
+        began_s: float,
+        done: Callable[[Checkpoint | None, str], None],
+        shares: Iterable[tuple[int, Iterator[memoryview]]] = (),
+    ) -> None:
+        """Write what is missing in a draft and make it a checkpoint, on the worker's thread.
+
+        parts   ranks' own parts
+        first   what the rank with the first share has told: header and names of the tensors
+        shares  files of tensors that no rank writes itself
+        done    called on the supervisor's thread: (the checkpoint, "") or (None, why not)
+        """
+        start = self._supervisor.seats[0].handler.start
+        words = command_of(start)
+        script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
+        model = {name: {key: tuple(found) for key, found in keys.items()} for name, keys in first["model"].items()}
+        description = Description(world_size=len(self._supervisor.seats), cause=cause, script=script, model=model)
+
+        def work() -> None:
+            checkpoint, why_not = None, ""
+            try:
+                for share, chunks in shares:
+                    draft.add(file_of(share), chunks)
+                for rank, part in parts:
+                    draft.add(rank_file(rank), part)
+                draft.add(STATE_FILE, msgpack.packb({"header": first["header"]}))
+                checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
+            except ConfigError as error:
+                why_not = str(error)
+            except Exception as error:  # whatever it is, training must not feel it
+                logger.exception("a checkpoint could not be written")
+                why_not = repr(error)
+                draft.discard()
+            self._supervisor.call(lambda: end(checkpoint, why_not))
+
+        def end(checkpoint: Checkpoint | None, why_not: str) -> None:
+            self.is_busy, self._folder = False, None
+            if checkpoint is None:
+                self._note_failure(draft.boundary, cause, why_not)
+            else:
+                self._note(checkpoint, cause, time.monotonic() - began_s)
+            done(checkpoint, why_not)
+
+        self.is_busy = True
+        self._worker.submit(work)
+
+    def _begin(self, folder: Path) -> None:
+        self._folder, self._began_s = folder, time.monotonic()
+        self._told_s = self._began_s + _TELL_AFTER_S - _TELL_EVERY_S
+
+    def look(self) -> None:
+        """Say how far it is, if a checkpoint takes long."""
+        now = time.monotonic()
+        if self._folder is not None and now - self._told_s > _TELL_EVERY_S:
+            self._told_s = now
+            written = sum(entry.stat().st_size for entry in os.scandir(self._folder)) if self._folder.is_dir() else 0
+            logger.warning("writing a checkpoint: %d MiB in %.0f s", written >> 20, now - self._began_s)
+
+    def _note(self, checkpoint: Checkpoint, cause: str, took_s: float) -> None:
+        size = checkpoint.manifest.size_bytes if checkpoint.manifest is not None else 0
+        self._count += 1
+        self.status = CheckpointStatus(
+            number=self._count,
+            boundary=checkpoint.boundary,
+            cause=cause,
+            path=str(checkpoint.path),
+            bytes=size,
+            took_s=took_s,
+            written_at=timestamp(),
+            reason=checkpoint.reason,
+        )
+        fields = {"boundary": checkpoint.boundary, "cause": cause, "path": str(checkpoint.path), "bytes": size}
+        self._supervisor.log("checkpoint_written", **fields, took_s=took_s, reason=checkpoint.reason)
+        logger.log(
+            logging.INFO if cause == "periodic" else logging.WARNING,
+            "checkpoint of step %d: %.1f MiB in %.2f s, %s%s",
+            *(checkpoint.boundary, size / (1 << 20), took_s, checkpoint.path),
+            f" ({checkpoint.reason})" if checkpoint.reason else "",
+        )
+
+    def _note_failure(self, boundary: int, cause: str, why_not: str) -> None:
+        self._count += 1
+        self.status = CheckpointStatus(
+            number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
+        )
+        self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
+        logger.warning("no checkpoint of step %d: %s", boundary, why_not)
+
+    def _tell_machine(self, generation: int, place: str = "", why_not: str = "") -> None:
+        event = recovery.StatePersisted(at_s=time.monotonic(), generation=generation, place=place, why_not=why_not)
+        self._supervisor.advance(event)
+
+
+def _chunks_of(fd: int) -> Iterator[memoryview]:
+    """The content of a file, read through one buffer."""
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    at = 0
+    while count := os.preadv(fd, [buffer], at):
+        at += count
+        yield buffer[:count]

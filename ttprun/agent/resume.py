@@ -1,0 +1,82 @@
+"""From which checkpoint a new launch goes on: the newest valid one of the save directory, or the one that was named."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from ttprun.agent.checkpoints import ENDED_NAME
+from ttprun.agent.stored import Stored, open_checkpoint
+from ttprun.config import Config
+from ttprun.errors import ConfigError
+from ttprun.state.checkpoint import Checkpoint, inspect, verify
+from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.files import Progress
+from ttprun.state.store import CheckpointStore
+
+logger = logging.getLogger("ttprun")
+
+_TELL_AFTER_S = 2.0
+_TELL_EVERY_S = 5.0
+
+
+def find(config: Config, store: CheckpointStore, world_size: int) -> Stored | None:
+    """What `--resume` asks for; None: the script starts from its top.
+
+    world_size   ranks of this launch
+
+    Raises ConfigError: the checkpoint that was named is not valid, or does not fit the job.
+    """
+    if config.resume == "off":
+        return None
+    checkpoint = _newest(store) if config.resume == "auto" else _named(Path(config.resume))
+    if checkpoint is None:
+        return None
+    manifest = checkpoint.valid_manifest()
+    if manifest.world_size != world_size:
+        raise ConfigError(
+            f"checkpoint '{checkpoint.path}' is of {manifest.world_size} ranks, and this job has {world_size}",
+            f"start {manifest.world_size} ranks, or give --resume off to begin anew",
+        )
+    try:
+        return open_checkpoint(checkpoint)
+    except InvalidCheckpointError as error:
+        raise ConfigError(f"checkpoint '{checkpoint.path}': {error.reason}", "name another with --resume") from None
+
+
+def _newest(store: CheckpointStore) -> Checkpoint | None:
+    checkpoint, skipped = store.newest_valid(_progress())
+    for name, reason in skipped:
+        logger.warning("checkpoint %s in '%s' is passed over: %s", name, store.save_dir, reason)
+    if checkpoint is not None and (store.save_dir / ENDED_NAME).exists():
+        logger.warning(
+            "the run that wrote '%s' has come to its end, so this one begins anew (--resume %s goes on from there)",
+            *(store.save_dir, checkpoint.path),
+        )
+        return None
+    return checkpoint
+
+
+def _named(path: Path) -> Checkpoint:
+    checkpoint = inspect(path.expanduser().absolute())
+    if checkpoint.is_valid:
+        checkpoint = verify(checkpoint, _progress())
+    if not checkpoint.is_valid:
+        raise ConfigError(f"--resume: '{path}' is no valid checkpoint ({checkpoint.reason})", "name another, or 'auto'")
+    return checkpoint
+
+
+def _progress() -> Progress:
+    """Says how far the reading is, if it takes long."""
+    started_s = told_s = time.monotonic()
+    told_s += _TELL_AFTER_S - _TELL_EVERY_S
+
+    def tell(done: int, of: int) -> None:
+        nonlocal told_s
+        now = time.monotonic()
+        if now - told_s > _TELL_EVERY_S:
+            told_s = now
+            logger.warning("checking a checkpoint: %d of %d MiB in %.0f s", done >> 20, of >> 20, now - started_s)
+
+    return tell

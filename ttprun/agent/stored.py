@@ -1,0 +1,68 @@
+"""State that all ranks can go back to, in shared memory or on disk: where it lies, and what each rank needs of it.
+
+A rank's own part (its records, and what the replay asks of them) is packed with msgpack; what replicas share lies in
+files of tensors, and `header` says what they hold together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.errors import InvalidCheckpointError
+
+STATE_FILE = "state.msgpack"
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's own part in a checkpoint."""
+    return f"rank-{rank:05d}.msgpack"
+
+
+def unpack(packed: bytes) -> dict[str, Any]:
+    """What `msgpack.packb` has packed of a rank's part."""
+    found: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, max_buffer_size=0)
+    return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One snapshot or checkpoint.
+
+    boundary   at which it was taken
+    place      for the operator
+    header     of the tensors, as the ranks describe what they hold
+    files      paths of the files with the tensors, readable by the ranks
+    rank_part  gives a rank's own part, as `Recorder.restore` takes it, with "lines" that it had written since; the
+               other way round for a rank that has none it raises InvalidCheckpointError
+    """
+
+    boundary: int
+    place: str
+    header: list[Any]
+    files: tuple[str, ...]
+    rank_part: Callable[[int], dict[str, Any]]
+
+
+def open_checkpoint(checkpoint: Checkpoint) -> Stored:
+    """A checkpoint on disk. Raises InvalidCheckpointError if nothing may be loaded from it."""
+    manifest = checkpoint.valid_manifest()
+    state = unpack(_read(checkpoint.file(STATE_FILE)))
+
+    def rank_part(rank: int) -> dict[str, Any]:
+        return unpack(_read(checkpoint.file(rank_file(rank))))
+
+    tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
+    return Stored(manifest.boundary, str(checkpoint.path), state["header"], tuple(tensors), rank_part)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidCheckpointError(f"{path.name} cannot be read ({error.strerror})") from None

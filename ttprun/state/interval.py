@@ -1,0 +1,60 @@
+"""How often to take a snapshot: every so many steps or seconds, or as often as pays.
+
+Often enough to lose little, seldom enough to cost little: the best interval between two is about sqrt(2 C M) - C, for
+a cost of C seconds a snapshot and a failure every M seconds (J. W. Young, "A first order approximation to the optimum
+checkpoint interval", CACM 1974; J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+dumps", FGCS 2006).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+SHORTEST_S = 15 * 60.0
+LONGEST_S = 30 * 60.0
+# What is taken for the time between two failures before any has been seen.
+_FIRST_GUESS_S = 24 * 3600.0
+_UNITS_S = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
+_PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?(s|sec|min|m|h|steps?)")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Between two snapshots: steps or seconds, neither for `auto`, both None and `is_never` for none at all."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    is_never: bool = False
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it follows from what snapshots cost and how often something fails."""
+        return self.steps is None and self.seconds is None and not self.is_never
+
+
+def parse_interval(text: str) -> Interval:
+    """ "auto", "never", "500 steps", "20min", "90s". Raises ValueError ("what; cure")."""
+    if text in ("auto", "never"):
+        return Interval(is_never=text == "never")
+    found = _PATTERN.fullmatch(text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"'{text}' is no interval; write 500steps, 20min, 90s, auto or never")
+    if found[2].startswith("step"):
+        if "." in found[1]:
+            raise ValueError(f"'{text}' is no whole number of steps; write 500steps")
+        return Interval(steps=int(found[1]))
+    return Interval(seconds=float(found[1]) * _UNITS_S[found[2]])
+
+
+def best_interval_s(cost_s: float, run_s: float, failures: int) -> float:
+    """Seconds between two snapshots, from SHORTEST_S to LONGEST_S.
+
+    cost_s     what the last one took from the training
+    run_s      how long the job has run
+    failures   how many it has had in that time
+    """
+    between_failures_s = (run_s + _FIRST_GUESS_S) / (failures + 1)
+    best_s = math.sqrt(2 * cost_s * between_failures_s) - cost_s
+    return min(max(best_s, SHORTEST_S), LONGEST_S)
