@@ -153,6 +153,11 @@ class Diagnosis:
     needs_rebuild: bool
 
     @property
+    def name(self) -> str:
+        """The fault in a word, "" if it is no device error."""
+        return str(self.fault) if self.is_known else ""
+
+    @property
     def is_known(self) -> bool:
         """Whether this is a device error at all."""
         return self.fault is not DeviceFault.UNKNOWN
