@@ -140,6 +140,9 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+_MESSAGE_LENGTH = 300
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What the table says of one error.
@@ -223,6 +226,16 @@ def check_additions(additions: Mapping[str, str]) -> None:
             raise ValueError(f"'{pattern}' is no regular expression; correct it ({error})") from None
         if fault not in list(DeviceFault):
             raise ValueError(f"'{pattern}' is '{fault}', which is no fault; use one of {', '.join(DeviceFault)}")
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's type, and the first line of what it says."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # an error's own __str__ may fail
+        lines = []
+    name = type(error).__name__
+    return f"{name}: {lines[0][:_MESSAGE_LENGTH]}" if lines else name
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel
-from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, rewrite, stack
 from ttprun.rank.frames import add_user_directory
@@ -34,7 +34,6 @@ from ttprun.rank.presence import Presence
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
-_MESSAGE_BYTES = 300
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
@@ -154,13 +153,6 @@ def _run_again(presence: Presence, error: BaseException, trace: Any) -> BaseExce
 def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
     """What an exception says of the device; from this table and the configuration's additions."""
     return DeviceErrors(presence.welcome["options"]["device_errors"]).diagnose(error)
-
-
-def in_one_line(error: BaseException) -> str:
-    """An error's type, and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    return f"{name}: {lines[0][:_MESSAGE_BYTES]}" if lines else name
 
 
 _presence: Presence | None = None

@@ -14,9 +14,9 @@ import re
 import traceback
 
 from ttprun.board import Field, Phase
-from ttprun.device.errors import Diagnosis
+from ttprun.device.errors import Diagnosis, in_one_line
 from ttprun.rank import hooks, leftovers
-from ttprun.rank.install import diagnose, in_one_line
+from ttprun.rank.install import diagnose
 from ttprun.rank.output import Diverted
 from ttprun.rank.presence import Presence
 from ttprun.rank.script import run
