@@ -73,6 +73,9 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
         ("launch: 3", "launch: is no mapping; write torchrun's options as 'name: value'"),
         ("launch: {tee: null}", "launch: tee is None; give a number, a text, true, false or a list of texts"),
         ("retry_on: ['(']", "retry_on: '(' is no regular expression; correct it (missing ), unterminated subpattern"),
+        ("device_errors: {'(': link}", "device_errors: '(' is no regular expression; correct it (missing ), unter"),
+        ("device_errors: {x: linc}", "device_errors: 'x' is 'linc', which is no fault; use one of memory-temporary"),
+        ("device_errors: [x]", "device_errors: ['x'] will not do; it should be a valid dictionary"),
         ("faults: ['kil:rank=1']", "faults: there is no fault 'kil'; did you mean 'kill'?"),
         ("standbys: two", "standbys: 'two' will not do; it should be a valid integer (processes kept ready"),
         ("standbys: '2'", "standbys: '2' will not do; it should be a valid integer"),
@@ -102,6 +105,7 @@ def test_a_wrong_file_is_answered_in_one_line_that_names_file_key_and_cure(
         ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' will not do; it should be a valid integer"),
         ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' will not do; it should be a valid boolean"),
         ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' will not do; it should be"),
+        ("TTPRUN_DEVICE_ERRORS", "x", "TTPRUN_DEVICE_ERRORS is no variable of ours; write device_errors in a file"),
         ("TTPRUN_LAUNCH", "x", "TTPRUN_LAUNCH is no variable of ours; set torchrun's own, such as PET_NPROC_PER_NODE"),
     ],
 )
@@ -171,6 +175,7 @@ def test_an_installed_package_finds_the_presets_that_are_packed_with_it(tmp_path
     shutil.copytree(root / "configs", package / "configs")
     for module in ("config.py", "errors.py", "faults.py"):
         shutil.copy(root / "ttprun" / module, package)
+    shutil.copytree(root / "ttprun" / "device", package / "device")
     program = "from ttprun.config import read_config_file; print(read_config_file('debug').values['allow_faults'])"
 
     done = subprocess.run(
@@ -213,7 +218,8 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_configuration_and_observation_import_no_torch() -> None:
-    modules = "ttprun.config, ttprun.faults, ttprun.observe.run_directory, ttprun.observe.events, ttprun.observe.status"
+    parts = ("config", "device.errors", "faults", "observe.run_directory", "observe.events", "observe.status")
+    modules = ", ".join(f"ttprun.{part}" for part in parts)
 
     done = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"], check=False

@@ -10,12 +10,18 @@ PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 # What each part may import of ttprun, beside its own modules.
 FLOORS = {
     "recovery": set(),
+    "device": set(),
     "observe": {"errors"},
-    "rank": {"board", "channel", "faults", "errors"},
+    "rank": {"board", "channel", "device", "faults", "errors"},
     "shim": {"rank"},
+<<<<<<< HEAD
     "agent": {"board", "channel", "config", "errors", "faults", "observe", "rank", "recovery", "schedule"},
     "cli": {"agent", "config", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
     "state": {"__version__", "errors"},
+=======
+    "agent": {"board", "channel", "config", "device", "errors", "faults", "observe", "rank", "recovery", "schedule"},
+    "cli": {"agent", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule"},
+>>>>>>> device
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ttprun.device.errors import check_additions
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
 from ttprun.state.interval import parse_interval
@@ -23,6 +24,8 @@ from ttprun.state.interval import parse_interval
 VARIABLE_PREFIX = "TTPRUN_"
 # Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
 _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
+# No text of a variable or an option can hold a mapping.
+FILE_ONLY = ("device_errors", "launch")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -52,6 +55,9 @@ class Config(BaseModel):
     )
     retry_on: list[str] = Field(
         [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
+    )
+    device_errors: dict[str, str] = Field(
+        {}, description="further errors of devices: regular expression, found in 'Type: message' -> name of a fault"
     )
     max_incidents_per_hour: int | None = Field(
         None, ge=1, description="incidents of one kind within an hour after which the job ends with exit code 93"
@@ -108,6 +114,12 @@ class Config(BaseModel):
             except re.error as error:
                 raise ValueError(f"'{pattern}' is no regular expression; correct it ({error})") from None
         return patterns
+
+    @field_validator("device_errors")
+    @classmethod
+    def _device_errors_can_be_read(cls, additions: dict[str, str]) -> dict[str, str]:
+        check_additions(additions)
+        return additions
 
     @field_validator("launch", mode="before")
     @classmethod
@@ -249,6 +261,8 @@ def _variables(environment: Mapping[str, str]) -> Source:
         key = variable.removeprefix(VARIABLE_PREFIX).lower()
         if key == "launch":
             raise ConfigError(f"{variable} is no variable of ours", "set torchrun's own, such as PET_NPROC_PER_NODE")
+        if key in FILE_ONLY:
+            raise ConfigError(f"{variable} is no variable of ours", f"write {key} in a file, and name it with --config")
         values[key] = _split(key, text)
     return Source("variable", "", values)
 
@@ -271,7 +285,8 @@ def _check(source: Source) -> Config:
     """Validate one source by itself, so that what is wrong can be laid at its door."""
     for key in source.values:
         if key not in Config.model_fields:
-            known = [source.spelling(name) for name in Config.model_fields if name != "launch" or source.kind == "file"]
+            is_file = source.kind == "file"
+            known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
             cure = suggestion(source.spelling(key), known, f"use one of {', '.join(known)}")
             raise ConfigError(f"{source.where(key)}: unknown", cure)
     try:

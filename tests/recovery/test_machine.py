@@ -20,6 +20,7 @@ from ttprun.recovery import (
     MissingTransition,
     Phase,
     RankExited,
+    RankFaulted,
     RankFrozen,
     RankProtected,
     RankRebuilt,
@@ -276,3 +277,16 @@ def test_a_fault_is_named_by_how_the_process_ended(
 
     assert event.kind == kind
     assert not event.is_finish
+
+
+def test_a_fault_of_a_device_gives_its_name_to_the_incident_and_condemns_no_script() -> None:
+    exited = RankExited(rank=1, pid=101, code=1, signal=None, boundary=0, device_fault="device-lost", at_s=1.0)
+    faulted = RankFaulted(rank=1, pid=101, boundary=0, device_fault="memory-persistent", at_s=1.0)
+
+    after_exit, _ = advance(running_job(Settings(world_size=2)), exited)
+    after_fault, _ = advance(running_job(Settings(world_size=2)), faulted)
+
+    assert after_exit.incident is not None
+    assert (after_exit.incident.kind, after_exit.incident.rung) == ("device-lost", "replace")
+    assert after_fault.incident is not None
+    assert (after_fault.incident.kind, after_fault.incident.rung) == ("memory-persistent", "rerun")

@@ -61,6 +61,7 @@ class Reports:
             if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
                 os.write(2, message["traceback"].encode())
             seat.script_error = message["error"]
+            seat.device_fault = message["device_fault"]
             seat.traceback = "" if message["traceback"] else message["detail"]
             self._supervisor.log("script_error", rank=seat.rank, error=message["error"], traceback=message["detail"])
         elif op == "faulted":
@@ -119,6 +120,7 @@ class Reports:
             rank=seat.rank,
             pid=seat.pid,
             boundary=seat.lost_boundary,
+            device_fault=message["device_fault"],
             reason=message["error"],
         )
         supervisor.log(
@@ -126,6 +128,7 @@ class Reports:
             rank=seat.rank,
             pid=seat.pid,
             boundary=event.boundary,
+            kind=event.kind,
             reason=event.reason,
             traceback=message["detail"],
             at_s=event.at_s,

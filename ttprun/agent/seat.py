@@ -29,6 +29,7 @@ class Seat:
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
+    device_fault    what has happened to its device, if that has ended its script
     has_diverged    it was lost because its weights are not the others'
     lost_lines      lines of stdout and stderr that the lost process had written since boundary 0 or its newest record
     """
@@ -47,6 +48,7 @@ class Seat:
     held: Message | None = None
     held_puts: list[Message] = field(default_factory=list)
     script_error: str = ""
+    device_fault: str = ""
     traceback: str = ""
     main_thread: int = 0
     told_in: int = -1
@@ -63,7 +65,7 @@ class Seat:
         self.is_present = self.is_protected = self.is_finished = self.is_lost = False
         self.held = None
         self.held_puts = []
-        self.script_error = self.traceback = ""
+        self.script_error = self.device_fault = self.traceback = ""
         self.main_thread = 0
         self.told_in = -1
         self.journal = {}
@@ -111,7 +113,8 @@ class Seat:
             code=code if code >= 0 else None,
             signal=signal,
             boundary=self.lost_boundary,
-            is_script_error=bool(self.script_error) or (code > 0 and not self.is_protected),
+            is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
+            device_fault=self.device_fault,
             reason=self._cause(None if signal is None else cause_of_signal(signal, self.pid)),
         )
 

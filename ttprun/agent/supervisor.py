@@ -294,7 +294,9 @@ class Supervisor:
                 "verify_every": config.verify_every,
                 "on_nan": config.on_nan,
                 "user_paths": config.user_paths,
-                "retry_on": config.retry_on if "rerun" in self.job.settings.rungs else [],
+                "may_rerun": "rerun" in self.job.settings.rungs,
+                "retry_on": config.retry_on,
+                "device_errors": config.device_errors,
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 
-from ttprun.config import Config, option_name
+from ttprun.config import FILE_ONLY, Config, option_name
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
@@ -13,7 +13,7 @@ _DEST = "ttprun_"
 def add_options(parser: ArgumentParser) -> None:
     """Add `--config` and an option for each key; none has a default, so the namespace holds only what was given.
 
-    `user_paths` and `launch` have no option: lists of directories and mappings belong in a file.
+    `user_paths` and mappings have no option: they belong in a file.
     """
     group = parser.add_argument_group("ttprun's own options")
     group.add_argument(
@@ -31,7 +31,7 @@ def add_options(parser: ArgumentParser) -> None:
         elif key in ("faults", "retry_on"):
             metavar = "FAULT" if key == "faults" else "PATTERN"
             group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar, help=text)
-        elif key not in ("user_paths", "launch"):
+        elif key not in ("user_paths", *FILE_ONLY):
             # The text is checked by the model, as that of a variable is.
             metavar = key.rsplit("_", 1)[-1].upper()
             group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar, help=text)

@@ -1,6 +1,6 @@
 """The hooks proper, once torch is there: what is installed once a process, and what is made anew for each run of it.
 
-A process runs its script once, unless a transient error ends it: see `rerun.py`. Begin with `begin_run`.
+A process runs its script once, unless a transient error or its device ends it: see `rerun.py`. Begin with `begin_run`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def install(presence: Presence) -> None:
         faults.arm(ordered["number"], parse_fault(ordered["fault"]))
     if options["allow_faults"]:
         faults.watch_modules()
-    if options["retry_on"]:
+    if options["may_rerun"]:
         leftovers.note_beginning()
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, rewrite, stack
 from ttprun.rank.frames import add_user_directory
@@ -33,7 +34,6 @@ from ttprun.rank.presence import Presence
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
 _TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
-_MESSAGE_BYTES = 300
 AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
@@ -115,8 +115,11 @@ def tell_before(previous: Any) -> Any:
             found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
+        diagnosis = diagnose(presence, error)
         told = {"error": in_one_line(error), "traceback": text if is_early else "", "detail": text}
-        presence.channel.send({"op": "script_error", **told})
+        presence.channel.send({"op": "script_error", "device_fault": diagnosis.name, **told})
+        if diagnosis.rung == "restart" and found is not None:
+            found.give_up_protection(f"{diagnosis.name}: what the other ranks hold may be wrong too")
         if not is_early:
             previous(kind, error, trace)
         is_live = found is not None and found.applied > 0 and found.is_repairable()
@@ -139,19 +142,17 @@ def _leave_at_once() -> None:
 
 
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> BaseException:
-    """Answer a transient error by another run of the script; returns the error that is not answered so."""
-    if not presence.welcome["options"].get("retry_on") or "ttprun.rank.session" not in sys.modules:
+    """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
+    if not presence.welcome["options"]["may_rerun"] or "ttprun.rank.session" not in sys.modules:
         return error
     from ttprun.rank import rerun
 
     return rerun.answer(presence, error.with_traceback(trace))
 
 
-def in_one_line(error: BaseException) -> str:
-    """An error's type, and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    name = type(error).__name__
-    return f"{name}: {lines[0][:_MESSAGE_BYTES]}" if lines else name
+def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
+    """What an exception says of the device; from this table and the configuration's additions."""
+    return DeviceErrors(presence.welcome["options"]["device_errors"]).diagnose(error)
 
 
 _presence: Presence | None = None

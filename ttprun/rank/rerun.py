@@ -1,4 +1,5 @@
-"""Run the script again in the same process: the answer to an error that the user calls transient.
+"""Run the script again in the same process: the answer to an error of the device that leaves the process whole, or to
+one that the user calls transient.
 
 The main thread arrives here from sys.excepthook, with the script unwound. It tells the agent, forgets the old run and
 waits; the agent's order brings it to the survivors' boundary like a replacement, only that process, torch and device
@@ -13,8 +14,9 @@ import re
 import traceback
 
 from ttprun.board import Field, Phase
+from ttprun.device.errors import Diagnosis, in_one_line
 from ttprun.rank import hooks, leftovers
-from ttprun.rank.install import in_one_line
+from ttprun.rank.install import diagnose
 from ttprun.rank.output import Diverted
 from ttprun.rank.presence import Presence
 from ttprun.rank.script import run
@@ -23,8 +25,13 @@ from ttprun.rank.session import Session, current, end
 _HEARD_LIMIT_S = 30.0
 
 
-def is_transient(error: BaseException, patterns: list[str]) -> bool:
-    """Whether running the script again may help: the user has said so (`retry_on`)."""
+def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]) -> bool:
+    """Whether running the script again may help: the device can still be used, or the user has said so (`retry_on`).
+
+    What a device's error means is not the user's to say: behind some of them every operation fails.
+    """
+    if diagnosis.is_known:
+        return diagnosis.can_stay
     with contextlib.suppress(Exception):  # an error's own __str__ may fail
         told = f"{type(error).__name__}: {error}"
         return any(re.search(pattern, told) for pattern in patterns)
@@ -60,7 +67,7 @@ def answer(presence: Presence, error: BaseException) -> BaseException:
 def _session_to_leave(error: BaseException, presence: Presence) -> Session | None:
     """The present run's session, if the error is transient and nothing speaks against another run."""
     session = current()
-    if session is None or not is_transient(error, session.options["retry_on"]):
+    if session is None or not is_transient(error, diagnose(presence, error), session.options["retry_on"]):
         return None
     why_not = _why_not(session)
     if why_not:
@@ -92,7 +99,8 @@ def _leave(presence: Presence, session: Session, error: BaseException) -> None:
     presence.take_back()
     recovery.retire()
     detail = "".join(traceback.format_exception(error))
-    presence.channel.send({"op": "faulted", "error": in_one_line(error), "detail": detail})
+    told = {"error": in_one_line(error), "detail": detail, "device_fault": diagnose(presence, error).name}
+    presence.channel.send({"op": "faulted", **told})
     os.write(2, detail.encode(errors="replace"))
     diverted = Diverted(session)
     try:

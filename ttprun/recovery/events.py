@@ -79,6 +79,7 @@ class RankExited(RankEvent):
     boundary           newest boundary in the rank's record, 0 if it never had one
     detected_after_s   seconds between the death and the agent's seeing it
     is_script_error    the script's own uncaught exception ended it
+    device_fault       what has happened to its device, "" if nothing is known of that
     reason             root cause if the agent knows it, else ""
     """
 
@@ -88,6 +89,7 @@ class RankExited(RankEvent):
     boundary: int
     detected_after_s: float = 0.0
     is_script_error: bool = False
+    device_fault: str = ""
     reason: str = ""
 
     @property
@@ -97,7 +99,9 @@ class RankExited(RankEvent):
 
     @property
     def kind(self) -> str:
-        """The fault in two words: "exception", "signal 9", "exit 3"."""
+        """The fault in two words: "exception", "signal 9", "exit 3", "device-lost"."""
+        if self.device_fault:
+            return self.device_fault
         if self.is_script_error:
             return "exception"
         if self.signal is not None:
@@ -107,7 +111,9 @@ class RankExited(RankEvent):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        if self.is_script_error:
+        if self.device_fault:
+            how = f"ended with a fault of its device ({self.device_fault})"
+        elif self.is_script_error:
             how = "ended with an uncaught exception"
         elif self.signal is not None:
             how = f"was ended by signal {self.signal}"
@@ -124,22 +130,29 @@ class RankFaulted(RankEvent):
     pid                the process; if it is not the rank's present one, this is an echo
     boundary           newest boundary in the rank's record, 0 if it never had one
     detected_after_s   the rank says so at once
+    device_fault       what has happened to its device, "" if it is another error
     reason             the error
     """
 
     pid: int | None
     boundary: int
     detected_after_s: float = 0.0
+    device_fault: str = ""
     reason: str = ""
 
-    kind: ClassVar[str] = "exception"
     is_script_error: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "exception", "memory-persistent"."""
+        return self.device_fault or "exception"
 
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
+        what = f"a fault of its device ({self.device_fault})" if self.device_fault else "a transient error"
         cause = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} met a transient error at boundary {self.boundary}{cause}"
+        return f"rank {self.rank} met {what} at boundary {self.boundary}{cause}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

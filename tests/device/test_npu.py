@@ -1,0 +1,220 @@
+"""The NPU by way of a simulated torch_npu, in the signatures of three of its releases. No NPU is here."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ttprun.device import npu
+from ttprun.device.errors import DeviceFault
+from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
+from ttprun.device.npu import NpuDevice
+from ttprun.device.sim import RELEASES, TEXTS, Queue, SimulatedNpu, SimulatedTorchNpu
+
+
+@pytest.fixture(params=RELEASES)
+def device(request: pytest.FixtureRequest) -> SimulatedNpu:
+    return SimulatedNpu({}, request.param)
+
+
+@pytest.mark.parametrize(
+    ("release", "arguments"),
+    [
+        ("2.1.0.post8", ["device_id", "rebuild_all_resources"]),
+        ("2.7.1", ["device_id", "rebuild_all_resources"]),
+        ("2.13.0", ["device_id", "rebuild_all_resources", "disable_tensor_unsafe_check"]),
+    ],
+)
+def test_the_simulation_has_the_signatures_of_its_release(release: str, arguments: list[str]) -> None:
+    module = SimulatedTorchNpu(release)
+
+    assert list(inspect.signature(module.npu.restart_device).parameters) == arguments
+    assert list(inspect.signature(module.reinit_process_group).parameters) == ["group", "rebuild_link"]
+    assert module.npu.stop_device(0) == (None if release == "2.1.0.post8" else 0)
+
+
+def test_a_simulated_npu_says_so(device: SimulatedNpu) -> None:
+    found = device.identify()
+
+    assert (found.kind, found.is_simulated) == ("sim", True)
+    assert "simulated" in found.name
+    assert "simulated" in found.versions["torch_npu"]
+
+
+def test_memory_that_a_living_tensor_holds_is_persistent_and_safe_again_once_it_is_written(
+    device: SimulatedNpu,
+) -> None:
+    weights, simulated = torch.zeros(4), device.module.npu
+    simulated.fail_memory(weights)
+    with pytest.raises(RuntimeError) as error:
+        simulated.operate(weights)
+    device.stop()
+    found = device.check_memory()
+    device.restart()
+    with pytest.raises(RuntimeError, match="There is unsafe data in the input tensor"):
+        simulated.operate(weights)
+    device.clean([weights])
+    simulated.operate(weights)
+
+    assert device.classify(error.value).fault is DeviceFault.MEMORY_PERSISTENT
+    assert found is MemoryCheck.PERSISTENT
+    assert device.check_memory() is MemoryCheck.NONE
+    assert device.health().is_usable
+
+
+def test_memory_that_nothing_holds_any_more_is_temporary(device: SimulatedNpu) -> None:
+    activation = torch.zeros(4)
+    device.module.npu.fail_memory(activation)
+    del activation
+
+    assert device.check_memory() is MemoryCheck.TEMPORARY
+
+
+def test_memory_of_a_library_is_outside_the_pool(device: SimulatedNpu) -> None:
+    device.module.npu.fail_memory_of_library()
+
+    assert device.check_memory() is MemoryCheck.OUTSIDE_POOL
+
+
+def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it(device: SimulatedNpu) -> None:
+    activation = torch.zeros(4)
+    device.module.npu.fail_memory(activation, Queue.HBM_ECC_EXIT)
+    del activation
+    device.stop()
+
+    assert device.check_memory() is MemoryCheck.PERSISTENT
+
+
+def test_a_device_that_was_stopped_refuses_all_work_until_it_is_restarted(device: SimulatedNpu) -> None:
+    device.stop()
+    stopped = device.health()
+    device.restart()
+
+    assert not stopped.is_usable
+    assert stopped.findings[0].startswith("forced-stop: RuntimeError: ")
+    assert device.health().is_usable
+
+
+def test_after_new_streams_every_tensor_is_unsafe_until_it_is_marked(device: SimulatedNpu) -> None:
+    weights, forgotten = torch.zeros(4), torch.zeros(4)
+    device.restart(rebuilds_resources=True)
+    device.clean([weights])
+
+    device.module.npu.operate(weights)
+    with pytest.raises(RuntimeError, match="unsafe data"):
+        device.module.npu.operate(forgotten)
+
+
+def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: SimulatedNpu) -> None:
+    device.module.npu.lose()
+
+    with pytest.raises(DeviceFailedError, match="check_uce_in_memory failed for NPU 0"):
+        device.check_memory()
+    with pytest.raises(DeviceFailedError, match="restart_device failed for NPU 0"):
+        device.restart()
+    with pytest.raises(DeviceMissingError, match="npu-smi info"):
+        device.identify()
+    assert device.health().findings[0].startswith("device-lost: ")
+
+
+def test_a_device_that_cannot_be_stopped_says_so_where_its_release_answers_at_all() -> None:
+    for release, answers in zip(RELEASES, (False, True, True), strict=True):
+        device = SimulatedNpu({}, release)
+        device.module.npu.lose()
+        if answers:
+            with pytest.raises(DeviceFailedError, match="stop_device answers 1 for NPU 0"):
+                device.stop()
+        else:
+            device.stop()
+
+
+def test_links_that_hold_are_resumed_for_all_groups_at_once(device: SimulatedNpu) -> None:
+    device.rebuild_communicators("tp group")
+
+    assert device.module.npu.rebuilt == [(None, False)]
+
+
+def test_new_links_are_made_group_by_group_where_the_release_can() -> None:
+    for release, groups in zip(RELEASES, ("default group", "tp group", "tp group"), strict=True):
+        device = SimulatedNpu({}, release)
+        if release == RELEASES[0]:
+            with pytest.raises(DeviceFailedError, match="rebuilds no group but the default one"):
+                device.rebuild_communicators("tp group", rebuilds_links=True)
+        else:
+            device.rebuild_communicators("tp group", rebuilds_links=True)
+        assert device.module.npu.rebuilt == [(groups, True)]
+
+
+def test_what_a_release_does_not_have_is_named() -> None:
+    class OldNpu:
+        """torch_npu.npu of a release before recovery came."""
+
+    class OldTorchNpu:
+        __version__ = "1.11"
+        npu = OldNpu()
+
+    device = NpuDevice(OldTorchNpu(), 0, {}, reinit=None)
+
+    with pytest.raises(DeviceFailedError, match=r"torch_npu 1\.11 has no stop_device"):
+        device.stop()
+    with pytest.raises(DeviceFailedError, match=r"torch_npu 1\.11 has no reinit_process_group"):
+        device.rebuild_communicators()
+
+
+def test_an_answer_that_nobody_knows_is_a_failure() -> None:
+    class OddNpu:
+        def check_uce_in_memory(self, device_id: int) -> int:
+            return 9
+
+    class OddTorchNpu:
+        __version__ = "9"
+        npu = OddNpu()
+
+    with pytest.raises(DeviceFailedError, match="check_uce_in_memory answers 9 for NPU 0"):
+        NpuDevice(OddTorchNpu(), 0, {}, None).check_memory()
+
+
+@pytest.mark.parametrize("queue", list(TEXTS))
+def test_whatever_the_simulation_raises_is_in_the_table(queue: Queue) -> None:
+    device = SimulatedNpu({})
+    device.module.npu.queue = queue
+
+    assert device.classify(device.module.npu.error()).is_known
+
+
+def test_the_random_state_of_a_device_is_put_back_as_it_was(device: SimulatedNpu) -> None:
+    state = device.rng_state()
+    drawn = torch.rand(3)
+    device.restore_rng_state(state)
+
+    assert torch.equal(torch.rand(3), drawn)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (None, "torch_npu is not installed; for an NPU: pip install 'ttprun[npu]'"),
+        ("raise ImportError('libhccl.so: cannot open shared object file')", "ImportError: libhccl.so: cannot open"),
+        ("raise RuntimeError('Two accelerators cannot be used at the same time')", "RuntimeError: Two accelerators"),
+        ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
+    ],
+)
+def test_a_torch_npu_that_cannot_be_loaded_is_told_in_one_line_with_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, told: str
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    if source is not None:
+        (tmp_path / "torch_npu.py").write_text(source)
+
+    with pytest.raises(DeviceMissingError) as error:
+        npu.load()
+
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    if source is not None:
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0: without that 'import torch' itself fails" in str(error.value)

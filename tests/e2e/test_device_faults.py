@@ -1,0 +1,67 @@
+"""What has happened to a device decides how its rank is repaired, and names the incident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
+
+RunTtprun = Callable[..., Run]
+Undisturbed = Callable[..., Run]
+
+PLAIN = "plain_tensors.py"
+
+
+def meaning(fault: str, tmp_path: Path) -> list[str]:
+    """Options with which the error that `inject-fault exception` raises means this fault of the device."""
+    file = tmp_path / "device.yaml"
+    file.write_text(yaml.safe_dump({"device_errors": {"^InjectedFaultError: injected": fault}}))
+    return ["--config", str(file)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rung", "processes", "retry_on"),
+    [
+        ("memory-temporary", "rerun", [1, 1], []),
+        ("device-lost", "replace", [1, 2], ["--retry-on", "InjectedFaultError"]),  # retrying would not help
+    ],
+)
+def test_a_rank_is_kept_or_replaced_as_its_device_asks_for_and_nothing_differs(
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
+    tmp_path: Path,
+    fault: str,
+    rung: str,
+    processes: list[int],
+    retry_on: list[str],
+) -> None:
+    options = [*meaning(fault, tmp_path), *retry_on]
+
+    result = run_ttprun(PLAIN, 2, faults=["exception:rank=1,step=12,phase=backward"], options=options)
+
+    assert_recovered_by(result, [rung])
+    assert [incident["kind"] for incident in result.incidents] == [fault]
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+    assert process_counts(result) == processes
+
+
+def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun: RunTtprun, tmp_path: Path) -> None:
+    options = [*meaning("precision", tmp_path), "--max-restarts", "1"]
+
+    result = run_ttprun(PLAIN, 2, faults=["exception:rank=1,step=12,phase=backward"], options=options)
+
+    assert [incident["kind"] for incident in result.incidents] == ["precision"], result.story()
+    assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
+    assert "what the other ranks hold may be wrong too" in result.incidents[0]["reason"], result.story()
+    assert result.exit_code == 0, result.story()
+    assert process_counts(result) == [2, 2]
+
+
+def process_counts(result: Run) -> list[int]:
+    """How many processes each rank has had, by rank; exact: from the event log."""
+    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
+    return [started.count(rank) for rank in sorted(set(started))]

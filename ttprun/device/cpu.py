@@ -1,0 +1,63 @@
+"""The processor as a device: nothing on it runs by itself, and memory that fails ends the process."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.device.interface import Health, Identity, MemoryCheck, MemoryFigures
+
+
+class CpuDevice:
+    """The machine's processor and memory.
+
+    device_errors   as in the configuration
+    """
+
+    def __init__(self, device_errors: Mapping[str, str]) -> None:
+        self._errors = DeviceErrors(device_errors)
+
+    def identify(self) -> Identity:
+        """The processor."""
+        return Identity("cpu", platform.machine(), 0, is_simulated=False, versions={})
+
+    def health(self) -> Health:
+        """It runs this."""
+        return Health(is_usable=True)
+
+    def classify(self, error: BaseException) -> Diagnosis:
+        """What an error says: gloo's are the only ones that come from here."""
+        return self._errors.diagnose(error)
+
+    def stop(self) -> None:
+        """Nothing runs beside the threads of the process."""
+
+    def check_memory(self) -> MemoryCheck:
+        """An uncorrectable error of main memory is a SIGBUS: whoever asks here has not met one."""
+        return MemoryCheck.NONE
+
+    def clean(self, kept: Iterable[Any] = ()) -> None:
+        """Memory is given back by itself."""
+
+    def restart(self, rebuilds_resources: bool = False) -> None:
+        """Nothing was stopped."""
+
+    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
+        """gloo's connections are ttprun's own: see `ttprun.rank.connection`."""
+
+    def rng_state(self) -> bytes:
+        """The processor's generator is recorded by `ttprun.rank.random_state`."""
+        return b""
+
+    def restore_rng_state(self, state: bytes) -> None:
+        """As above."""
+
+    def memory(self) -> MemoryFigures:
+        """Main memory."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", encoding="ascii") as pages:
+            used = int(pages.read().split()[1]) * page
+        return MemoryFigures(used, os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page)

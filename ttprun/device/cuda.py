@@ -1,0 +1,103 @@
+"""An NVIDIA GPU by way of torch.cuda; ECC and Xid by way of NVML, if nvidia-ml-py is installed.
+
+Most errors of a kernel are sticky: the context is lost with all memory, and whatever this process asks of CUDA fails
+from then on. So nothing is repaired in place but communicators: the table sends the rest to a new process. Not run in
+this project's own tests, which have no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ttprun.device import nvml
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
+
+
+class CudaDevice:
+    """One GPU.
+
+    torch           the module, with CUDA
+    index           number of the GPU in this process
+    device_errors   as in the configuration
+    nvml_module     pynvml, initialised; None: it is not here
+    """
+
+    def __init__(self, torch: Any, index: int, device_errors: Mapping[str, str], nvml_module: Any = None) -> None:
+        self._torch = torch
+        self._index = index
+        self._errors = DeviceErrors(device_errors)
+        self._gpu: nvml.Gpu | None = None
+        if nvml_module is not None:
+            with contextlib.suppress(nvml_module.NVMLError):
+                self._gpu = nvml.Gpu(nvml_module, str(torch.cuda.get_device_properties(index).uuid))
+
+    def identify(self) -> Identity:
+        """The GPU's model."""
+        torch = self._torch
+        if not torch.cuda.is_available():
+            raise DeviceMissingError("torch finds no GPU; see that the driver is loaded and CUDA_VISIBLE_DEVICES right")
+        versions = {"CUDA": str(torch.version.cuda or ""), "driver": "" if self._gpu is None else self._gpu.driver()}
+        if torch.distributed.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, False, versions)
+
+    def health(self) -> Health:
+        """Waits for what runs on the GPU: an error of a kernel is only told then."""
+        findings = [] if self._gpu is None else list(self._gpu.findings())
+        try:
+            self._torch.cuda.synchronize(self._index)
+        except Exception as error:
+            findings.append((f"CUDA answers: {in_one_line(error)}", False))
+        return Health(all(is_usable for _, is_usable in findings), tuple(told for told, _ in findings))
+
+    def classify(self, error: BaseException) -> Diagnosis:
+        """Sticky errors are told from others by the table."""
+        return self._errors.diagnose(error)
+
+    def stop(self) -> None:
+        """CUDA cannot end a kernel; one that waits for a peer ends when its communicator is aborted."""
+
+    def check_memory(self) -> MemoryCheck:
+        """An uncorrectable error of the GPU's memory is sticky: a context that lives has met none."""
+        try:
+            self._torch.cuda.synchronize(self._index)
+        except Exception as error:
+            raise DeviceFailedError(f"the context of GPU {self._index} is lost ({in_one_line(error)})") from error
+        return MemoryCheck.NONE
+
+    def clean(self, kept: Iterable[Any] = ()) -> None:
+        """Give cached blocks back to the driver; no tensor is ever marked."""
+        self._torch.cuda.empty_cache()
+
+    def restart(self, rebuilds_resources: bool = False) -> None:
+        """A context cannot be made anew in the same process: this only says whether it lives."""
+        self.check_memory()
+
+    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
+        """Abort NCCL's communicators; the group connects anew when it is used next.
+
+        One that is not aborted may keep its kernels, and the stream behind them, waiting for ever.
+        """
+        distributed = self._torch.distributed
+        groups = distributed.distributed_c10d._world.pg_map if group is None else (group,)
+        for found in tuple(groups):
+            with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
+                found._get_backend(self._torch.device("cuda", self._index)).abort()
+
+    def rng_state(self) -> bytes:
+        """State of the GPU's generator."""
+        state: bytes = self._torch.cuda.get_rng_state(self._index).numpy().tobytes()
+        return state
+
+    def restore_rng_state(self, state: bytes) -> None:
+        """Put it back."""
+        torch = self._torch
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self._index)
+
+    def memory(self) -> MemoryFigures:
+        """Memory of the GPU."""
+        free, total = self._torch.cuda.mem_get_info(self._index)
+        return MemoryFigures(self._torch.cuda.memory_allocated(self._index), free, total)

@@ -1,0 +1,120 @@
+"""The seam: what the rest of ttprun asks of a device, whichever it is. Read `Device` first.
+
+Every question is about the one device that this process uses. The phases of a repair in their order are: stop, check
+the memory, clean, restart, rebuild the communicators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+from ttprun.device.errors import Diagnosis
+
+
+class DeviceMissingError(RuntimeError):
+    """The device, or the library for it, cannot be used here. The message is one line: the cause; the cure."""
+
+
+class DeviceFailedError(RuntimeError):
+    """The device did not do what it was told to; only another process can help."""
+
+
+class MemoryCheck(IntEnum):
+    """Where the memory lies that failed; the numbers are torch_npu's."""
+
+    NONE = 0  # none is known to have failed
+    OUTSIDE_POOL = 1  # it belongs to no tensor: not repairable
+    TEMPORARY = 2  # nothing holds it any more once the cache is emptied
+    PERSISTENT = 3  # living tensors hold it
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which device this is.
+
+    kind           "cpu", "cuda", "npu" or "sim"
+    name           the model as its driver tells it
+    index          number of the device in this process
+    is_simulated   there is no such device: what is said of it shows ttprun's own work only
+    versions       what it takes to drive it -> version, "" if that is not known
+    """
+
+    kind: str
+    name: str
+    index: int
+    is_simulated: bool
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the device can be used.
+
+    findings   sentences for an operator; a device that works may have some too
+    """
+
+    is_usable: bool
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryFigures:
+    """Memory of the device, in bytes.
+
+    used        by this process's tensors
+    free        that any process may still take
+    """
+
+    used_bytes: int
+    free_bytes: int
+    total_bytes: int
+
+
+class Device(Protocol):
+    """One kind of device. Methods may block for as long as the device needs to answer, seconds at most."""
+
+    def identify(self) -> Identity:
+        """Which device this is. Raises DeviceMissingError."""
+
+    def health(self) -> Health:
+        """Whether it can be used; never raises. May wait for what runs on it."""
+
+    def classify(self, error: BaseException) -> Diagnosis:
+        """What an error says of the device."""
+
+    def stop(self) -> None:
+        """End whatever runs on it; operations of other threads fail from now on. Raises DeviceFailedError."""
+
+    def check_memory(self) -> MemoryCheck:
+        """Where the memory lies that failed. Raises DeviceFailedError if the device cannot tell."""
+
+    def clean(self, kept: Iterable[Any] = ()) -> None:
+        """Give back what nothing holds any more.
+
+        kept   tensors that live on, and have been written anew: they may be used again
+        """
+
+    def restart(self, rebuilds_resources: bool = False) -> None:
+        """Make it ready for work after `stop`. Raises DeviceFailedError.
+
+        rebuilds_resources   streams and handles are made anew too; all tensors are then unsafe till they are written
+        """
+
+    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
+        """Make the device's communicators ready for work after `restart`.
+
+        group            process group; None: all
+        rebuilds_links   connections are made anew, since another process sits at an end of them
+        """
+
+    def rng_state(self) -> bytes:
+        """State of the device's random generator, b"" if it has none of its own."""
+
+    def restore_rng_state(self, state: bytes) -> None:
+        """Put a state of `rng_state` back."""
+
+    def memory(self) -> MemoryFigures:
+        """How much memory is used."""

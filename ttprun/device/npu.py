@@ -1,0 +1,146 @@
+"""An Ascend NPU by way of torch_npu. Not run on one: written from its sources, and tested against a simulation of it.
+
+torch_npu differs from release to release. 2.1: `stop_device` answers None, `reinit_process_group` rebuilds the default
+group whatever it is given, and answers None. 2.7: the former answers 0 or 1, the latter minds its group and answers it.
+2.13: `restart_device` has a third argument, which we leave alone. What a release does not have is not asked of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
+
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+
+
+def load() -> Any:
+    """The module torch_npu; torch must have been imported.
+
+    Raises DeviceMissingError, one line: it is not installed, or CANN is not there, or there is no NPU it can use.
+    """
+    try:
+        return importlib.import_module("torch_npu")
+    except ModuleNotFoundError as error:
+        if error.name == "torch_npu":
+            raise DeviceMissingError("torch_npu is not installed; for an NPU: pip install 'ttprun[npu]'") from None
+        raise DeviceMissingError(why_not_loaded(error)) from error
+    except (ImportError, RuntimeError) as error:
+        raise DeviceMissingError(why_not_loaded(error)) from error
+
+
+def why_not_loaded(error: BaseException) -> str:
+    """One line for an operator: torch_npu is installed, and cannot be imported."""
+    return (
+        f"torch_npu is installed, but cannot be loaded ({in_one_line(error)}); install CANN and "
+        f"'source set_env.sh', or uninstall torch_npu, or set {AUTOLOAD}=0: without that 'import torch' itself fails"
+    )
+
+
+class NpuDevice:
+    """One NPU.
+
+    torch_npu       the module
+    index           number of the device in this process
+    device_errors   as in the configuration
+    reinit          torch.distributed.reinit_process_group, which torch_npu puts there
+    """
+
+    kind = "npu"
+    is_simulated = False
+
+    def __init__(
+        self, torch_npu: Any, index: int, device_errors: Mapping[str, str], reinit: Callable[..., Any] | None
+    ) -> None:
+        self._torch_npu = torch_npu
+        self._npu = torch_npu.npu
+        self._index = index
+        self._errors = DeviceErrors(device_errors)
+        self._reinit = reinit
+
+    def identify(self) -> Identity:
+        """The NPU's model."""
+        if not self._npu.is_available():
+            raise DeviceMissingError("torch_npu finds no NPU; see 'npu-smi info' and ASCEND_RT_VISIBLE_DEVICES")
+        versions = {"torch_npu": str(self._torch_npu.__version__)}
+        with contextlib.suppress(AttributeError):
+            versions["CANN"] = str(self._torch_npu.version.cann)
+        name = str(self._npu.get_device_name(self._index))
+        return Identity(self.kind, name, self._index, self.is_simulated, versions)
+
+    def health(self) -> Health:
+        """Waits for what runs on the NPU."""
+        try:
+            self._npu.synchronize(self._index)
+        except Exception as error:
+            diagnosis = self.classify(error)
+            return Health(False, (f"{diagnosis.fault}: {in_one_line(error)}",))
+        return Health(True)
+
+    def classify(self, error: BaseException) -> Diagnosis:
+        """What an error says; behind "UCE ERROR" `check_memory` tells which memory it was."""
+        return self._errors.diagnose(error)
+
+    def stop(self) -> None:
+        """Abort all tasks; the process's other threads get "FORCE STOP" from then on."""
+        answer = self._call("stop_device", self._index)
+        if answer not in (None, 0):
+            raise DeviceFailedError(f"stop_device answers {answer} for NPU {self._index}")
+
+    def check_memory(self) -> MemoryCheck:
+        """Which memory has failed; torch_npu empties its cache to find out what is still held."""
+        answer = self._call("check_uce_in_memory", self._index)
+        try:
+            return MemoryCheck(answer)
+        except ValueError:
+            raise DeviceFailedError(f"check_uce_in_memory answers {answer} for NPU {self._index}") from None
+
+    def clean(self, kept: Iterable[Any] = ()) -> None:
+        """Empty the cache, and mark tensors as safe: else their use raises "unsafe data in the input tensor"."""
+        self._npu.empty_cache()
+        mark_safe = getattr(getattr(self._npu, "_recovery", None), "update_npu_tensor_to_safe", None)
+        if mark_safe is not None:
+            for tensor in kept:
+                mark_safe(tensor)
+
+    def restart(self, rebuilds_resources: bool = False) -> None:
+        """Repair the memory that failed, and take orders again."""
+        self._call("restart_device", self._index, rebuild_all_resources=rebuilds_resources)
+
+    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
+        """Without new links all groups are resumed at once, whichever is given; with them each is rebuilt by itself."""
+        if self._reinit is None:
+            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no reinit_process_group")
+        answer = self._reinit(group=group if rebuilds_links else None, rebuild_link=rebuilds_links)
+        if rebuilds_links and group is not None and answer is None:
+            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} rebuilds no group but the default one")
+
+    def rng_state(self) -> bytes:
+        """State of the NPU's generator."""
+        state: bytes = self._npu.get_rng_state(self._index).numpy().tobytes()
+        return state
+
+    def restore_rng_state(self, state: bytes) -> None:
+        """Put it back."""
+        import torch
+
+        self._npu.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), self._index)
+
+    def memory(self) -> MemoryFigures:
+        """Memory of the NPU."""
+        free, total = self._npu.mem_get_info(self._index)
+        return MemoryFigures(self._npu.memory_allocated(self._index), free, total)
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """One of torch_npu's functions for recovery; whatever it raises, the device has failed."""
+        function = getattr(self._npu, name, None)
+        if function is None:
+            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no {name}")
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            raise DeviceFailedError(f"{name} failed for NPU {self._index} ({in_one_line(error)})") from error

@@ -1,0 +1,236 @@
+"""A simulated Ascend NPU: no device is there, and nothing here shows that ttprun works on one.
+
+`SimulatedTorchNpu` takes the place of the module torch_npu, with the signatures, return codes and error texts of one of
+its releases, so that `npu.py` runs as it would on the device; what it does was taken from torch_npu's sources. Tensors
+are the processor's own: whoever breaks one says so with `fail_memory`. Begin with `SimulatedNpu`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+from ttprun.device.npu import NpuDevice
+
+RELEASES = ("2.1.0.post8", "2.7.1", "2.13.0")
+_NAME = "simulated Ascend NPU (no hardware)"
+_TOTAL_BYTES = 64 << 30
+
+
+class Queue(IntEnum):
+    """Where the queue of tasks stands; the numbers are torch_npu's."""
+
+    RUN = 0
+    UCE_EXIT = 5
+    STOP_EXIT = 6
+    HBM_ECC_EXIT = 7
+    SUSPECT_MEM_EXIT = 8
+    HCCS_LINK_EXIT = 9
+    HCCL_OP_RETRY_EXIT = 10
+    SUSPECT_REMOTE_EXIT = 11
+
+
+# What an operation raises while the queue stands there.
+TEXTS: dict[Queue, tuple[str, int]] = {
+    Queue.UCE_EXIT: ("UCE ERROR", 507053),
+    Queue.STOP_EXIT: ("FORCE STOP", 107022),
+    Queue.HBM_ECC_EXIT: ("HBM MULTI BIT ECC ERROR.time us= 1000.time is 1000", 507054),
+    Queue.SUSPECT_MEM_EXIT: ("SUSPECT MEM ERROR", 507055),
+    Queue.HCCS_LINK_EXIT: ("HCCS LINK ERROR", 507056),
+    Queue.HCCL_OP_RETRY_EXIT: ("HCCL OP RETRY FAILED", 507904),
+    Queue.SUSPECT_REMOTE_EXIT: ("SUSPECT REMOTE ERROR", 507057),
+}
+_LOST = ("AclrtSynchronizeStreamWithTimeout", 507010)
+
+
+class SimulatedTorchNpu:
+    """Takes the place of the module torch_npu.
+
+    release   one of RELEASES, whose signatures and return codes it has
+    """
+
+    def __init__(self, release: str = RELEASES[-1]) -> None:
+        self.__version__ = f"{release}+simulated"
+        self.version = SimpleNamespace(cann="simulated")
+        self.npu: Any = {RELEASES[0]: _Npu21, RELEASES[1]: _Npu27, RELEASES[2]: _Npu}[release]()
+
+    def reinit_process_group(self, group: Any = None, rebuild_link: bool = True) -> Any:
+        """torch.distributed.reinit_process_group: there is no HCCL here, so this only notes what was asked for."""
+        return self.npu.reinit(group, rebuild_link)
+
+
+class _Npu:
+    """Takes the place of torch_npu.npu in release 2.13; the earlier ones below.
+
+    queue      what any operation meets till the device is restarted
+    has_ecc    an HBM ECC error was among what it met
+    failed     (address, size) of memory that has failed
+    rebuilt    what reinit_process_group was asked for: (group, rebuild_link)
+    """
+
+    def __init__(self) -> None:
+        self.queue = Queue.RUN
+        self.is_lost = self.has_ecc = False
+        self.failed: list[tuple[int, int]] = []
+        self.rebuilt: list[tuple[Any, bool]] = []
+        self._holders: list[weakref.ref[Any]] = []
+        self._outside: list[int] = []
+        self._unsafe: set[int] = set()
+        self._safe: set[int] = set()
+        self._are_all_unsafe = False
+        self._recovery = SimpleNamespace(
+            update_npu_tensor_to_safe=self._mark_safe, check_npu_tensor_is_safe=self._is_safe
+        )
+
+    # What breaks it.
+
+    def fail_memory(self, tensor: Any, queue: Queue = Queue.UCE_EXIT) -> None:
+        """The memory of a tensor has failed; it is persistent for as long as the tensor lives."""
+        self.failed.append((tensor.data_ptr(), tensor.nbytes))
+        self._holders.append(weakref.ref(tensor))
+        self.queue = queue
+        self.has_ecc = self.has_ecc or queue is Queue.HBM_ECC_EXIT
+
+    def fail_memory_of_library(self, address: int = 0x1000, size: int = 32) -> None:
+        """Memory has failed that is no tensor's: it is outside of torch_npu's pool."""
+        self.failed.append((address, size))
+        self._outside.append(address)
+        self.queue = Queue.UCE_EXIT
+
+    def lose(self) -> None:
+        """The device does not answer any more."""
+        self.is_lost = True
+
+    def error(self) -> RuntimeError:
+        """What an operation raises in the present state, in the full shape of torch_npu's errors."""
+        text, code = _LOST if self.is_lost else TEXTS[self.queue]
+        return RuntimeError(
+            f"operator():simulated.cpp:0 NPU function error: {text}, error code is {code}\n"
+            "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed "
+            "(raised by ttprun's simulated device)"
+        )
+
+    def operate(self, *tensors: Any) -> None:
+        """Any operation on the device, with its inputs: raises what it meets."""
+        if self.is_lost or self.queue is not Queue.RUN:
+            raise self.error()
+        if not all(self._is_safe(tensor) for tensor in tensors):
+            raise RuntimeError("There is unsafe data in the input tensor")
+
+    def _is_safe(self, tensor: Any) -> bool:
+        address = tensor.data_ptr()
+        return address in self._safe or (address not in self._unsafe and not self._are_all_unsafe)
+
+    def _mark_safe(self, tensor: Any) -> None:
+        self._safe.add(tensor.data_ptr())
+
+    # torch_npu.npu.
+
+    def is_available(self) -> bool:
+        """Whether there is a device that answers."""
+        return not self.is_lost
+
+    def get_device_name(self, device_id: int) -> str:
+        """Says that it is simulated."""
+        return _NAME
+
+    def synchronize(self, device_id: int) -> None:
+        """As any operation."""
+        self.operate()
+
+    def stop_device(self, device_id: int) -> int | None:
+        """All tasks are aborted; 0, or 1 if that failed."""
+        if self.is_lost:
+            return 1
+        self.queue = Queue.STOP_EXIT
+        return 0
+
+    def restart_device(
+        self, device_id: int, rebuild_all_resources: bool = False, disable_tensor_unsafe_check: bool = False
+    ) -> None:
+        """Memory that failed is repaired, and what was in it is unsafe; or all is, if streams are made anew."""
+        if self.is_lost:
+            raise self.error()
+        self._safe = set()
+        if not disable_tensor_unsafe_check:
+            self._unsafe.update(address for address, _ in self.failed)
+            self._are_all_unsafe = self._are_all_unsafe or rebuild_all_resources
+        self.failed, self._holders, self._outside = [], [], []
+        self.queue, self.has_ecc = Queue.RUN, False
+
+    def check_uce_in_memory(self, device_id: int) -> int:
+        """0 none, 1 outside of the pool, 2 temporary, 3 persistent; always 3 after an HBM ECC error."""
+        if self.is_lost:
+            raise self.error()
+        if self.has_ecc:
+            return 3
+        if not self.failed:
+            return 0
+        if self._outside:
+            return 1
+        return 3 if any(holder() is not None for holder in self._holders) else 2
+
+    def _get_uce_addr(self) -> list[dict[str, int]]:
+        return [{"ptr": address, "size": size} for address, size in self.failed]
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def get_rng_state(self, device_id: int) -> Any:
+        """The processor's generator stands for the device's."""
+        import torch
+
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Any, device_id: int) -> None:
+        """As above."""
+        import torch
+
+        torch.set_rng_state(state)
+
+    def mem_get_info(self, device_id: int) -> tuple[int, int]:
+        """Nothing is used."""
+        return _TOTAL_BYTES, _TOTAL_BYTES
+
+    def memory_allocated(self, device_id: int) -> int:
+        """Nothing is used."""
+        return 0
+
+    def reinit(self, group: Any, rebuild_link: bool) -> Any:
+        """What reinit_process_group of this release does and answers."""
+        self.rebuilt.append((group, rebuild_link))
+        return (group or "default group") if rebuild_link else None
+
+
+class _Npu27(_Npu):
+    """Release 2.7."""
+
+    def restart_device(self, device_id: int, rebuild_all_resources: int = False) -> None:  # type: ignore[override]
+        super().restart_device(device_id, bool(rebuild_all_resources))
+
+
+class _Npu21(_Npu27):
+    """Release 2.1."""
+
+    def stop_device(self, device_id: int) -> None:
+        super().stop_device(device_id)
+
+    def reinit(self, group: Any, rebuild_link: bool) -> None:
+        self.rebuilt.append(("default group" if rebuild_link else None, rebuild_link))
+
+
+class SimulatedNpu(NpuDevice):
+    """The device of `inject-fault uce-low` and the like, and of tests: `npu.py` on a simulated torch_npu.
+
+    module   the simulated torch_npu, to break it
+    """
+
+    kind = "sim"
+    is_simulated = True
+
+    def __init__(self, device_errors: Mapping[str, str], release: str = RELEASES[-1]) -> None:
+        self.module = SimulatedTorchNpu(release)
+        super().__init__(self.module, 0, device_errors, self.module.reinit_process_group)
