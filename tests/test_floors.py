@@ -14,14 +14,23 @@ FLOORS = {
     "observe": {"errors"},
     "rank": {"board", "channel", "device", "faults", "errors"},
     "shim": {"rank"},
-<<<<<<< HEAD
-    "agent": {"board", "channel", "config", "errors", "faults", "observe", "rank", "recovery", "schedule"},
-    "cli": {"agent", "config", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
     "state": {"__version__", "errors"},
-=======
-    "agent": {"board", "channel", "config", "device", "errors", "faults", "observe", "rank", "recovery", "schedule"},
-    "cli": {"agent", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule"},
->>>>>>> device
+    "agent": {
+        *(
+            "board",
+            "channel",
+            "config",
+            "device",
+            "errors",
+            "faults",
+            "observe",
+            "rank",
+            "recovery",
+            "schedule",
+            "state",
+        ),
+    },
+    "cli": {"agent", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
