@@ -138,7 +138,8 @@ class Checkpoints:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
                 why_not = f"it would lack {'; '.join(missing)}; what there is lies in {checkpoint.path}"
-            self._tell_machine(writing.order.generation, place, why_not)
+            is_handled = any(told["is_handled"] for told in writing.told)
+            self._tell_machine(writing.order.generation, place, why_not, is_handled)
 
         first = next(told for told in writing.told if told["share"] == 0)
         self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
@@ -279,9 +280,12 @@ class Checkpoints:
         self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
         logger.warning("no checkpoint of step %d: %s", boundary, why_not)
 
-    def _tell_machine(self, generation: int, place: str = "", why_not: str = "") -> None:
-        event = recovery.StatePersisted(at_s=time.monotonic(), generation=generation, place=place, why_not=why_not)
-        self._supervisor.advance(event)
+    def _tell_machine(self, generation: int, place: str = "", why_not: str = "", is_handled: bool = False) -> None:
+        self._supervisor.advance(
+            recovery.StatePersisted(
+                at_s=time.monotonic(), generation=generation, place=place, why_not=why_not, is_handled=is_handled
+            )
+        )
 
 
 def _chunks_of(fd: int) -> Iterator[memoryview]:

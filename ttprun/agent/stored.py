@@ -26,7 +26,7 @@ def rank_file(rank: int) -> str:
 
 def unpack(packed: bytes) -> dict[str, Any]:
     """What `msgpack.packb` has packed of a rank's part."""
-    found: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False, max_buffer_size=0)
+    found: dict[str, Any] = msgpack.unpackb(packed, strict_map_key=False)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import queue
+import signal
 import sys
 import threading
 import time
@@ -254,6 +255,8 @@ class Recovery:
         faults.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         told = shares.write(message["path"], message["share"], message["of"], main, is_hashed=True)
+        handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))
+        told["is_handled"] = any(map(callable, handlers))
         session.channel.send({"op": "dumped", "generation": message["generation"], **told})
 
     # Resume.

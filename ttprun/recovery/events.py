@@ -325,11 +325,13 @@ class StatePersisted(Event):
     generation   in which it was ordered
     place        where it is; "" if it was not written
     why_not      why it was not written; "" if it was
+    is_handled   the script handles the signal that ends it itself, and must be able to go on for that
     """
 
     generation: int
     place: str = ""
     why_not: str = ""
+    is_handled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 PERSISTING: all living ranks stand still at one boundary, as for a repair; then each writes a part of what they hold,
 and the agent makes a checkpoint of it. If the job goes on they connect anew and issue their journals, as if a link had
-broken; so a checkpoint can be had at any moment. If the job ends because somebody has asked, it goes on all the same,
-so that the script can do what it does when it is ended.
+broken; so a checkpoint can be had at any moment. If the job ends because somebody has asked, and the script handles the
+signal that tells it so, it goes on all the same, to do what it does then.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
     if job.ending is not None and event.place:
         note = f"{job.ending.reason}; its state was saved, the same command goes on from there: {event.place}"
         job = replace(job, ending=replace(job.ending, reason=note))
-    return go_on(job, event.at_s, event.why_not)
+    return go_on(job, event.at_s, event.why_not, event.is_handled)
 
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
@@ -98,16 +98,17 @@ def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
     return go_on(job, event.at_s, event.reason)
 
 
-def go_on(job: Job, at_s: float, why_not: str = "") -> Result:
+def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) -> Result:
     """Nothing is written any more: the job ends, or all go on from where they stand.
 
-    why_not   why no checkpoint was written; "" if it was
+    why_not      why no checkpoint was written; "" if it was
+    is_handled   the script has something to do when it is told to end
     """
     if job.ending is not None and why_not:
         note = f"{job.ending.reason}; no checkpoint was written: {why_not}"
         job = replace(job, ending=replace(job.ending, reason=note))
     stands_at = job.source.boundary if job.source is not None and not is_anyone_moving(job) else None
-    if job.ending is not None and (job.ending.is_fault or job.lost or stands_at is None):
+    if job.ending is not None and (job.ending.is_fault or job.lost or stands_at is None or not is_handled):
         return end_job(job, at_s)
     if stands_at is None:  # a rank cannot write, and others do not stand still yet
         return begin_attempt(open_incident(job, at_s, "mismatch", why_not, detect_s=0.0), at_s)
