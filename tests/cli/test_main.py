@@ -15,7 +15,10 @@ def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert code == 0
     assert "ttprun --standalone --nproc-per-node 4 train.py" in text
-    assert all(word in text for word in ("status", "inject-fault", "explain", "--standbys", "--rungs", "--config"))
+    assert all(
+        word in text
+        for word in ("status", "inject-fault", "checkpoints", "explain", "--standbys", "--rungs", "--config")
+    )
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -36,7 +39,7 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
     assert "--standbys" in text
 
 
-@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "explain"])
+@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "checkpoints", "explain"])
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])
 
@@ -64,7 +67,9 @@ def test_a_wrong_option_of_a_command_is_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("line", ["--help", "status", "inject-fault list", "drill --help", "drill none.yaml"])
+@pytest.mark.parametrize(
+    "line", ["--help", "status", "checkpoints list", "inject-fault list", "drill --help", "drill none.yaml"]
+)
 def test_what_must_answer_at_once_imports_no_torch(line: str, tmp_path: Path) -> None:
     program = f"import sys, ttprun.cli.main as m; m.main({line.split()!r}); sys.exit(3 * ('torch' in sys.modules))"
 

@@ -48,7 +48,7 @@ def test_a_holder_that_has_not_written_its_name_yet_is_refused_all_the_same(tmp_
     held = locked(tmp_path, "day")
     os.truncate(tmp_path / LOCK_NAME, 0)
 
-    with pytest.raises(SaveDirectoryInUseError, match="^another job writes to"):
+    with pytest.raises(SaveDirectoryInUseError, match=r"^another job writes to"):
         CheckpointStore(tmp_path).lock("night")
 
     held.unlock()

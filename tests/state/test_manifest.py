@@ -110,5 +110,5 @@ def test_a_directory_without_a_manifest_and_no_directory_are_told_apart(tmp_path
     with pytest.raises(InvalidCheckpointError, match=r"^there is no ttprun\.json in it$"):
         read_manifest(tmp_path)
 
-    with pytest.raises(InvalidCheckpointError, match="^there is no such directory$"):
+    with pytest.raises(InvalidCheckpointError, match=r"^there is no such directory$"):
         read_manifest(tmp_path / "none")

@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
-# Command -> module, function. The function's docstring and signature are the command's help and options.
+# Command -> module, function. The function's docstring and signature are the command's help and options. A command with
+# commands of its own has a typer app instead.
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "drill": ("ttprun.cli.drill", "drill"),
+    "checkpoints": ("ttprun.cli.checkpoints", "app"),
     "explain": ("ttprun.cli.explain", "explain"),
 }
 
@@ -43,6 +46,7 @@ commands:
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
   drill          rehearse: a script under faults beside its undisturbed twin, identical or not
+  checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   explain        what ttprun changes inside your process, and why
 
 Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are
@@ -75,12 +79,15 @@ def main(argv: list[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def run_command(name: str, function: Callable[..., int], arguments: list[str]) -> int:
+def run_command(name: str, command: Callable[..., Any], arguments: list[str]) -> int:
     """Run a command that typer parses. Raises ConfigError, so that every usage error is one line of the same form."""
     import typer
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(name, context_settings={"help_option_names": ["-h", "--help"]})(function)
+    if isinstance(command, typer.Typer):
+        app = command
+    else:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(name, context_settings={"help_option_names": ["-h", "--help"]})(command)
     program = f"ttprun {name}"
     try:
         # Not "standalone": typer then returns what the function returns, and raises instead of printing.

@@ -118,7 +118,7 @@ class CheckpointStore:
         found = self.checkpoints()
         skipped = [one for one in found if not one.is_valid]
         chosen = None
-        for candidate in _last_written_first(found):
+        for candidate in last_written_first(found):
             checked = verify(candidate, progress)
             if checked.is_valid:
                 chosen = checked
@@ -182,7 +182,7 @@ class CheckpointStore:
 
         Renamed first, so that one that is half removed is not taken for a damaged one.
         """
-        candidates = [one for one in _last_written_first(self.checkpoints()) if one.name not in self._damaged]
+        candidates = [one for one in last_written_first(self.checkpoints()) if one.name not in self._damaged]
         others = [one for one in candidates if one.name != published.name]
         again = [one for one in others if one.boundary == published.boundary]
         older = [one for one in others if one.boundary != published.boundary]
@@ -202,7 +202,7 @@ def read_latest(save_dir: Path) -> str | None:
     return None
 
 
-def _last_written_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+def last_written_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """The valid ones."""
     return sorted((one for one in checkpoints if one.is_valid), key=lambda one: one.sequence, reverse=True)
 

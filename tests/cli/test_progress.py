@@ -1,0 +1,37 @@
+"""The line that says how far a long piece of work is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ttprun.cli.progress import ProgressLine, told_bytes
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1200, "1.2 kB"), (345_678_000, "346 MB"), (5e12, "5.0 TB")]
+)
+def test_bytes_are_told_in_powers_of_1000(size: float, text: str) -> None:
+    assert told_bytes(size) == text
+
+
+def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine("verifying", 100, lambda: 50):
+        pass
+
+    assert capsys.readouterr().err == ""
+
+
+def test_long_work_tells_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttprun.cli.progress.SILENT_S", 0.01)
+    asked = threading.Event()
+
+    def count() -> int:
+        asked.set()
+        return 500_000
+
+    with ProgressLine("verifying step-00000120", 2_000_000, count):
+        assert asked.wait(10)
+
+    assert capsys.readouterr().err.startswith("verifying step-00000120: 500 kB of 2.0 MB (25 %), ")

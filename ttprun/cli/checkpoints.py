@@ -1,0 +1,258 @@
+"""`ttprun checkpoints`: look at what a run has saved, check it, take a model out of it. Only export needs torch."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ttprun.cli.progress import SILENT_S, ProgressLine, told_bytes
+from ttprun.cli.terminal import open_console
+from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.state.checkpoint import Checkpoint, inspect, verify
+from ttprun.state.errors import InvalidCheckpointError
+from ttprun.state.manifest import MANIFEST_NAME
+from ttprun.state.store import CheckpointStore, last_written_first, read_latest
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="List, show and verify what a run has saved; export a model for load_state_dict.",
+)
+
+SaveDir = Annotated[
+    str | None, typer.Option(help="Directory of the checkpoints; default: that of the newest run here.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
+WHICH = "Its directory, or its name or step in the save directory, or 'latest'."
+
+
+@app.command("list")
+def list_checkpoints(save_dir: SaveDir = None, as_json: AsJson = False) -> int:
+    """List all checkpoints, the newest step first, with what is wrong with those that cannot be used.
+
+    Sizes of files are checked, not their content: see 'verify'.
+    """
+    store = open_store(save_dir)
+    found = store.checkpoints()
+    latest = read_latest(store.save_dir)
+    if as_json:
+        described = [described_in_json(one, latest) for one in found]
+        print(json.dumps({"save_dir": str(store.save_dir), "latest": latest, "checkpoints": described}))
+    elif not found:
+        print(f"no checkpoints in '{store.save_dir}'")
+    else:
+        from ttprun.cli.checkpoints_picture import draw_list
+
+        console = open_console()
+        console.print(draw_list(console, found, latest))
+    return 0
+
+
+@app.command("show")
+def show_checkpoint(
+    checkpoint: Annotated[str | None, typer.Argument(help=f"{WHICH} Default: the newest valid one.")] = None,
+    save_dir: SaveDir = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show all that is known of one checkpoint: who wrote it, when and why, its files and its models."""
+    one = find_checkpoint(checkpoint, save_dir)
+    latest = read_latest(one.path.parent)
+    if as_json:
+        content = None if one.manifest is None else one.manifest.model_dump(mode="json")
+        print(json.dumps(described_in_json(one, latest) | {"manifest": content}))
+    else:
+        from ttprun.cli.checkpoints_picture import draw_one
+
+        console = open_console()
+        console.print(draw_one(console, one, latest))
+    return 0
+
+
+@app.command("verify")
+def verify_checkpoints(
+    checkpoints: Annotated[list[str] | None, typer.Argument(help=f"{WHICH} Default: all of them.")] = None,
+    save_dir: SaveDir = None,
+    as_json: AsJson = False,
+) -> int:
+    """Read every file and compare its digest with the manifest's. Nothing is changed.
+
+    Exit code: 0 all valid, 1 something is incomplete or damaged (or there is nothing).
+    """
+    if checkpoints:
+        wanted = [find_checkpoint(text, save_dir) for text in checkpoints]
+    else:
+        wanted = open_store(save_dir).checkpoints()
+    checked = [check(one) for one in wanted]
+    if as_json:
+        print(json.dumps({"checkpoints": [one.to_json() for one in checked]}))
+    else:
+        for one in checked:
+            print(one)
+        if not checked:
+            print("there are no checkpoints")
+    return 0 if checked and all(one.checkpoint.is_valid for one in checked) else 1
+
+
+@app.command("export")
+def export_model(
+    checkpoint: Annotated[str, typer.Argument(help=WHICH)],
+    out: Annotated[Path, typer.Option("--out", help="File to write; it must not be there yet.")],
+    form: Annotated[
+        Literal["torch", "safetensors"] | None,
+        typer.Option("--format", help="Default: by the file's name, safetensors if that is its suffix."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Variable of the script that held the model.")] = None,
+    save_dir: SaveDir = None,
+    as_json: AsJson = False,
+) -> int:
+    """Write a model as model.load_state_dict takes it, without the names that wrappers such as DDP put in front.
+
+    For example: ttprun checkpoints export latest --out model.pt
+
+    The checkpoint is verified first.
+    """
+    checked = check(find_checkpoint(checkpoint, save_dir)).checkpoint
+    from ttprun.state.export import choose_model, load_model, part_of, write_model
+
+    try:
+        tensors = load_model(checked, choose_model(checked, model))
+    except InvalidCheckpointError as error:
+        raise ConfigError(f"checkpoint '{checked.path}' cannot be used: {error.reason}", "choose another") from None
+    form = form or ("safetensors" if out.suffix == ".safetensors" else "torch")
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with ProgressLine(f"writing '{out}'", size, lambda: size_of(part_of(out))):
+        written = write_model(tensors, out, form)
+    told = {"file": str(out), "format": form, "tensors": len(tensors), "bytes": written, "boundary": checked.boundary}
+    count = f"{len(tensors)} tensors of step {checked.boundary}, {told_bytes(written)}"
+    print(json.dumps(told) if as_json else f"wrote '{out}' ({form}): {count}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A checkpoint that was read, and the seconds that took."""
+
+    checkpoint: Checkpoint
+    took_s: float
+
+    def __str__(self) -> str:
+        one = self.checkpoint
+        if not one.is_valid:
+            return f"{one.name}: INVALID: {one.reason}"
+        size = one.valid_manifest().size_bytes
+        # Of a moment the clock says nothing worth knowing.
+        rate = f" in {self.took_s:.1f} s, {told_bytes(size / self.took_s)}/s" if self.took_s >= SILENT_S else ""
+        return f"{one.name}: valid ({told_bytes(size)}{rate})"
+
+    def to_json(self) -> dict[str, Any]:
+        return described_in_json(self.checkpoint, None) | {"took_s": round(self.took_s, 3)}
+
+
+def check(checkpoint: Checkpoint) -> Checked:
+    """Read all files of a checkpoint, with a progress line."""
+    done = 0
+
+    def count(so_far: int, of: int) -> None:
+        nonlocal done
+        done = so_far
+
+    started_s = time.monotonic()
+    size = 0 if checkpoint.manifest is None else checkpoint.manifest.size_bytes
+    with ProgressLine(f"verifying {checkpoint.name}", size, lambda: done):
+        checked = verify(checkpoint, count)
+    return Checked(checked, time.monotonic() - started_s)
+
+
+def open_store(save_dir: str | None) -> CheckpointStore:
+    """The checkpoints of a directory, or with None of the newest run. Raises ConfigError if there is no directory."""
+    if save_dir is None:
+        store = CheckpointStore(save_dir_of(RunDirectory.find()))
+        cure = "name it with --save-dir"
+    else:
+        store = CheckpointStore(save_dir)
+        cure = "name another with --save-dir"
+    if not store.save_dir.is_dir():
+        raise ConfigError(f"there is no save directory '{store.save_dir}'", cure)
+    return store
+
+
+def save_dir_of(run: RunDirectory) -> Path:
+    """Where a run saves its checkpoints, as its configuration says. Raises ConfigError if it does not say."""
+    import yaml
+
+    try:
+        config = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the configuration of run '{run.path}' cannot be read ({one_line(error)})", "name a directory: --save-dir"
+        ) from None
+    save_dir = config.get("save_dir") if isinstance(config, dict) else None
+    if not isinstance(save_dir, str):
+        raise ConfigError(f"run '{run.path}' has no save directory", "name one with --save-dir")
+    return Path(save_dir)
+
+
+def find_checkpoint(which: str | None, save_dir: str | None) -> Checkpoint:
+    """One checkpoint: by its directory, by name, boundary or `latest` in the save directory, or with None the newest
+    valid one. A save directory itself stands for the newest valid one in it.
+
+    Raises ConfigError if there is none.
+    """
+    if which is not None and Path(which).is_dir():
+        path = Path(which).absolute()
+        if (path / MANIFEST_NAME).exists() or not CheckpointStore(path).checkpoints():
+            return inspect(path)
+        which, save_dir = None, str(path)
+    store = open_store(save_dir)
+    found = store.checkpoints()
+    if which is None:
+        newest = next(iter(last_written_first(found)), None)
+        if newest is None:
+            raise ConfigError(
+                f"there is no valid checkpoint in '{store.save_dir}'", "look at 'ttprun checkpoints list'"
+            )
+        return newest
+    wanted = read_latest(store.save_dir) if which == "latest" else which
+    for one in [*last_written_first(found), *found]:
+        if wanted == one.name or (which.isdecimal() and int(which) == one.boundary):
+            return one
+    names = [one.name for one in found]
+    raise ConfigError(
+        f"there is no checkpoint '{which}' in '{store.save_dir}'",
+        suggestion(which, names, "look at 'ttprun checkpoints list'"),
+    )
+
+
+def described_in_json(one: Checkpoint, latest: str | None) -> dict[str, Any]:
+    """What programs learn of a checkpoint; keys are added, never renamed."""
+    manifest = one.manifest
+    return {
+        "name": one.name,
+        "path": str(one.path),
+        "boundary": one.boundary,
+        "is_valid": one.is_valid,
+        "is_latest": one.name == latest,
+        "reason": one.reason,
+        "run_id": manifest and manifest.run_id,
+        "created_at": manifest and manifest.created_at,
+        "cause": manifest and manifest.cause,
+        "world_size": manifest and manifest.world_size,
+        "bytes": manifest and manifest.size_bytes,
+        "models": sorted(manifest.model) if manifest else [],
+    }
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file; 0 if it is not there (yet, or any more)."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,111 @@
+"""Take a model out of a checkpoint: a file that `model.load_state_dict` takes, without the names of wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.files import sync, write_file
+from ttprun.state.tensor_file import tensor_chunks
+
+Format = Literal["torch", "safetensors"]
+
+# What DistributedDataParallel, torch.compile and FSDP put in front of every name of the module that they wrap.
+_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+# Those of them that no user's module is called, so that they can go wherever they stand.
+_RESERVED = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
+
+
+def choose_model(checkpoint: Checkpoint, name: str | None = None) -> Mapping[str, tuple[str, str]]:
+    """The model of that name in a checkpoint, or the only one: name in its state_dict -> file, key in the file.
+
+    Raises ConfigError if there is none, or if there are several and none is named; InvalidCheckpointError.
+    """
+    models = checkpoint.valid_manifest().model
+    if not models:
+        raise ConfigError(f"checkpoint '{checkpoint.path}' names no model", "export it from your script")
+    known = ", ".join(f"'{model}'" for model in sorted(models))
+    if name is None:
+        if len(models) > 1:
+            raise ConfigError(f"checkpoint '{checkpoint.path}' holds several models", f"choose by --model: {known}")
+        (name,) = models
+    if name not in models:
+        raise ConfigError(f"--model: there is no '{name}'", suggestion(name, models, f"choose one of {known}"))
+    return models[name]
+
+
+def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
+    """Read a model's tensors; names that are the same tensor in the file (tied weights) get the same one here.
+
+    returns  names without wrappers -> tensors on the CPU
+
+    Raises InvalidCheckpointError, or ConfigError if a file does not hold what the manifest says.
+    """
+    checkpoint.valid_manifest()
+    read: dict[tuple[str, str], Tensor] = {}
+    for file in sorted({file for file, _ in model.values()}):
+        keys = sorted({key for its_file, key in model.values() if its_file == file})
+        try:
+            with safe_open(checkpoint.file(file), framework="pt") as tensors:
+                for key in keys:
+                    read[file, key] = tensors.get_tensor(key)
+        except Exception as error:  # the library's own type, or OSError
+            raise ConfigError(
+                f"'{checkpoint.file(file)}' cannot be read ({one_line(error)})", "choose another checkpoint"
+            ) from None
+    plain = names_without_wrappers(model)
+    return {plain[name]: read[place] for name, place in model.items()}
+
+
+def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Map each name of a state_dict to the one that the bare module has.
+
+    `module.` goes only if every name begins with it: a user's own attribute may be called so, a wrapper leaves no name
+    out. If two names would become one, all are left as they are.
+    """
+    whole = list(names)
+    plain = whole
+    while plain and (wrapper := next((one for one in _WRAPPERS if all(n.startswith(one) for n in plain)), None)):
+        plain = [name.removeprefix(wrapper) for name in plain]
+    plain = [".".join(part for part in name.split(".") if part not in _RESERVED) for name in plain]
+    if len(set(plain)) < len(whole) or "" in plain:
+        plain = whole
+    return dict(zip(whole, plain, strict=True))
+
+
+def write_model(tensors: Mapping[str, Tensor], target: Path, form: Format) -> int:
+    """Write a state_dict to `target`, which appears only when it is whole; returns its size in bytes.
+
+    Raises ConfigError if it cannot be written, or is there already.
+    """
+    if target.exists():
+        raise ConfigError(f"--out: there is a file '{target}'", "name a new one")
+    draft = part_of(target)
+    try:
+        draft.unlink(missing_ok=True)
+        if form == "torch":
+            torch.save(dict(tensors), draft)
+            sync(draft)
+        else:
+            write_file(draft, tensor_chunks(tensors, {"format": "pt"}))
+        size = draft.stat().st_size
+        draft.replace(target)
+    except (OSError, RuntimeError) as error:  # torch's own writer turns a full disk into a RuntimeError
+        raise ConfigError(f"--out: '{target}' cannot be written ({one_line(error)})", "name another file") from None
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return size
+
+
+def part_of(target: Path) -> Path:
+    """What grows while `write_model` is at work."""
+    return target.with_name(f".{target.name}.part")

@@ -1,0 +1,65 @@
+"""Tensors as a safetensors file, in one pass over their own memory.
+
+The library copies everything first (before 0.8), refuses tensors that share memory, and cannot hash what it writes; the
+format is a header and the elements, so we write it ourselves and read it with the library.
+Format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Codes of the format -> torch's name; some are not in every torch.
+_CODES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+CODES = {getattr(torch, name): code for code, name in _CODES.items() if hasattr(torch, name)}
+_METADATA_KEY = "__metadata__"
+_ALIGNMENT_BYTES = 8
+
+
+def can_hold(tensor: Tensor) -> bool:
+    """Whether the format knows such a tensor: dense, and of one of its types (complex128 is not)."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype in CODES
+
+
+def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
+    """Yield the content of a safetensors file, for `write_file`: the header, then each tensor's elements.
+
+    tensors   any shape, stride and device; tensors that share memory are written each for itself. One that is not
+              contiguous, or not on the CPU, is copied when its turn comes; the others are read where they are
+    metadata  texts for the header
+
+    Raises ValueError if the format cannot hold one of them (see `can_hold`), before anything is yielded.
+    """
+    # Wide elements first, as the library does: then each tensor is aligned to its element.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    header: dict[str, Any] = {_METADATA_KEY: dict(metadata)} if metadata else {}
+    end = 0
+    for key, tensor in ordered:
+        if not can_hold(tensor):
+            raise ValueError(f"'{key}' is {tensor.layout} of {tensor.dtype}, which safetensors cannot hold")
+        if key == _METADATA_KEY:
+            raise ValueError(f"no tensor of a safetensors file can be named '{key}'")
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    return _chunks(json.dumps(header).encode(), [tensor for _, tensor in ordered])
+
+
+def _chunks(text: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors:
+        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            elements: Any = flat.view(torch.uint8).numpy()
+            yield memoryview(elements)
