@@ -10,14 +10,13 @@ ones."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
 
 import torch
-
-from ttprun.rank.tensor_bytes import bytes_of
 
 SLOTS = 4
 HEADER_BYTES = 4096
@@ -51,6 +50,7 @@ class Recorder:
         self._slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
@@ -75,11 +75,12 @@ class Recorder:
         """Write the record of a boundary over the oldest one.
 
         head    the packed plain part
-        blobs   contiguous CPU tensors, written one behind the other
+        blobs   tensors as `plain` of tensor_bytes.py gives them, written one behind the other
 
         Raises RecordTooLargeError, with the older records untouched.
         """
-        blob_bytes = sum(blob.nbytes for blob in blobs)
+        sizes = [blob.nbytes for blob in blobs]
+        blob_bytes = sum(sizes)
         if len(head) + blob_bytes > self._slot_bytes:
             raise RecordTooLargeError(
                 f"the record of a boundary takes {(len(head) + blob_bytes) >> 20} MiB, more than record_limit_mib "
@@ -89,11 +90,10 @@ class Recorder:
         at = HEADER_BYTES + slot * self._slot_bytes
         _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
         self._map[at : at + len(head)] = head
-        at += len(head)
-        for blob in blobs:
-            if blob.nbytes:
-                self._view[at : at + blob.nbytes] = bytes_of(blob)
-                at += blob.nbytes
+        at += self._address + len(head)
+        for blob, size in zip(blobs, sizes, strict=True):
+            ctypes.memmove(at, blob.data_ptr(), size)
+            at += size
         _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
