@@ -12,7 +12,7 @@ FLOORS = {
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
-    "rank": {"board", "channel", "device", "faults", "errors"},
+    "rank": {"board", "channel", "device", "faults", "errors", "state"},
     "shim": {"rank"},
     "state": {"__version__", "errors"},
     "agent": {

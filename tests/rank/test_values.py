@@ -628,6 +628,53 @@ def test_a_small_tensor_comes_back(tensor: torch.Tensor) -> None:
                            if tensor.is_floating_point() else tensor)  # fmt: skip
 
 
+BATCHES = {
+    "plain": lambda: torch.randn(30, 50),
+    "transposed": lambda: torch.randn(30, 50).t(),
+    "all of its storage but the first": lambda: torch.randn(31, 50)[1:],
+    "a part of a large one": lambda: torch.randn(1000, 50)[3:33],
+    "conj": lambda: torch.randn(30, 50, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(30, 50, dtype=torch.complex64).conj().imag,
+    "bytes": lambda: torch.randint(256, (5000,), dtype=torch.uint8),
+    "learnt": lambda: torch.randn(30, 50, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_of_some_kilobytes_comes_back_as_it_is_though_no_version_counter_tells_that_it_changed(
+    kind: str,
+) -> None:
+    lost, here, new = BATCHES[kind](), {"x": BATCHES[kind]()}, {"x": None}
+    record({"x": lost})
+    lost.data[-1] = 77
+
+    carry({"x": lost}, here)
+    carry({"x": lost}, new)
+
+    assert torch.equal(here["x"], lost)
+    assert torch.equal(new["x"], lost)
+
+
+def test_names_for_parts_of_one_batch_share_its_memory_in_the_replacement() -> None:
+    lost, live = torch.randn(40, 50), torch.zeros(40, 50)
+    here = {"batch": live, "half": live[:20], "again": live}
+
+    carry({"batch": lost, "half": lost[:20], "again": lost}, here)
+    here["batch"].fill_(8.0)
+
+    assert here["half"].eq(8.0).all()
+    assert here["again"] is here["batch"]
+
+
+def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
+    apart = Snapshot({}, is_apart=True)
+
+    first, second = (apart.node(torch.full((3000,), fill), 0) for fill in (0.0, 1.0))
+
+    assert first[5] != second[5]
+    assert not apart.blobs
+
+
 def test_a_loss_comes_back_as_a_plain_tensor() -> None:
     weight = torch.ones(1, requires_grad=True)
     here = {"loss": (weight * 2).sum()}

@@ -6,10 +6,11 @@ script has loaded them. torch is not imported here: loops are followed from the 
 
 from __future__ import annotations
 
-import ctypes
 import random
 import struct
 import sys
+from collections.abc import Callable
+from ctypes import c_char
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,35 +25,119 @@ def _python_state() -> list[Any]:
     return [version, _WORDS.pack(*words), gauss]
 
 
+def _memory(at: int, size: int) -> Any:
+    """Memory whose bytes now are `.raw` of what comes back."""
+    return (c_char * size).from_address(at)
+
+
 _instance: Any = random.getstate.__self__  # type: ignore[attr-defined]
-_MEMORY_AT = id(_instance) + object.__basicsize__  # the C object: the index, then the words
+# The C object: the index, then the words.
+_python_memory = _memory(id(_instance) + object.__basicsize__, _WORDS.size)
 
 
 def _python_state_from_memory() -> list[Any]:
     """The same, 25 times as fast: `getstate` makes 625 integers that nobody needs."""
-    raw = ctypes.string_at(_MEMORY_AT, _WORDS.size)
+    raw = _python_memory.raw
     return [random.Random.VERSION, raw[4:] + raw[:4], _instance.gauss_next]
 
 
 _read_python = _python_state_from_memory if _python_state_from_memory() == _python_state() else _python_state
 
 
-_numpy_seen: tuple[bytes, list[Any]] = (b"", [])
+class _Numpy:
+    """numpy's global generator, and its state when that was last asked for.
+
+    generator, bits   another one in the place of either has its state elsewhere
+    own, twister      the memory of what the generator itself holds, and of the twister
+    seen, packed      what stood there, and the state that it is
+    """
+
+    def __init__(self, generator: Any, bits: Any) -> None:
+        self.generator = generator
+        self.bits = bits
+        head = object.__basicsize__
+        self.own = _memory(id(generator) + head, type(generator).__basicsize__ - head)
+        self.twister = _memory(bits.ctypes.state_address, _WORDS.size)
+        self.seen = b""
+        self.packed: list[Any] = []
+
+
+_numpy: _Numpy | None = None
 
 
 def _numpy_state(numpy: Any) -> list[Any]:
     """numpy's global state. `get_state` is slow, and only asked if the memory that holds the state is not as it was."""
-    global _numpy_seen
+    global _numpy
     generator = numpy.random.mtrand._rand
     bits = generator._bit_generator
-    memory = ctypes.string_at(id(generator), type(generator).__basicsize__)[object.__basicsize__ :]
-    if type(bits).__name__ == "MT19937":
-        memory += ctypes.string_at(bits.ctypes.state_address, _WORDS.size)
-        if memory == _numpy_seen[0]:
-            return _numpy_seen[1]
-    packed = _pack_mersenne(numpy.random.get_state(legacy=False))
-    _numpy_seen = (memory, packed)
-    return packed
+    known = _numpy
+    if known is None or known.generator is not generator or known.bits is not bits:
+        if type(bits).__name__ != "MT19937":
+            return _pack_mersenne(numpy.random.get_state(legacy=False))
+        known = _numpy = _Numpy(generator, bits)
+    memory = known.own.raw + known.twister.raw
+    if memory != known.seen:
+        known.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
+        known.seen = memory
+    return known.packed
+
+
+# In memory: the seed, two numbers and a flag, the words, and what is left of normal draws (a float and a double).
+_ENGINE = struct.Struct("<Qi?xxxI624I")
+_ENGINE_BYTES = (_ENGINE.size + 7) // 8 * 8 + 24
+_WORDS_AT = _ENGINE.size - 4 * 624
+_TOLD = struct.Struct("<Qiiq624Q")  # how torch tells the same
+
+
+class _Torch:
+    """torch's CPU generator, and its state when that was last asked for.
+
+    memory         of its engine; None if it is not to be found
+    seen, packed   what stood there, and the state that it is
+    """
+
+    def __init__(self, torch: Any) -> None:
+        self.generator = torch.default_generator
+        at = _engine_offset(torch)
+        self.memory = _memory(self.generator._cdata + at, _ENGINE_BYTES) if at >= 0 else None
+        self.seen = self.packed = b""
+
+
+_torch: _Torch | None = None
+
+
+def _torch_state(torch: Any) -> bytes:
+    """The state of torch's CPU generator, asked for only if the memory that holds it is not as it was."""
+    global _torch
+    known = _torch
+    if known is None or known.generator is not torch.default_generator:
+        known = _torch = _Torch(torch)
+    memory = known.memory.raw if known.memory is not None else b""
+    if not memory or memory != known.seen:
+        known.packed = known.generator.get_state().numpy().tobytes()
+        known.seen = memory
+    return known.packed
+
+
+def _engine_offset(torch: Any) -> int:
+    """Where in a generator its engine lies; -1 if some draw does not show in the memory that is taken for it."""
+    generator = torch.Generator().manual_seed(1 << 40)
+    told = _TOLD.unpack_from(generator.get_state().numpy())
+    at = _memory(generator._cdata, _ENGINE_BYTES).raw.find(struct.pack("<8I", *told[4:12])) - _WORDS_AT
+    if at < 0 or _ENGINE.unpack_from(_memory(generator._cdata + at, _ENGINE.size)) != told:
+        return -1
+    memory = _memory(generator._cdata + at, _ENGINE_BYTES)
+    seen = [memory.raw]
+    changes: tuple[Callable[[], Any], ...] = (
+        lambda: torch.rand(1, generator=generator),
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
+        lambda: torch.randn(1, generator=generator, dtype=torch.float64),  # the other half of the draw before
+        lambda: generator.manual_seed(1 << 40 | 1),
+    )
+    for change in changes:
+        change()
+        seen.append(memory.raw)
+    return at if len(set(seen)) == len(seen) else -1
 
 
 def capture() -> RngState:
@@ -60,7 +145,7 @@ def capture() -> RngState:
     state: RngState = {"python": _read_python()}
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "default_generator"):
-        state["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        state["torch"] = _torch_state(torch)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _numpy_state(numpy)

@@ -10,6 +10,7 @@ ones."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import struct
@@ -17,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-
-from ttprun.rank.tensor_bytes import bytes_of
 
 SLOTS = 4
 HEADER_BYTES = 4096
@@ -53,6 +52,7 @@ class Recorder:
         self._slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
@@ -77,14 +77,19 @@ class Recorder:
         """Write the record of a boundary over the oldest one.
 
         head    the packed plain part
-        blobs   contiguous CPU tensors, written one behind the other
+        blobs   tensors as `plain` of tensor_bytes.py gives them, written one behind the other
 
         Raises RecordTooLargeError, with the older records untouched.
         """
-        self._write_slot(boundary, head, [bytes_of(blob) for blob in blobs if blob.nbytes])
+        sizes = [blob.nbytes for blob in blobs]
+        at = self._address + self._begin_slot(boundary, head, sum(sizes))
+        for blob, size in zip(blobs, sizes, strict=True):
+            ctypes.memmove(at, blob.data_ptr(), size)
+            at += size
+        self._end_slot(boundary, head, sum(sizes))
 
-    def _write_slot(self, boundary: int, head: bytes, blobs: Sequence[memoryview]) -> None:
-        blob_bytes = sum(blob.nbytes for blob in blobs)
+    def _begin_slot(self, boundary: int, head: bytes, blob_bytes: int) -> int:
+        """Write the head over the oldest record; returns the offset of the blobs."""
         if len(head) + blob_bytes > self._slot_bytes:
             raise RecordTooLargeError(
                 f"the record of a boundary takes {(len(head) + blob_bytes) >> 20} MiB, more than record_limit_mib "
@@ -94,11 +99,10 @@ class Recorder:
         at = HEADER_BYTES + slot * self._slot_bytes
         _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
         self._map[at : at + len(head)] = head
-        at += len(head)
-        for blob in blobs:
-            self._view[at : at + blob.nbytes] = blob
-            at += blob.nbytes
-        _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
+        return at + len(head)
+
+    def _end_slot(self, boundary: int, head: bytes, blob_bytes: int) -> None:
+        _SLOT.pack_into(self._map, boundary % SLOTS * _SLOT.size, boundary, len(head), blob_bytes)
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
         """Copies of (head, blobs) of a boundary's record, None if it is not there."""
@@ -145,7 +149,9 @@ class Recorder:
         """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
         for boundary, head, blobs in exported["records"]:
-            self._write_slot(boundary, head, [memoryview(blobs)])
+            at = self._begin_slot(boundary, head, len(blobs))
+            self._view[at : at + len(blobs)] = blobs
+            self._end_slot(boundary, head, len(blobs))
         for entry in exported["log"]:
             self.append_log(entry)
         for offset, part in exported["workers"]:

@@ -1,16 +1,13 @@
 """The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
 
 All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
-come to the same division without talking. A share is a file in the layout of safetensors: length of the header, header
-in JSON, elements. It is written here because that library writes a file only under a name of its own, and a snapshot's
-has none; it is read with the library, and by whoever else reads safetensors.
+come to the same division without talking. A share is a file of safetensors, in the memory of a snapshot too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -22,27 +19,11 @@ import xxhash
 from ttprun.channel import Message
 from ttprun.rank import replicated
 from ttprun.rank.frames import SCALARS, user_frames
-from ttprun.rank.tensor_bytes import bytes_of
+from ttprun.state.files import new_digest
+from ttprun.state.tensor_file import tensor_chunks
 
 _CHUNK_BYTES = 4 << 20
 _MOST_MODULES = 16
-_ALIGNMENT = 8
-# The names of safetensors for the types of torch.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -114,43 +95,31 @@ def load(header: list[Any], files: list[str]) -> None:
 
 
 def _write_file(path: str, tensors: Named, is_hashed: bool) -> Message:
-    layout: dict[str, Any] = {}
-    at = 0
-    for key, tensor in tensors:
-        if tensor.dtype not in _DTYPES:
-            raise replicated.NotRepairableError(f"{key} has elements of type {tensor.dtype}")
-        layout[key] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, at + tensor.nbytes],
-        }
-        at += tensor.nbytes
-    head = json.dumps(layout | {"__metadata__": {"format": "pt"}}).encode()
-    head += b" " * (-len(head) % _ALIGNMENT)
-    digest = xxhash.xxh3_128()
+    try:
+        chunks = tensor_chunks(dict(tensors), {"format": "pt"})
+    except ValueError as error:
+        raise replicated.NotRepairableError(str(error)) from None
+    digest = new_digest()
     size = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        for chunk in _chunks(struct.pack("<Q", len(head)) + head, tensors):
+    with open(fd, "wb", buffering=0) as file:
+        for chunk in _small(chunks):
             left = chunk
             while left:
-                left = left[os.write(fd, left) :]
+                left = left[file.write(left) :]
             if is_hashed:
                 digest.update(chunk)
             size += len(chunk)
         if is_hashed:
             os.fsync(fd)
-    finally:
-        os.close(fd)
     return {"bytes": size, "xxh3": digest.hexdigest() if is_hashed else ""}
 
 
-def _chunks(head: bytes, tensors: Named) -> Iterator[memoryview]:
-    yield memoryview(head)
-    for _, tensor in tensors:
-        raw = bytes_of(tensor if tensor.device.type == "cpu" else tensor.cpu())
-        for at in range(0, len(raw), _CHUNK_BYTES):
-            yield raw[at : at + _CHUNK_BYTES]
+def _small(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Cut into pieces that are still in the processor's cache when they are hashed."""
+    for chunk in chunks:
+        for at in range(0, len(chunk), _CHUNK_BYTES):
+            yield chunk[at : at + _CHUNK_BYTES]
 
 
 def _models(frame: FrameType | None, keys: dict[Any, str]) -> tuple[dict[str, dict[str, str]], Named]:

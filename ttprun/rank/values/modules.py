@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
@@ -113,7 +114,7 @@ class _Layout:
         found, moving = {}, []
         for name in names:
             value = part.__dict__[name]
-            node = Snapshot(snapshot.stepped).node(value, 0) if isinstance(value, _CAN_SETTLE) else [Tag.REFUSED]
+            node = snapshot.node_apart(value, 0) if isinstance(value, _CAN_SETTLE) else [Tag.REFUSED]
             if name not in lively and is_settled(node):
                 found[name] = node
             elif not is_constant or name in lively:
@@ -193,7 +194,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     snapshot.numbers.update(zip(layout.ids, range(number, number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
-    snapshot.blobs += [tensor if tensor.is_contiguous() else tensor.detach().contiguous() for tensor in layout.tensors]
+    snapshot.blobs += map(plain, layout.tensors)
     attributes = {
         path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving

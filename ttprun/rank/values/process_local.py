@@ -101,7 +101,7 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
         reduced = value.__reduce_ex__(2)
         if isinstance(reduced, str):
             return [Tag.SAME, name_of(type(value)), reduced]
-        apart = Snapshot(snapshot.stepped)
+        apart = Snapshot(snapshot.stepped, is_apart=True)
         apart.numbers[id(value)] = 0
         nodes = [apart.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[1:5]]
         packed = pack(nodes)

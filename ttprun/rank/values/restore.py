@@ -122,7 +122,7 @@ class Restore:
             for index, tensor in enumerate(self.stepped):
                 places.setdefault(tensor.untyped_storage().data_ptr(), index)
             self._places = places
-        return Snapshot(self._places).node(live, 0)
+        return Snapshot(self._places, is_apart=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
         """Note a mismatch unless `condition` holds."""

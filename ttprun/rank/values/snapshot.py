@@ -81,14 +81,17 @@ class Snapshot:
 
     stepped    data pointers of the storages that optimizers update, with their order; these are repaired from a peer
     followed   ids of the iterators that loops under way run over: their positions are recorded with the loops
-    blobs      tensors to write behind the plain part: modules' buffers, and weights that no optimizer updates
+    is_apart   the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
+    blobs      tensors to write behind the plain part, each a `plain` one: modules' buffers, weights that no optimizer
+               updates, and what is too large to be copied more than once
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
     storages   number of the tensor with which a storage was recorded, by the storage's address
     """
 
-    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = ()) -> None:
+    def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_apart: bool = False) -> None:
         self.stepped = stepped
+        self.is_apart = is_apart
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
@@ -167,7 +170,7 @@ class Snapshot:
 
     def node_apart(self, value: Any, depth: int) -> Any:
         """The node of a value, from a walk of its own: nothing is left behind if the node is not used."""
-        return Snapshot(self.stepped).node(value, depth)
+        return Snapshot(self.stepped, is_apart=True).node(value, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
         """Nodes of a container's items, fast where all are scalars."""

@@ -1,9 +1,10 @@
 """Tensors in variables.
 
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
-dtype, shape, layout, bytes or the number of the tensor that came with the storage, flags, device]. `layout` is [stride,
-offset, bytes of the storage], None for a tensor that is all of its storage, False for a small part of a large one.
-Those that optimizers update come from a peer; only which of them it is is recorded. Large ones: see large.py.
+dtype, shape, layout, contents, flags, device]. The contents are bytes, or [index of a blob], or the number of the
+tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor that is all of
+its storage, False for a small part of a large one. Those that optimizers update come from a peer; only which of them it
+is is recorded. Large ones: see large.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.large import SMALL_BYTES, follow
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
@@ -20,6 +22,7 @@ from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, shape_of
 
 _LEAF, _PARAMETER = 1, 2  # flags
+INLINE_BYTES = 4 << 10  # up to here contents stand in the node
 _dtype_names: dict[torch.dtype, str] = {}
 
 
@@ -73,17 +76,24 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
-        return [*node, False, raw_bytes(value), flags, device]
+        return [*node, False, _contents(snapshot, value), flags, device]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
             snapshot.storages[at] = number
-        return [*node, None, raw_bytes(value), flags, device]
+        return [*node, None, _contents(snapshot, value), flags, device]
     layout = [list(value.stride()), value.storage_offset(), size]
     if first is None:
         snapshot.storages[at] = number
-        return [*node, layout, raw_bytes(_whole(storage)), flags, device]
+        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device]
     return [*node, layout, first, flags, device]
+
+
+def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
+    if snapshot.is_apart or tensor.nbytes <= INLINE_BYTES:
+        return raw_bytes(tensor)
+    snapshot.blobs.append(plain(tensor))
+    return [len(snapshot.blobs) - 1]
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -97,7 +107,7 @@ def _record_large(snapshot: Snapshot, value: torch.Tensor, dtype: str, shape: li
     if not is_changing:
         return [Tag.DATA, dtype, shape, digest]
     node = [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs)]
-    snapshot.blobs.append(value.detach().cpu().contiguous())
+    snapshot.blobs.append(plain(value))
     return node
 
 
@@ -131,6 +141,8 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """In place where the live tensor lies in memory as the recorded one, else a new one."""
     _, number, dtype, shape, layout, raw, flags, device = node
+    if isinstance(raw, list):
+        raw = restore.blob(raw[0])
     if not _is_like(live, dtype, shape, device):
         live = MISSING
     if live is not MISSING and layout is False and raw_bytes(live) == raw and restore.claim(number, live):
