@@ -14,6 +14,7 @@ from ttprun.rank.journal import Journal
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.results import Results
 from ttprun.rank.session import Session
+from ttprun.rank.snapshots import Snapshots
 from ttprun.rank.verification import Verifier
 
 RECORD_BYTES = 1 << 20
@@ -23,6 +24,9 @@ OPTIONS: dict[str, Any] = {
     "journal_limit_mib": 64,
     "commit_timeout_s": 5.0,
     "is_replaced": True,
+    "keeps_state": False,
+    "shelves": [],
+    "snapshot_every_steps": 0,
     "verify_every": 0,
     "may_rerun": True,
     "retry_on": [],
@@ -53,6 +57,7 @@ def make_session(
     line = FakeChannel() if channel is None else channel
     world_size = known.pop("world_size", 2)
     journal = known.pop("journal", Journal(64 << 20))
+    page = Board.create(world_size)[1] if board is None else board
     return Session(
         rank=known.pop("rank", 0),
         local_rank=known.pop("local_rank", 0),
@@ -60,7 +65,8 @@ def make_session(
         run_dir=run_dir,
         options=dict(OPTIONS),
         channel=line,
-        board=Board.create(world_size)[1] if board is None else board,
+        board=page,
+        snapshots=Snapshots(page, 0, [], 0),
         recorder=known.pop("recorder", recorder),
         journal=journal,
         verifier=Verifier(line, journal, every=0, is_strict=False),
