@@ -62,7 +62,7 @@ def launch(
         store,
         resume.find(config, store, world_size) if is_repaired else None,
     )
-    if config.save_dir is not None and is_repaired:
+    if store.save_dir.parent != run.path and is_repaired:
         supervisor.checkpoints.lock()
     ReplacingAgent.supervisor = supervisor
     signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
@@ -96,7 +96,9 @@ def _run(
         print(f"ttprun: {error}", file=sys.stderr)
         return SCRIPT_FAILED if error.has_progress else DO_NOT_RESTART, str(error)
     except SignalException as error:
-        return exit_code_of(error.sigval), f"ended by {signal.Signals(error.sigval).name}"
+        ended = supervisor.verdict if supervisor is not None else None
+        reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
+        return exit_code_of(error.sigval), reason
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT"
     return 0, ""

@@ -206,7 +206,7 @@ class Orders:
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
         if self._supervisor.verdict is None:  # what led here comes first, and explains the rest
-            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job fails", reason)
+            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job ends", reason)
             self._supervisor.log("group_given_up", kind=kind, reason=reason)
             self._supervisor.verdict = Verdict(kind, reason, has_progress)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from ttprun.cli.control import ask
 from ttprun.cli.progress import SILENT_S, ProgressLine, told_bytes
+from ttprun.cli.status import load
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import CheckpointStatus
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.manifest import MANIFEST_NAME
@@ -27,11 +30,51 @@ app = typer.Typer(
     help="List, show and verify what a run has saved; export a model for load_state_dict.",
 )
 
+_LOOK_AGAIN_S = 0.05
 SaveDir = Annotated[
     str | None, typer.Option(help="Directory of the checkpoints; default: that of the newest run here.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document, for programs.")]
 WHICH = "Its directory, or its name or step in the save directory, or 'latest'."
+
+
+@app.command("now")
+def checkpoint_now(
+    run: Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Have a running job write a checkpoint, and wait for it; all ranks stand still for that long, wherever they are.
+
+    Exit code: 0 written, 1 not written.
+    """
+    directory = RunDirectory.find(run)
+    before = load(directory)
+    if before.has_ended:
+        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one with --run")
+    answer = ask(directory, {"op": "checkpoint"})
+    if not answer.get("ok"):
+        raise ConfigError(f"run {before.run_id} cannot be saved now: {answer.get('error')}", "see 'ttprun status'")
+    with ProgressLine("writing a checkpoint", 0, lambda: 0):
+        written = wait_for_checkpoint(directory, int(answer["after"]))
+    if as_json:
+        print(json.dumps(asdict(written)))
+    elif written.path:
+        took_s = written.took_s or 0.0
+        print(f"wrote '{written.path}': step {written.boundary}, {told_bytes(written.bytes)} in {took_s:.2f} s")
+    else:
+        print(f"no checkpoint was written: {written.reason}")
+    return 0 if written.path and not written.reason else 1
+
+
+def wait_for_checkpoint(directory: RunDirectory, after: int) -> CheckpointStatus:
+    """The first checkpoint, or attempt at one, whose number is above `after`. Raises ConfigError if the run ends."""
+    while True:
+        status = load(directory)
+        if status.checkpoint is not None and status.checkpoint.number > after:
+            return status.checkpoint
+        if status.has_ended:
+            raise ConfigError(f"run {status.run_id} has ended without it ({status.reason})", "see 'ttprun status'")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 @app.command("list")

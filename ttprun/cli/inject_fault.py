@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ttprun.cli.control import ask
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config import read_config_file, resolve
 from ttprun.errors import ConfigError
@@ -19,7 +19,6 @@ from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
 from ttprun.schedule import Strike, strikes
 
-ANSWER_LIMIT_S = 10.0
 # Of a schedule without end, so many strikes are shown.
 SHOWN_STRIKES = 20
 
@@ -162,26 +161,8 @@ def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
 
 
 def send_fault(directory: RunDirectory, fault: Fault) -> str:
-    """Ask the run's agent to cause the fault; returns its answer. Waits at most ANSWER_LIMIT_S. Raises ConfigError.
-
-    One line of JSON each way: {"token", "op": "inject_fault", "fault"}, then {"ok": true, "message"} or
-    {"ok": false, "error"}.
-    """
-    try:
-        request = {"token": directory.read_token(), "op": "inject_fault", "fault": str(fault)}
-        with (
-            directory.control_address() as address,
-            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
-        ):
-            connection.settimeout(ANSWER_LIMIT_S)
-            connection.connect(address)
-            connection.sendall(json.dumps(request).encode() + b"\n")
-            with connection.makefile("r", encoding="utf-8") as lines:
-                answer = json.loads(lines.readline())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the run's agent does not answer ({error})", "see 'ttprun status'") from None
-    if not isinstance(answer, dict):
-        raise ConfigError(f"the run's agent does not answer ({answer!r} is no answer)", "see 'ttprun status'")
+    """Ask the run's agent to cause the fault; returns its answer. Raises ConfigError."""
+    answer = ask(directory, {"op": "inject_fault", "fault": str(fault)})
     if not answer.get("ok"):
         raise ConfigError(f"the run refuses the fault: {answer.get('error')}", "see 'ttprun inject-fault list'")
     return str(answer.get("message"))

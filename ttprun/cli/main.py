@@ -23,6 +23,7 @@ COMMANDS = {
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints", "app"),
+    "checkpoint": ("ttprun.cli.checkpoints", "app"),
     "explain": ("ttprun.cli.explain", "explain"),
 }
 

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from secrets import token_hex
 
 from torch.distributed.launcher.api import LaunchConfig
@@ -59,7 +60,8 @@ def run(words: Sequence[str]) -> int:
     check_host(torchrun, config)
     assert config.run_id is not None
     directory = RunDirectory.create(config.run_id, config.run_dir)
-    config = config.model_copy(update={"run_dir": str(directory.path)})
+    save_dir = str(Path(config.save_dir or directory.path / "checkpoints").expanduser().absolute())
+    config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
     try:
         launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
         check_launch(launch_config, config)

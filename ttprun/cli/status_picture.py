@@ -7,8 +7,9 @@ from datetime import UTC, datetime
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ttprun.cli.progress import told_bytes
 from ttprun.cli.terminal import new_table
-from ttprun.observe.status import IncidentStatus, RunStatus
+from ttprun.observe.status import CheckpointStatus, IncidentStatus, RunStatus
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
@@ -38,9 +39,24 @@ def draw_headline(shown: RunStatus) -> Text:
     )
     if shown.reason:
         line.append(f"\n{shown.reason}")
+    if shown.checkpoint is not None:
+        line.append(f"\n{told_checkpoint(shown.checkpoint)}")
+    if shown.snapshot_step is not None and not shown.has_ended:
+        line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
         line.append(f"\nprotection: {shown.protection}")
     return line
+
+
+def told_checkpoint(one: CheckpointStatus) -> str:
+    """The newest checkpoint in a line, or why there is none."""
+    if not one.path or one.took_s is None:
+        return f"no checkpoint of step {one.boundary} ({one.cause}): {one.reason}"
+    rate = f", {told_bytes(one.bytes / one.took_s)}/s" if one.took_s > 0 else ""
+    wrong = f"; {one.reason}" if one.reason else ""
+    return (
+        f"checkpoint of step {one.boundary} ({one.cause}): {told_bytes(one.bytes)} in {one.took_s:.2f} s{rate}{wrong}"
+    )
 
 
 def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
