@@ -39,6 +39,7 @@ KINDS: dict[str, str] = {
     # Control plane.
     "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
     "standby-kill": "SIGKILL of a standby",
+    "preempt": "SIGTERM to the launcher, as from a scheduler that takes the job's machines",
 }
 
 PHASES: dict[str, str] = {
@@ -60,11 +61,12 @@ PHASES: dict[str, str] = {
     "rebuild": "in a recovery, when a rank is told to connect again",
     "reissue": "in a recovery, when a survivor has issued the first collective again",
     "thaw": "in a recovery, when a survivor's main thread goes on",
+    "persist": "when a rank is told to write its share of a checkpoint",
 }
 
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
-RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw")
+RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
 _CONNECTED = ("setup", *_STEP, "validation", "checkpoint", "exit", "reissue", "thaw")
 # Kind -> the phases in which it makes sense, and why not in the others; kinds that are not here strike in any.
 _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
@@ -82,7 +84,7 @@ _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 # Nothing of a rank breaks: the agent does it, and a rank is named only for the moment.
-AGENT_KINDS = ("agent-kill", "standby-kill")
+AGENT_KINDS = ("agent-kill", "standby-kill", "preempt")
 # With no step and no phase these strike at once, from outside, whatever the rank does.
 SIGNAL_KINDS = ("kill", "term", "segv", "abort", "stop")
 # What `random` stands for: each ends one rank's process, and that is repaired.
@@ -90,7 +92,7 @@ ENDING_KINDS = ("kill", "exit", "exception", "term", "segv", "abort")
 # Phases that are drawn where none is given: every script that trains comes by them.
 DRAWN_PHASES = ("backward", "collective", "before_step", "in_step", "after_step")
 # Kinds that end in no incident: the run goes on as if nothing had happened, or ends at once.
-WITHOUT_INCIDENT = ("slow", "standby-kill", "agent-kill", "leave")
+WITHOUT_INCIDENT = ("slow", "standby-kill", "agent-kill", "preempt", "leave")
 RANDOM = "random"
 USAGE = "write KIND:rank=R[,step=N][,phase=P]"
 

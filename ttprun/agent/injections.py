@@ -208,6 +208,9 @@ class Injections:
     def _strike_agent(self, number: int, fault: Fault) -> str:
         if fault.kind == "agent-kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "preempt":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return "the launcher has been sent SIGTERM"
         pid = self._supervisor.standbys.kill_one()
         if pid is None:
             self._log_failure(number, fault, "no standby is there")

@@ -17,6 +17,7 @@ EFFECTS = {
     "slow": "training went on, slower",
     "leave": "the rank left",
     "agent-kill": "the run ended",
+    "preempt": "the run ended",
 }
 # A fault that only delays a rank comes to nothing if it is over before anybody is missed.
 PASSING = ("stop", "sleep", "deadlock", "busy", "silent", "cut-off")

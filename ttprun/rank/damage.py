@@ -169,7 +169,7 @@ _ENDING: dict[str, Callable[[Fault, str], None]] = {
 }
 
 # What the agent does, while this thread waits: so it happens at the moment that was asked for.
-_BY_AGENT = ("term", "agent-kill", "standby-kill")
+_BY_AGENT = ("term", "agent-kill", "standby-kill", "preempt")
 _done = threading.Event()
 
 

@@ -1,0 +1,314 @@
+"""Nothing that was computed is lost when the job must go: scenarios A6, A27 and A29, and what `--resume` promises.
+
+What a job and the one that goes on from its checkpoint have printed, one behind the other, is what an undisturbed run
+prints; so each test reads like one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Launch, Run, assert_same_outcome, environment
+
+RunTtprun = Callable[..., Run]
+StartTtprun = Callable[..., Launch]
+Undisturbed = Callable[..., Run]
+
+EPOCHS = "epochs_dataloader.py"
+WHILE_TRUE = "while_true_get_batch.py"
+TRAINER = "trainer_class.py"
+TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
+PLAIN = "plain_tensors.py"
+
+
+class Series:
+    """Launches of one job by the same command, one after the other."""
+
+    def __init__(self, run_ttprun: RunTtprun, folder: Path, script: str, ranks: int, args: Sequence[str] = ()) -> None:
+        self._run = run_ttprun
+        self.save_dir = folder / "save"
+        self._out = folder / "out"
+        self._script, self._ranks = script, ranks
+        self._args = [*args, f"--out={self._out}"]
+        self.runs: list[Run] = []
+
+    def launch(self, faults: Sequence[str] = (), options: Sequence[str] = ()) -> Run:
+        """The same command once more."""
+        run = self._run(
+            self._script,
+            self._ranks,
+            faults=faults,
+            options=["--save-dir", str(self.save_dir), *options],
+            script_args=self._args,
+        )
+        final = self._out / "final.pt"
+        run.final = hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None
+        self.runs.append(run)
+        return run
+
+    def as_one(self) -> Run:
+        """All that they have printed, as if it had been one run; the rest is that of the last one."""
+        last = self.runs[-1]
+        ranks = range(self._ranks)
+        last.stdout = {rank: [line for run in self.runs for line in run.stdout.get(rank, [])] for rank in ranks}
+        return last
+
+
+@pytest.fixture
+def series(run_ttprun: RunTtprun, tmp_path: Path) -> Callable[..., Series]:
+    """`series(script, ranks, args=())`: launches of one job."""
+    return lambda script, ranks, args=(): Series(run_ttprun, tmp_path, script, ranks, args)
+
+
+def assert_saved(run: Run, cause: str, exit_code: int = 143) -> None:
+    """The job has ended with a checkpoint from which the same command goes on, and has said so."""
+    assert run.exit_code == exit_code, run.story()
+    assert run.status["checkpoint"]["cause"] == cause, run.story()
+    assert run.status["checkpoint"]["reason"] == "", run.story()
+    assert "its state was saved, the same command goes on from there" in run.status["reason"], run.story()
+
+
+def assert_resumed(run: Run, boundary: int) -> None:
+    """The launch went on from a checkpoint of that boundary."""
+    first = run.incidents[0]
+    assert (first["kind"], first["rung"], first["outcome"]) == ("resume", "rewind", "recovered"), run.story()
+    assert first["boundary"] == boundary, run.story()
+
+
+PREEMPTED = [
+    # script, ranks, step, phase
+    (EPOCHS, 2, 17, "backward"),
+    (EPOCHS, 2, 28, "validation"),
+    (EPOCHS, 2, 14, "checkpoint"),
+    (WHILE_TRUE, 2, 10, "after_step"),
+    (WHILE_TRUE, 2, 25, "collective"),
+    (TRAINER, 2, 17, "forward"),  # it has a snapshot of its own, which it loads when it is run again
+    (TRAINER, 2, 12, "backward"),
+    (TWO_OPTIMIZERS, 2, 9, "forward"),
+    (TWO_OPTIMIZERS, 2, 22, "in_step"),
+    (PLAIN, 3, 10, "before_step"),
+    (PLAIN, 1, 20, "forward"),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "step", "phase"), PREEMPTED)
+def test_a_job_that_is_preempted_in_any_phase_goes_on_by_the_same_command_and_nothing_differs(
+    series: Callable[..., Series], undisturbed: Undisturbed, script: str, ranks: int, step: int, phase: str
+) -> None:
+    job = series(script, ranks)
+
+    first = job.launch(faults=[f"preempt:rank={ranks - 1},step={step},phase={phase}"])
+    second = job.launch()
+
+    assert_saved(first, "ended")
+    assert_resumed(second, first.status["checkpoint"]["boundary"])
+    assert step <= first.status["checkpoint"]["boundary"] <= step + 2
+    assert_same_outcome(job.as_one(), undisturbed(script, ranks))
+
+
+def test_a_job_can_be_preempted_again_and_again(series: Callable[..., Series], undisturbed: Undisturbed) -> None:
+    job = series(EPOCHS, 2)
+
+    for step in (1, 15, 16, 30):
+        assert_saved(job.launch(faults=[f"preempt:rank=0,step={step},phase=backward"]), "ended")
+    job.launch()
+
+    assert_same_outcome(job.as_one(), undisturbed(EPOCHS, 2))
+
+
+def test_a_job_that_is_preempted_before_its_first_step_begins_anew(
+    series: Callable[..., Series], undisturbed: Undisturbed
+) -> None:
+    job = series(PLAIN, 2)
+
+    first = job.launch(faults=["preempt:rank=0,step=0,phase=collective"])
+    job.launch()
+
+    assert first.exit_code == 143
+    assert first.status["reason"].endswith("no checkpoint was written: no optimizer step has been completed yet")
+    job.runs.pop(0)
+    assert_same_outcome(job.as_one(), undisturbed(PLAIN, 2))
+
+
+@pytest.mark.parametrize(
+    ("lost", "rungs"),
+    [(["kill:rank=1,step=20,phase=backward"], "persist"), (["kill:rank=0,step=20", "kill:rank=2,step=20"], "persist")],
+    ids=["one of three", "two of three"],
+)
+def test_one_living_rank_is_enough_for_a_dying_gasp(
+    series: Callable[..., Series], undisturbed: Undisturbed, lost: list[str], rungs: str
+) -> None:
+    job = series(EPOCHS, 3)
+
+    first = job.launch(faults=lost, options=["--rungs", rungs])
+    second = job.launch()
+
+    assert_saved(first, "dying gasp", exit_code=137)
+    assert_resumed(second, 20)
+    assert_same_outcome(job.as_one(), undisturbed(EPOCHS, 3))
+
+
+def test_a_writer_that_is_killed_while_it_writes_leaves_the_checkpoint_to_the_others(
+    series: Callable[..., Series], undisturbed: Undisturbed
+) -> None:
+    job = series(PLAIN, 3)
+
+    first = job.launch(faults=["preempt:rank=0,step=10,phase=backward", "kill:rank=1,phase=persist"])
+    job.launch()
+
+    assert_saved(first, "ended")
+    assert_same_outcome(job.as_one(), undisturbed(PLAIN, 3))
+
+
+REWOUND = [(EPOCHS, 2, 16), (WHILE_TRUE, 2, 22), (TRAINER, 2, 30), (TWO_OPTIMIZERS, 2, 25), (PLAIN, 1, 20)]
+
+
+@pytest.mark.parametrize(("script", "ranks", "step"), REWOUND)
+def test_a_group_that_is_lost_as_a_whole_goes_back_to_a_snapshot_and_ends_the_same(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int, step: int
+) -> None:
+    kills = [f"kill:rank={rank},step={step},phase=collective" for rank in range(ranks)]
+    if ranks == 1:
+        kills = [f"kill:rank=0,step={step},phase=forward"]
+
+    run = run_ttprun(script, ranks, faults=kills, options=["--snapshot-every", "5steps"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
+    assert incident["boundary"] % 5 == 0, run.story()
+    assert incident["steps_lost"] <= step, run.story()
+    reference = undisturbed(script, ranks)
+    assert run.exit_code == 0, run.story()
+    assert run.final == reference.final, run.story()
+    assert {rank: lines[-1:] for rank, lines in run.stdout.items()} == {
+        rank: lines[-1:] for rank, lines in reference.stdout.items()
+    }, run.story()
+
+
+def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
+    start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    args = ["--steps", "400"]
+    launch = start_ttprun(PLAIN, 2, script_args=args, options=["--save-dir", str(tmp_path / "save")])
+    launch.wait_for_line(0, "step 20 ")
+
+    asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir), "--json")
+    first = launch.finish()
+
+    told = json.loads(asked.stdout)
+    assert (asked.returncode, told["cause"], told["reason"]) == (0, "asked", ""), asked.stderr
+    assert_same_outcome(first, undisturbed(PLAIN, 2, args))
+    assert first.incidents == []
+    second = run_ttprun(PLAIN, 2, script_args=args, options=["--resume", told["path"]])
+    assert_resumed(second, told["boundary"])
+    assert second.final == first.final
+    listed = json.loads(ttprun("checkpoints", "list", "--save-dir", str(tmp_path / "save"), "--json").stdout)
+    assert [one["valid"] for one in listed["checkpoints"]] == [True]
+
+
+def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_only_what_came_after(
+    start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    options = ["--save-dir", str(tmp_path / "save"), "--snapshot-every", "10steps"]
+    args = ["--steps", "400"]
+    launch = start_ttprun(PLAIN, 2, script_args=args, options=options)
+    launch.wait_for_event("checkpoint_written")
+
+    launch.kill_agent()
+    first = launch.finish()
+    second = run_ttprun(PLAIN, 2, script_args=args, options=options)
+
+    assert first.exit_code == -9
+    assert_resumed(second, second.incidents[0]["boundary"])
+    assert second.incidents[0]["boundary"] % 10 == 0
+    assert second.final == undisturbed(PLAIN, 2, args).final, second.story()
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_its_reason_and_an_older_one_is_taken(
+    series: Callable[..., Series], undisturbed: Undisturbed
+) -> None:
+    job = series(PLAIN, 2)
+    job.launch(faults=["preempt:rank=0,step=10,phase=backward"])
+    job.launch(faults=["preempt:rank=0,step=20,phase=backward"])
+    older, newer = sorted(job.save_dir.glob("step-*"))
+    flip_a_byte(newer / "tensors-00001.safetensors")
+
+    third = job.launch()
+
+    assert_resumed(third, int(older.name.removeprefix("step-")))
+    assert f"checkpoint {newer.name} in '{job.save_dir}' is passed over" in third.output, third.story()
+    assert third.final == undisturbed(PLAIN, 2).final, third.story()
+    assert newer.exists()
+
+
+def test_another_number_of_ranks_or_a_checkpoint_that_is_none_is_one_line_and_nothing_is_started(
+    series: Callable[..., Series], start_ttprun: StartTtprun, tmp_path: Path
+) -> None:
+    job = series(PLAIN, 2)
+    job.launch(faults=["preempt:rank=0,step=10,phase=backward"])
+    (saved,) = job.save_dir.glob("step-*")
+
+    fewer = start_ttprun(PLAIN, 1, options=["--resume", str(saved)]).finish()
+    none = start_ttprun(PLAIN, 1, options=["--resume", str(tmp_path)]).finish()
+
+    assert (fewer.exit_code, none.exit_code) == (2, 2)
+    assert "is of 2 ranks, and this job has 1; start 2 ranks" in fewer.output
+    assert "is no valid checkpoint" in none.output
+    assert not (fewer.folder / "run").exists()
+
+
+def test_a_script_that_has_been_changed_is_not_begun_anew_without_being_asked(
+    start_ttprun: StartTtprun, series: Callable[..., Series]
+) -> None:
+    job = series(PLAIN, 2)
+    job.launch(faults=["preempt:rank=0,step=10,phase=backward"])
+
+    other = start_ttprun(EPOCHS, 2, options=["--save-dir", str(job.save_dir)]).finish()
+
+    assert other.exit_code == 93, other.story()
+    assert "the run cannot go on from the checkpoint of step" in other.status["reason"], other.story()
+    assert "--resume off begins anew" in other.status["reason"]
+
+
+def test_the_same_command_after_the_end_begins_anew(series: Callable[..., Series], undisturbed: Undisturbed) -> None:
+    job = series(PLAIN, 2)
+    job.launch(faults=["preempt:rank=0,step=10,phase=backward"])
+    job.launch()
+
+    third = job.launch()
+
+    assert "has come to its end, so this one begins anew" in third.output, third.story()
+    assert third.incidents == []
+    assert_same_outcome(third, undisturbed(PLAIN, 2))
+
+
+def test_two_jobs_cannot_write_to_one_directory(start_ttprun: StartTtprun, tmp_path: Path) -> None:
+    options = ["--save-dir", str(tmp_path / "save")]
+    first = start_ttprun(PLAIN, 2, options=[*options, "--run-id", "the-first"], script_args=["--steps", "100000"])
+    first.wait_for_line(0, "step 1 ")
+
+    second = start_ttprun(PLAIN, 2, options=options).finish()
+
+    assert second.exit_code == 2, second.story()
+    assert "run 'the-first'" in second.output, second.story()
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage that no size tells."""
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+def ttprun(*words: str) -> subprocess.CompletedProcess[str]:
+    """One of ttprun's other commands."""
+    return subprocess.run(
+        [sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, env=environment(), check=False
+    )
