@@ -18,19 +18,26 @@ from tests.state.making import run_program
 # Prints the error, then the checkpoint that is found, then what is in the directory.
 PROGRAM = """
 import os, resource, subprocess, sys
+from contextlib import suppress
 from pathlib import Path
-from tests.state.making import names, take
+from tests.state.making import DESCRIPTION, names, take
 from ttprun.state.errors import CannotWriteError
 from ttprun.state.store import CheckpointStore
 
 case, folder = sys.argv[1], Path(sys.argv[2])
-if case in ("full", "read-only"):
+if case.startswith("full") or case == "read-only":
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
 store = CheckpointStore(folder)
 store.lock("r1")
 take(store, 100, b"x" * 300_000)
 try:
-    if case == "read-only":
+    if case == "full at the commit":
+        draft = store.begin(120)
+        with open(draft.path("tensors"), "wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        draft.commit(DESCRIPTION)
+    elif case == "read-only":
         store.unlock()
         subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
         CheckpointStore(folder).lock("r2")
@@ -49,7 +56,8 @@ chosen, skipped = store.newest_valid()
 print(chosen and chosen.name, skipped)
 print(sorted(names(folder)))
 """
-NEEDS_MOUNT = ("full", "read-only")
+NEEDS_MOUNT = ("full", "full at the commit", "read-only")
+FULL = "the disk is full; free some space, or name another directory with --save-dir"
 
 
 @cache
@@ -65,7 +73,8 @@ def namespace() -> tuple[str, ...] | None:
 @pytest.mark.parametrize(
     ("case", "complaint"),
     [
-        ("full", "the disk is full; free some space, or name another directory with --save-dir"),
+        ("full", FULL),
+        ("full at the commit", FULL),
         ("read-only", "the file system is read-only; mount it writable, or name another directory with --save-dir"),
         ("forbidden", "permission denied; make it writable for you, or name another directory with --save-dir"),
         ("file limit", "a file would be larger than is allowed; raise 'ulimit -f', or name another file system"),
@@ -79,6 +88,7 @@ def test_a_place_that_cannot_be_written_is_named_with_cause_and_cure(case: str, 
     folder = Path(subprocess.check_output(["mktemp", "--directory"], text=True).strip())
 
     done = run_program(PROGRAM, case, folder, prefix=prefix)
+    folder.chmod(0o700)
     shutil.rmtree(folder)
 
     assert done.stderr == ""

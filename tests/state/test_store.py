@@ -90,6 +90,7 @@ def test_with_one_to_keep_the_older_goes_only_after_the_newer_is_there(tmp_path:
     take(newer, 20)
 
     assert all("step-00000010" in there for point, there in seen if not point.startswith("old one"))
+    assert dict(seen)["old one set aside"] == {"step-00000020", "latest", ".removing-step-00000010"}
     assert names(tmp_path) == {"step-00000020", "latest"}
 
 

@@ -53,6 +53,17 @@ def test_every_type_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     }
 
 
+def test_every_tensor_lies_at_a_multiple_of_its_element(tmp_path: Path) -> None:
+    write_file(tmp_path / "t.safetensors", tensor_chunks(odd_tensors()))
+
+    content = (tmp_path / "t.safetensors").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    sizes = {code: dtype.itemsize for dtype, code in CODES.items()}
+    assert start % 8 == 0
+    assert [one for one in header.values() if one["data_offsets"][0] % sizes[one["dtype"]]] == []
+
+
 @pytest.mark.parametrize(
     "tensor",
     [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse()],

@@ -2,7 +2,8 @@
 
 Files, lowest floor first: `errors`, `files` (one file, written and hashed), `manifest` (what `ttprun.json` says),
 `checkpoint` (one directory, looked at), `lock` (one job a directory), `draft` (one being written), `store` (all of
-them), `export` (a model for `load_state_dict`). All but `export` do without torch.
+them), `tensor_file` (tensors as safetensors), `export` (a model for `load_state_dict`). All but the last two do without
+torch.
 
     .ttprun.lock                          held by the job that writes here; names it
     latest                                name of the checkpoint that was completed last
