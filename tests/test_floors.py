@@ -15,7 +15,7 @@ FLOORS = {
     "rank": {"board", "channel", "device", "faults", "errors"},
     "shim": {"rank"},
     "agent": {"board", "channel", "config", "device", "errors", "faults", "observe", "rank", "recovery", "schedule"},
-    "cli": {"agent", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule"},
+    "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule"},
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

@@ -15,7 +15,9 @@ def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert code == 0
     assert "ttprun --standalone --nproc-per-node 4 train.py" in text
-    assert all(word in text for word in ("status", "inject-fault", "explain", "--standbys", "--rungs", "--config"))
+    assert all(
+        word in text for word in ("status", "inject-fault", "doctor", "explain", "--standbys", "--rungs", "--config")
+    )
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -36,7 +38,7 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
     assert "--standbys" in text
 
 
-@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "explain"])
+@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "doctor", "explain"])
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "drill": ("ttprun.cli.drill", "drill"),
+    "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
 }
 
@@ -43,6 +44,7 @@ commands:
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
   drill          rehearse: a script under faults beside its undisturbed twin, identical or not
+  doctor         what of this machine will work, what will not, and the cure
   explain        what ttprun changes inside your process, and why
 
 Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are
