@@ -15,22 +15,9 @@ FLOORS = {
     "rank": {"board", "channel", "device", "faults", "errors", "state"},
     "shim": {"rank"},
     "state": {"__version__", "errors"},
-    "agent": {
-        *(
-            "board",
-            "channel",
-            "config",
-            "device",
-            "errors",
-            "faults",
-            "observe",
-            "rank",
-            "recovery",
-            "schedule",
-            "state",
-        ),
-    },
-    "cli": {"agent", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
+    "agent": {"board", "channel", "config", "device", "errors", "faults", "observe", "rank", "recovery", "schedule"}
+    | {"state"},
+    "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

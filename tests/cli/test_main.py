@@ -17,7 +17,7 @@ def test_help_teaches_commands_options_and_examples(capsys: pytest.CaptureFixtur
     assert "ttprun --standalone --nproc-per-node 4 train.py" in text
     assert all(
         word in text
-        for word in ("status", "inject-fault", "checkpoints", "explain", "--standbys", "--rungs", "--config")
+        for word in ("status", "inject-fault", "checkpoints", "doctor", "explain", "--standbys", "--rungs", "--config")
     )
     assert max(map(len, text.splitlines())) <= 120
 
@@ -39,7 +39,7 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
     assert "--standbys" in text
 
 
-@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "checkpoints", "explain"])
+@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "checkpoints", "doctor", "explain"])
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])
 

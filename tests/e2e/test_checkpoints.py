@@ -94,7 +94,7 @@ PREEMPTED = [
     (TWO_OPTIMIZERS, 2, 9, "forward"),
     (TWO_OPTIMIZERS, 2, 22, "in_step"),
     (PLAIN, 3, 10, "before_step"),
-    (PLAIN, 1, 20, "forward"),
+    (PLAIN, 1, 20, "before_step"),
 ]
 
 
@@ -176,7 +176,7 @@ def test_a_group_that_is_lost_as_a_whole_goes_back_to_a_snapshot_and_ends_the_sa
 ) -> None:
     kills = [f"kill:rank={rank},step={step},phase=collective" for rank in range(ranks)]
     if ranks == 1:
-        kills = [f"kill:rank=0,step={step},phase=forward"]
+        kills = [f"kill:rank=0,step={step},phase=after_step"]
 
     run = run_ttprun(script, ranks, faults=kills, options=["--snapshot-every", "5steps"])
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints", "app"),
     "checkpoint": ("ttprun.cli.checkpoints", "app"),
+    "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
 }
 
@@ -48,6 +49,7 @@ commands:
   inject-fault   cause a fault in a run that was started with --allow-faults
   drill          rehearse: a script under faults beside its undisturbed twin, identical or not
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
+  doctor         what of this machine will work, what will not, and the cure
   explain        what ttprun changes inside your process, and why
 
 Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are

@@ -1,0 +1,273 @@
+"""What `ttprun doctor` looks at in the machine: kernel, limits, network, files. All is tried, nothing guessed.
+
+A check returns its findings and may raise; `doctor` makes a finding of that too. Read CHECKS first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ttprun.board import Board, Field
+from ttprun.cli.finding import Finding
+from ttprun.rank.install import PR_SET_PDEATHSIG
+
+LOOK_UP_LIMIT_S = 1.0
+DEFAULT_PORT = 29500  # torchrun's, where no rendezvous is named
+GIB = 1 << 30
+ENOUGH_FILES = 1024
+ENOUGH_SHARED_BYTES = GIB
+ENOUGH_DISK_BYTES = GIB
+ENOUGH_PORTS = 1000
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+CGROUP_MEMORY = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def kernel() -> Iterator[Finding]:
+    """What ttprun asks of the kernel."""
+    yield Finding("kernel", "Linux", platform.release())
+    update = "a kernel from 5.3 on (or a container without a seccomp rule against it)"
+    fd = -1
+    try:
+        fd = os.pidfd_open(os.getpid())
+        yield Finding("kernel", "pidfd", "works")
+    except (OSError, AttributeError) as error:
+        yield Finding("kernel", "pidfd", _why(error), "fails", "the agent cannot see a rank's exit", f"use {update}")
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    yield _shared_page()
+    yield _dies_with_parent()
+    yield _passed_descriptor()
+
+
+def _shared_page() -> Finding:
+    """The board: a memfd and a futex, as ranks use them."""
+    try:
+        fd, board = Board.create(1)
+        try:
+            started = time.monotonic()
+            board.wait_for_change(0, Field.RECORDED, 0, 0.02)
+            waited_s = time.monotonic() - started
+            board.announce(0, Field.RECORDED, 1)
+        finally:
+            os.close(fd)
+    except (OSError, AttributeError) as error:
+        return Finding("kernel", "memfd, futex", _why(error), "fails", "ranks share no page of memory", "allow them")
+    if waited_s < 0.01:
+        return Finding(
+            "kernel", "memfd, futex", "futex does not wait", "note", "ranks turn in a loop in front of each step",
+            "allow the system call 'futex' in the container's seccomp profile",
+        )  # fmt: skip
+    return Finding("kernel", "memfd, futex", "work")
+
+
+def _dies_with_parent() -> Finding:
+    """Cleared here, not set: the call is the same."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, 0) == 0:
+        return Finding("kernel", "PR_SET_PDEATHSIG", "works")
+    means = "ranks outlive an agent that is killed"
+    return Finding("kernel", "PR_SET_PDEATHSIG", os.strerror(ctypes.get_errno()), "fails", means, "allow 'prctl'")
+
+
+def _passed_descriptor() -> Finding:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open("/dev/null", "rb") as passed:
+        try:
+            socket.send_fds(ours, [b"x"], [passed.fileno()])
+            _, fds, _, _ = socket.recv_fds(theirs, 1, 1)
+            os.close(fds[0])
+        except (OSError, IndexError) as error:
+            means = "a rank cannot be given its record"
+            return Finding("kernel", "descriptors over sockets", _why(error), "fails", means, "allow SCM_RIGHTS")
+    return Finding("kernel", "descriptors over sockets", "work")
+
+
+def stacks() -> Iterator[Finding]:
+    """How the Python stack of a rank that hangs is had."""
+    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    own = "a rank that hangs writes its own Python stack, without the frames of native code"
+    if program is None:
+        yield Finding("kernel", "py-spy", "not installed", "note", own, "pip install py-spy")
+    else:
+        yield Finding("kernel", "py-spy", program)
+    if not YAMA.exists():
+        return
+    scope = YAMA.read_text().strip()
+    if program is not None and scope in ("2", "3") and not (scope == "2" and os.geteuid() == 0):
+        cure = "sysctl kernel.yama.ptrace_scope=1, or --cap-add SYS_PTRACE for a container"
+        yield Finding("kernel", "ptrace (yama)", f"ptrace_scope {scope}", "note", f"py-spy is refused: {own}", cure)
+    else:
+        yield Finding("kernel", "ptrace (yama)", f"ptrace_scope {scope}")
+
+
+def limits() -> Iterator[Finding]:
+    """What this process, and so each rank, may use."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _is_enough(files, ENOUGH_FILES):
+        yield Finding("limits", "open files", _told(files))
+    else:
+        means = "an agent of many ranks, or a DataLoader of many workers, runs out of them"
+        yield Finding("limits", "open files", _told(files), "note", means, "ulimit -n 65536")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    has_rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
+    if has_rdma and locked != resource.RLIM_INFINITY:
+        means = "RDMA cannot register its buffers"
+        yield Finding("limits", "locked memory", _told(locked, "bytes"), "note", means, "ulimit -l unlimited")
+    else:
+        yield Finding("limits", "locked memory", _told(locked, "bytes"))
+    core, _ = resource.getrlimit(resource.RLIMIT_CORE)
+    if core:
+        means = "a rank that crashes writes its memory to disk first, and is only replaced when that is done"
+        yield Finding("limits", "core files", _told(core, "bytes"), "note", means, "ulimit -c 0, unless you need them")
+    else:
+        yield Finding("limits", "core files", "none")
+    yield from _memory()
+    shared = shutil.disk_usage("/dev/shm").total
+    if shared < ENOUGH_SHARED_BYTES:
+        means = "DataLoader workers may be ended by SIGBUS when they pass large batches"
+        yield Finding("limits", "/dev/shm", _size(shared), "note", means, "docker run --shm-size=8g, or --ipc=host")
+    else:
+        yield Finding("limits", "/dev/shm", _size(shared))
+
+
+def _memory() -> Iterator[Finding]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_MEMORY:
+        with contextlib.suppress(OSError, ValueError):
+            total = min(total, int(path.read_text()))
+    cores = len(os.sched_getaffinity(0))
+    yield Finding("limits", "memory", f"{_size(total)}, {cores} cores")
+
+
+def network() -> Iterator[Finding]:
+    """What connects the ranks."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(LOOK_UP_LIMIT_S)
+            with socket.create_connection(server.getsockname(), LOOK_UP_LIMIT_S) as one:
+                other, _ = server.accept()
+                other.close()
+                one.close()
+        yield Finding("network", "loopback", "works")
+    except OSError as error:
+        cure = "ip link set lo up; allow 127.0.0.1 in the packet filter"
+        yield Finding("network", "loopback", _why(error), "fails", "ranks cannot connect to each other", cure)
+    yield _own_name()
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        enough = last - first >= ENOUGH_PORTS
+        means = "" if enough else "connections fail when many ranks of several groups take a port each"
+        cure = "" if enough else "sysctl net.ipv4.ip_local_port_range='32768 60999'"
+        yield Finding("network", "ports", f"{first} to {last}", "ok" if enough else "note", means, cure)
+    try:
+        socket.create_server(("", DEFAULT_PORT)).close()
+        yield Finding("network", f"port {DEFAULT_PORT}", "free")
+    except OSError as error:
+        means = "a start without --standalone, --master-port or --rdzv-endpoint is refused"
+        cure = "ttprun --standalone finds a free port"
+        yield Finding("network", f"port {DEFAULT_PORT}", _why(error), "note", means, cure)
+
+
+def _own_name() -> Finding:
+    """torch's rendezvous looks the host's name up; a name server that does not answer takes seconds each time."""
+    name = socket.gethostname()
+    known: list[str] = []
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError):
+            known.append(str(socket.getaddrinfo(name, None)[0][4][0]))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(LOOK_UP_LIMIT_S)
+    if known:
+        return Finding("network", "host name", f"{name} is {known[0]}")
+    how = "is looked up for more than a second" if thread.is_alive() else "is not known"
+    cure = f"add '127.0.0.1 {name}' to /etc/hosts"
+    return Finding("network", "host name", f"{name} {how}", "note", "starting a job takes seconds longer", cure)
+
+
+def clocks() -> Iterator[Finding]:
+    """Times in logs, and the clock that measures time-outs."""
+    step_s = time.get_clock_info("monotonic").resolution
+    if step_s > 1e-3:
+        yield Finding("kernel", "clock", f"steps of {step_s:g} s", "note", "times of phases are coarse", "none known")
+    elif time.time() < Path(__file__).stat().st_mtime - 86400:
+        means = "times in logs are wrong, and certificates may be refused"
+        yield Finding("kernel", "clock", time.strftime("%Y-%m-%d", time.gmtime()), "note", means, "set the clock (NTP)")
+    else:
+        yield Finding("kernel", "clock", time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+
+
+def files() -> Iterator[Finding]:
+    """Where a run puts its status, events and logs: here, unless it is told otherwise."""
+    cure = "start in another directory, or give --run-dir"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".ttprun-doctor-", dir=".") as folder:
+            os.chmod(folder, 0o700)
+            at = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+            try:
+                with socket.socket(socket.AF_UNIX) as server:
+                    server.bind(f"/proc/self/fd/{at}/control.sock")
+            finally:
+                os.close(at)
+    except OSError as error:
+        means = "a run directory cannot be made here"
+        yield Finding("files", "this directory", _why(error), "note", means, cure)
+    else:
+        yield Finding("files", "this directory", os.getcwd())
+    free = shutil.disk_usage(".").free
+    if free < ENOUGH_DISK_BYTES:
+        yield Finding("files", "free disk", _size(free), "note", "events and logs may not be written", cure)
+    else:
+        yield Finding("files", "free disk", _size(free))
+
+
+def signals() -> Iterator[Finding]:
+    """A signal that is ignored is ignored in all children too."""
+    ignored = [name.name for name in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(name) is signal.SIG_IGN]
+    if ignored:
+        means = "a scheduler's notice of the end is not heard"
+        yield Finding("kernel", "signals", f"{', '.join(ignored)} ignored", "note", means, "start without 'trap \"\"'")
+    else:
+        yield Finding("kernel", "signals", "heard")
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (kernel, signals, stacks, clocks, limits, network, files)
+
+
+def _is_enough(value: int, needed: int) -> bool:
+    return value == resource.RLIM_INFINITY or value >= needed
+
+
+def _told(value: int, unit: str = "") -> str:
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return _size(value) if unit else str(value)
+
+
+def _size(value: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _why(error: BaseException) -> str:
+    """What the system said, in a phrase."""
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

@@ -1,0 +1,204 @@
+"""What `ttprun doctor` makes of Python, torch and the accelerators, from what `torch_probe` says of them.
+
+Versions of drivers are read from where the vendors leave them, so that they are told also where torch cannot use them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import ttprun
+from ttprun.cli.finding import Finding, Level
+from ttprun.device.npu import AUTOLOAD
+
+PROBE_LIMIT_S = 60.0
+NEEDED_TORCH = (2, 6)
+SHIM = Path(ttprun.__file__).resolve().parent / "shim"
+NVIDIA = Path("/proc/driver/nvidia/version")
+ASCEND = Path("/usr/local/Ascend")
+TOOLKIT_INFO = "ascend_toolkit_install.info"
+PROBE = "import sys; sys.path.append({!r}); from ttprun.cli.torch_probe import main; main()"
+WHOLE_GROUP = "a fault of a rank restarts the whole group: ranks on devices are not repaired one by one yet"
+
+
+class Probe:
+    """The probe in its own process, begun at once and read when it is needed; `answer` is {} if it has not come."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = dict(environment)
+        paths = (str(SHIM), self._environment.get("PYTHONPATH", ""))
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROBE.format(str(SHIM.parents[1]))],
+            env=self._environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def read(self, limit_s: float = PROBE_LIMIT_S) -> dict[str, Any]:
+        """Wait for the answer. If torch could not be imported but for a backend, what it says without it is added."""
+        try:
+            told, errors = self._process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            return {"error": f"it has not answered within {limit_s:.0f} s"}
+        try:
+            found: dict[str, Any] = json.loads(told.splitlines()[-1])
+        except (IndexError, ValueError):
+            last = errors.strip().splitlines()[-1:] or [f"exit code {self._process.returncode}"]
+            return {"error": f"the process that imported it has ended: {last[0]}"}
+        if AUTOLOAD in found.get("error", "") and self._environment.get(AUTOLOAD) != "0":
+            return Probe(self._environment | {AUTOLOAD: "0"}).read(limit_s) | {"autoload_error": found["error"]}
+        return found
+
+
+def software(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """Python, torch and ttprun's own hooks.
+
+    found   what `Probe.read` has returned
+    """
+    implementation = platform.python_implementation()
+    is_known = implementation == "CPython"
+    means = "" if is_known else "the variables of frames cannot be restored"
+    level: Level = "ok" if is_known else "fails"
+    yield Finding("software", "Python", f"{implementation} {platform.python_version()}", level, means,
+                  "" if is_known else "use CPython 3.11 or later")  # fmt: skip
+    yield Finding("software", "ttprun", ttprun_version())
+    yield from _torch(found)
+    if "error" in found:
+        return
+    if found.get("hooks") != str(SHIM / "sitecustomize.py"):
+        means = "ranks run unprotected: their Python does not load ttprun's sitecustomize"
+        cure = "see that Python minds PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
+        yield Finding("software", "hooks", f"sitecustomize is {found.get('hooks')}", "fails", means, cure)
+    else:
+        yield Finding("software", "hooks", "reach a rank's Python")
+
+
+def _torch(found: Mapping[str, Any]) -> Iterator[Finding]:
+    if "autoload_error" in found:
+        means = "'import torch' fails, so no script can start"
+        cure = f"install CANN and 'source set_env.sh', or uninstall torch_npu, or set {AUTOLOAD}=0"
+        yield Finding("software", "torch's backends", found["autoload_error"], "fails", means, cure)
+    if "error" in found:
+        is_absent = "No module named 'torch'" in found["error"]
+        cure = "pip install torch" if is_absent else "see that 'python -c \"import torch\"' works"
+        yield Finding("software", "torch", found["error"], "fails", "nothing can run", cure)
+        return
+    release = tuple(int(number) for number in re.findall(r"\d+", found["torch"])[:2])
+    told = f"{found['torch']}, imported in {found['import_s']:.1f} s"
+    if release < NEEDED_TORCH:
+        needed = ".".join(map(str, NEEDED_TORCH))
+        means = "ttprun's process group does not fit it"
+        yield Finding("software", "torch", told, "fails", means, f"pip install 'torch>={needed}'")
+    else:
+        yield Finding("software", "torch", told)
+    if "gloo" not in found["backends"]:
+        means = "ranks are repaired over gloo only"
+        yield Finding("software", "backends", ", ".join(found["backends"]) or "none", "fails", means,
+                      "install a torch that was built with gloo")  # fmt: skip
+    else:
+        yield Finding("software", "backends", ", ".join(found["backends"]))
+
+
+def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
+    """GPUs and NPUs: what torch can use, and what is there that it cannot."""
+    usable = list(found.get("devices", ()))
+    kinds = {device["kind"] for device in usable}
+    for device in usable:
+        versions = ", ".join(f"{name} {number}" for name, number in device["versions"].items() if number)
+        memory = f"{device['total_bytes'] / (1 << 30):.0f} GiB" if "total_bytes" in device else ""
+        told = ", ".join(filter(None, (device["name"], memory, versions)))
+        subject = f"{device['kind']} {device['index']}"
+        if not device["is_usable"]:
+            means = "; ".join(device["findings"]) or "it does not answer"
+            yield Finding("devices", subject, told, "note", means, "leave it out, or reset it; see the vendor's tool")
+        else:
+            yield Finding("devices", subject, told, "note", "; ".join((*device["findings"], WHOLE_GROUP)))
+    yield from _nvidia(found, "cuda" in kinds)
+    yield from _ascend(found, "npu" in kinds)
+    if not usable:
+        yield Finding("devices", "accelerators", "none that torch can use; the processor is")
+
+
+def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
+    driver = first_match(NVIDIA, r"Kernel Module.*?\s(\d+(?:\.\d+)+)")
+    if driver is None:
+        return
+    if is_used:
+        yield Finding("devices", "NVIDIA driver", driver)
+        if installed("nvidia-ml-py") is None:
+            means = "Xid events and ECC errors are not told"
+            yield Finding("devices", "NVML", "pynvml is not here", "note", means, "pip install 'ttprun[cuda]'")
+        return
+    is_built = bool(found.get("cuda"))
+    cure = "see CUDA_VISIBLE_DEVICES and 'nvidia-smi'" if is_built else "install a torch that was built for CUDA"
+    yield Finding("devices", "NVIDIA driver", driver, "note", "a GPU may be here, and torch does not use it", cure)
+
+
+def _ascend(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
+    nodes = sorted(path.name for path in Path("/dev").glob("davinci[0-9]*"))
+    driver = first_match(ASCEND / "driver" / "version.info", r"^Version=(\S+)")
+    cann = cann_version(os.environ)
+    library = installed("torch_npu")
+    if nodes:
+        yield Finding("devices", "Ascend", f"{len(nodes)} devices, driver {driver or 'not found'}")
+    if cann:
+        yield Finding("devices", "CANN", cann)
+    elif nodes or library:
+        yield Finding("devices", "CANN", "not found", "note", "no NPU can be used", "install CANN, 'source set_env.sh'")
+    if library is None and nodes:
+        yield Finding("devices", "torch_npu", "not installed", "note", "torch does not use the NPUs",
+                      "pip install 'ttprun[npu]', in the release that fits torch")  # fmt: skip
+    elif library is not None and not is_used:
+        what, _, cure = next(iter(found.get("missing", ())), "no NPU; see 'npu-smi info'").partition("; ")
+        yield Finding("devices", "torch_npu", library, "note", what, cure)
+    elif library is not None:
+        yield Finding("devices", "torch_npu", library)
+    if is_used and os.environ.get("PYTORCH_NO_NPU_MEMORY_CACHING"):
+        means = "a memory error of an NPU cannot be repaired: torch_npu does not know whose memory it is"
+        yield Finding("devices", "PYTORCH_NO_NPU_MEMORY_CACHING", "set", "note", means, "unset it")
+
+
+def cann_version(environment: Mapping[str, str]) -> str | None:
+    """Version of CANN where the environment says that it is, else where it is mostly installed; None: there is none."""
+    named = [environment[name] for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME") if environment.get(name)]
+    for home in (*map(Path, named), ASCEND / "ascend-toolkit" / "latest", ASCEND / "cann"):
+        running = first_match(home / "version.cfg", r"^toolkit_running_version=\[[^:]*:([^]]+)\]")
+        for found in (
+            running,
+            *(first_match(file, r"^version=(\S+)") for file in home.glob(f"*-linux/{TOOLKIT_INFO}")),
+        ):
+            if found:
+                return found
+    return None
+
+
+def first_match(path: Path, pattern: str) -> str | None:
+    """The first group of a pattern in a file, None if there is no such file or text."""
+    try:
+        found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, None if it is not; nothing is imported."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def ttprun_version() -> str:
+    """Ours, and where it lies."""
+    return f"{installed('ttprun') or 'not installed'}, in {SHIM.parent}"
