@@ -36,6 +36,7 @@ class Field(enum.IntEnum):
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.life`
 
 
 class Phase(enum.IntEnum):

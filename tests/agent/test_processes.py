@@ -378,7 +378,7 @@ def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable
         seat.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
         board.set(0, Field.LINES_OUT, 2)
-        event = seat.leave(board, lambda number, pid: "")
+        event = seat.leave(seat.bury(), board, lambda number, pid: "")
         ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
 
     assert ends == {
