@@ -154,21 +154,23 @@ class Watch:
             pass
 
 
-def scenario_of(subject: Subject, ranks: int, faults: list[str]) -> Scenario:
+def scenario_of(subject: Subject, options: argparse.Namespace, faults: list[str]) -> Scenario:
     """The drill that one run is."""
     return Scenario(
         script=str(REPOSITORY / "tests" / "scripts" / subject.script),
         arguments=list(subject.arguments),
-        launch={"nproc_per_node": ranks},
+        launch={"nproc_per_node": options.ranks},
         environment={"PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))},
-        ttprun={"standbys": 1},
+        ttprun={"standbys": 1, "hang_timeout_s": options.hang_timeout},
         faults=faults,
         compare=["out/final.pt"],
         limit_s=LIMIT_S,
     )
 
 
-def run_once(number: int, subject: Subject, faults: list[str], ranks: int, reference: Twin, folder: Path) -> Outcome:
+def run_once(
+    number: int, subject: Subject, faults: list[str], options: argparse.Namespace, reference: Twin, folder: Path
+) -> Outcome:
     """One disturbed run, judged."""
     hit = {
         int(part.removeprefix("rank="))
@@ -176,8 +178,8 @@ def run_once(number: int, subject: Subject, faults: list[str], ranks: int, refer
         for part in text.replace(":", ",").split(",")
         if "rank=" in part
     }
-    scenario = scenario_of(subject, ranks, faults)
-    watch = Watch(folder, next(rank for rank in range(ranks) if rank not in hit))
+    scenario = scenario_of(subject, options, faults)
+    watch = Watch(folder, next(rank for rank in range(options.ranks) if rank not in hit))
     twin = run_twin(scenario, folder, "disturbed")
     outcome = Outcome(number, subject.script, faults, growth=watch.growth(), took_s=round(twin.took_s, 2))
     outcome.injections = pair(twin.events)
@@ -249,8 +251,8 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
         faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
         if subject not in references:
             folder = root / f"undisturbed-{subject.script.removesuffix('.py')}"
-            references[subject] = run_twin(scenario_of(subject, options.ranks, faults), folder, "torchrun")
-        outcome = run_once(number, subject, faults, options.ranks, references[subject], root / f"run{number}")
+            references[subject] = run_twin(scenario_of(subject, options, faults), folder, "torchrun")
+        outcome = run_once(number, subject, faults, options, references[subject], root / f"run{number}")
         outcomes.append(outcome)
         left -= len(faults)
         say(
@@ -336,6 +338,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
     parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
     parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
+    parser.add_argument("--hang-timeout", default="auto", help="ttprun's, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
