@@ -161,7 +161,7 @@ def scenario_of(subject: Subject, options: argparse.Namespace, faults: list[str]
         arguments=list(subject.arguments),
         launch={"nproc_per_node": options.ranks},
         environment={"PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))},
-        ttprun={"standbys": 1, "hang_timeout_s": options.hang_timeout},
+        ttprun={"standbys": 1, "hang_timeout_s": "auto" if options.hang_timeout is None else options.hang_timeout},
         faults=faults,
         compare=["out/final.pt"],
         limit_s=LIMIT_S,
@@ -338,7 +338,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
     parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
     parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
-    parser.add_argument("--hang-timeout", default="auto", help="ttprun's, for kinds that hang (default auto)")
+    parser.add_argument("--hang-timeout", type=float, help="ttprun's, in seconds, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
