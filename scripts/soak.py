@@ -41,6 +41,8 @@ LOOK_EVERY_S = 0.2
 MIB = 1 << 20
 # A second fault, in another rank at the same moment, comes with each so-manieth on average.
 PAIR_EVERY = 6
+# These change what is computed (and it stays so), or end the run: it cannot come to what an undisturbed one comes to.
+NOT_IDENTICAL = ("nan", "flip-bit", "leave", "agent-kill")
 
 
 @dataclass(frozen=True)
@@ -343,9 +345,9 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
     options.kinds = options.kinds.split(",")
-    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
     if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:
-        parser.error(f"there is no kind '{unknown[0]}'" if unknown else "a number is too small, or --per-run above 20")
+        parser.error(f"kind '{unknown[0]}' will not do" if unknown else "a number is too small, or --per-run above 20")
     return options
 
 
