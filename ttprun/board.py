@@ -54,6 +54,7 @@ class Phase(enum.IntEnum):
     FINISHED = 9
     CONNECTING = 10
     SAVING = 11
+    WAITING = 12  # in a collective, and for its end: all that the main thread runs is our loop that waits
 
 
 # The collectives of torch 2.13 and of older releases; "connect" is ours: the group itself is being made.
