@@ -41,6 +41,8 @@ LOOK_EVERY_S = 0.2
 MIB = 1 << 20
 # A second fault, in another rank at the same moment, comes with each so-manieth on average.
 PAIR_EVERY = 6
+# These change what is computed (and it stays so), or end the run: it cannot come to what an undisturbed one comes to.
+NOT_IDENTICAL = ("nan", "flip-bit", "leave", "agent-kill")
 
 
 @dataclass(frozen=True)
@@ -154,21 +156,23 @@ class Watch:
             pass
 
 
-def scenario_of(subject: Subject, ranks: int, faults: list[str]) -> Scenario:
+def scenario_of(subject: Subject, options: argparse.Namespace, faults: list[str]) -> Scenario:
     """The drill that one run is."""
     return Scenario(
         script=str(REPOSITORY / "tests" / "scripts" / subject.script),
         arguments=list(subject.arguments),
-        launch={"nproc_per_node": ranks},
+        launch={"nproc_per_node": options.ranks},
         environment={"PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))},
-        ttprun={"standbys": 1},
+        ttprun={"standbys": 1, "hang_timeout_s": "auto" if options.hang_timeout is None else options.hang_timeout},
         faults=faults,
         compare=["out/final.pt"],
         limit_s=LIMIT_S,
     )
 
 
-def run_once(number: int, subject: Subject, faults: list[str], ranks: int, reference: Twin, folder: Path) -> Outcome:
+def run_once(
+    number: int, subject: Subject, faults: list[str], options: argparse.Namespace, reference: Twin, folder: Path
+) -> Outcome:
     """One disturbed run, judged."""
     hit = {
         int(part.removeprefix("rank="))
@@ -176,8 +180,8 @@ def run_once(number: int, subject: Subject, faults: list[str], ranks: int, refer
         for part in text.replace(":", ",").split(",")
         if "rank=" in part
     }
-    scenario = scenario_of(subject, ranks, faults)
-    watch = Watch(folder, next(rank for rank in range(ranks) if rank not in hit))
+    scenario = scenario_of(subject, options, faults)
+    watch = Watch(folder, next(rank for rank in range(options.ranks) if rank not in hit))
     twin = run_twin(scenario, folder, "disturbed")
     outcome = Outcome(number, subject.script, faults, growth=watch.growth(), took_s=round(twin.took_s, 2))
     outcome.injections = pair(twin.events)
@@ -249,8 +253,8 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
         faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
         if subject not in references:
             folder = root / f"undisturbed-{subject.script.removesuffix('.py')}"
-            references[subject] = run_twin(scenario_of(subject, options.ranks, faults), folder, "torchrun")
-        outcome = run_once(number, subject, faults, options.ranks, references[subject], root / f"run{number}")
+            references[subject] = run_twin(scenario_of(subject, options, faults), folder, "torchrun")
+        outcome = run_once(number, subject, faults, options, references[subject], root / f"run{number}")
         outcomes.append(outcome)
         left -= len(faults)
         say(
@@ -336,13 +340,14 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
     parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
     parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
+    parser.add_argument("--hang-timeout", type=float, help="ttprun's, in seconds, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
     options.kinds = options.kinds.split(",")
-    unknown = [kind for kind in options.kinds if kind not in KINDS]
+    unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
     if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:
-        parser.error(f"there is no kind '{unknown[0]}'" if unknown else "a number is too small, or --per-run above 20")
+        parser.error(f"kind '{unknown[0]}' will not do" if unknown else "a number is too small, or --per-run above 20")
     return options
 
 

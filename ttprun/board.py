@@ -16,7 +16,7 @@ import os
 import sys
 import time
 
-ROW_FIELDS = 24
+ROW_FIELDS = 32
 FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
 
 
@@ -36,9 +36,10 @@ class Field(enum.IntEnum):
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
-    SNAPSHOT_ASKED = 16  # of the first row: number of the snapshot that the agent wants; the agent writes it
-    SNAPSHOT_NUMBER = 17  # of the first row: number of the snapshot that is taken at SNAPSHOT_AT
-    SNAPSHOT_AT = 18  # of the first row: the boundary at which all ranks take it
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.life`
+    SNAPSHOT_ASKED = 22  # of the first row: number of the snapshot that the agent wants; the agent writes it
+    SNAPSHOT_NUMBER = 23  # of the first row: number of the snapshot that is taken at SNAPSHOT_AT
+    SNAPSHOT_AT = 24  # of the first row: the boundary at which all ranks take it
 
 
 class Phase(enum.IntEnum):
@@ -56,6 +57,7 @@ class Phase(enum.IntEnum):
     FINISHED = 9
     CONNECTING = 10
     SAVING = 11
+    WAITING = 12  # in a collective, and for its end: all that the main thread runs is our loop that waits
 
 
 # The collectives of torch 2.13 and of older releases; "connect" is ours: the group itself is being made.

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
@@ -44,6 +45,8 @@ PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_
 FIGURES = (
     ("kill to next step on all ranks, s", "next_step_s", 2),
     ("kill to first step beyond, s", "progress_s", 2),
+    ("kill to the process's being gone, s", "gone_s", 3),
+    ("kill to the agent's knowing, s", "seen_s", 3),
     ("steps run again by all ranks", "run_again", 0),
     ("set-up of the job: start to first step, s", "setup_s", 2),
     ("  of it after the script's imports, s", "script_setup_s", 2),
@@ -63,6 +66,8 @@ class Outcome:
     after_step      last step that any rank had completed before the kill
     next_step_s     from the kill to the next step that all ranks completed after it
     progress_s      from the kill to the first step beyond `after_step`, completed by all ranks
+    gone_s          from the kill until the process could be waited for: till then the kernel takes its memory back
+    seen_s          from the kill until ttprun knew of it; None under torchrun, which looks every tenth of a second
     run_again       steps that every rank ran twice or more
     setup_s         from the start of the process to its first step, at the job's start, in the slowest rank
     script_setup_s  the part of it behind the script's imports
@@ -86,6 +91,8 @@ class Outcome:
     progress_s: float | None = None
     less_setup_s: float | None = None
     less_script_setup_s: float | None = None
+    gone_s: float | None = None
+    seen_s: float | None = None
     run_again: int | None = None
     setup_s: float | None = None
     script_setup_s: float | None = None
@@ -127,13 +134,37 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path) -> None
             outcome.standbys = status_of(run).get("standbys")
             time.sleep(outcome.moment * outcome.step_s)
             killed_at_s = time.time()
-            os.kill(logs[outcome.rank][-1].pid, signal.SIGKILL)
+            victim = logs[outcome.rank][-1].pid
+            at_s = kill_and_wait(victim, outcome)
             run.finish(options.limit)
+            outcome.seen_s = next((seen_s - at_s for seen_s in exits_of(run, victim)), None)
             note_recovery(outcome, read_logs(run), killed_at_s)
         except (BenchmarkError, OSError) as error:
             outcome.problem = str(error)
         outcome.incidents = status_of(run).get("incidents", [])
         outcome.weights = run.weights()
+
+
+def kill_and_wait(pid: int, outcome: Outcome) -> float:
+    """SIGKILL to a rank; notes when it is gone. Blocks as long; returns when it was killed, in monotonic seconds."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        gone = select.poll()
+        gone.register(pidfd, select.POLLIN)
+        at_s = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        gone.poll()
+        outcome.gone_s = time.monotonic() - at_s
+    finally:
+        os.close(pidfd)
+    return at_s
+
+
+def exits_of(run: Run, pid: int) -> list[float]:
+    """When ttprun saw a process end, in monotonic seconds; [] under torchrun."""
+    path = run.run_dir / "events.jsonl"
+    events = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [event["at_s"] for event in events if event["event"] == "rank_exited" and event["pid"] == pid]
 
 
 def status_of(run: Run) -> dict[str, Any]:

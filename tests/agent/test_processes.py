@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ttprun.agent import stacks
+from ttprun.agent.orders import Orders
 from ttprun.agent.processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
 from ttprun.board import Board, Field
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.recovery import SpawnRank
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 20.0
@@ -380,7 +384,7 @@ def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable
         seat.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
         board.set(0, Field.LINES_OUT, 2)
-        event = seat.leave(board, lambda number, pid: "")
+        event = seat.leave(seat.bury(), board, lambda number, pid: "")
         ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
 
     assert ends == {
@@ -410,3 +414,42 @@ def test_a_seat_holds_the_newest_order_and_all_news_till_its_process_greets(
     assert sent == [
         {"op": "resume", "generation": 3}, {"op": "put", "key": "a"}, {"op": "freeze", "generation": 4},
     ]  # fmt: skip
+
+
+@dataclass
+class FakeSupervisor:
+    """What Orders needs of a supervisor to start a process."""
+
+    seats: list[Seat]
+    run: RunDirectory
+    replace_handler: Any = lambda *_: None
+    standbys: Any = field(default_factory=lambda: Standbys(0, ""))
+    welcomed: list[int] = field(default_factory=list)
+
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+        assert is_replacement
+        self.welcomed.append(seat.pid)
+
+
+def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    lost = seat.pid
+    supervisor = FakeSupervisor([seat], RunDirectory(tmp_path))
+    seat.is_dying = True
+    seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
+
+    Orders(supervisor).spawn_rank(SpawnRank(0, 2))  # type: ignore[arg-type]
+    before = (seat.pid, list(supervisor.welcomed))
+    code, when_gone = seat.bury(), seat.when_gone
+    assert when_gone is not None
+    when_gone()
+
+    assert before == (lost, [])
+    assert code == -9
+    assert supervisor.welcomed == [seat.pid] != [lost]
+    kill_session(seat.pid)
+    assert seat.bury() is not None
+    seat.handler.channel.close()

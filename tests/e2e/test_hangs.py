@@ -18,6 +18,7 @@ Undisturbed = Callable[..., Run]
 
 WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
 EPOCHS = "epochs_dataloader.py"  # 42 steps
+PLAIN = "plain_tensors.py"  # 40 steps
 LIMIT_S = 2.0
 LIMIT = ["--hang-timeout", "2"]
 
@@ -98,6 +99,19 @@ def test_a_rank_that_is_slow_for_a_step_is_told_once_and_left_alone(
     (straggler,) = events_named(result, "straggler")
     assert (straggler["rank"], straggler["step"]) == (1, 20)
     assert "rank 1 holds up step 20" in result.output
+
+
+def test_a_silent_link_is_found_too_where_the_script_waits_for_each_collective_itself(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(PLAIN, 3, faults=["silent:rank=0,step=4,phase=backward"], options=LIMIT)
+
+    (incident,) = result.incidents
+    assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered"), (
+        result.story()
+    )
+    assert "all ranks stand in allreduce" in incident["reason"], result.story()
+    assert_same_outcome(result, undisturbed(PLAIN, 3))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import Run
+from tests.e2e.harness import Run, assert_same_outcome
 
 KILL = "kill:rank=1,step=12,phase=before_step"
 
@@ -40,3 +40,16 @@ def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callab
     assert result.exit_code == 137
     assert [incident["outcome"] for incident in result.incidents] == ["failed"]
     assert "another batch" in result.incidents[0]["reason"]
+
+
+def test_ranks_that_do_not_step_together_lose_their_protection_and_train_on(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    options = ["--commit-timeout-s", "1", "--hang-timeout", "60"]
+
+    result = run_ttprun("steps_alone.py", 2, options=options)
+
+    assert result.incidents == []
+    reasons = [event["reason"] for event in result.events if event["event"] == "rank_unprotected"]
+    assert "the ranks do not step together" in reasons[0], result.story()
+    assert_same_outcome(result, undisturbed("steps_alone.py", 2))

@@ -254,11 +254,24 @@ def test_if_all_stand_in_the_same_collective_no_rank_is_guilty_but_the_connectio
     assert said[0].reason.startswith("all ranks stand in allreduce, number 1 of step 8, and nothing has moved for")
 
 
-def test_a_collective_that_uses_the_processor_is_no_stall() -> None:
+def test_a_main_thread_that_waits_for_a_collective_answers_heartbeats_and_does_not_work() -> None:
     ranks = watched()
-    ranks.wait_for(guilty=-1)
-    for rank in ranks.ranks:
-        rank.cpu_share = 0.3
+    for rank in range(3):
+        ranks.be(rank, Doing.WAITING, meetings=1, operation="allreduce")
+        ranks.ranks[rank].runs_bytecode = True
+
+    said = ranks.pass_time(6.5)
+
+    assert isinstance(said[0], Stalled)
+    assert said[0].reason.startswith("all ranks stand in allreduce, number 1 of step 8, and nothing has moved for")
+
+
+@pytest.mark.parametrize("doing", [Doing.COLLECTIVE, Doing.WAITING])
+def test_a_collective_that_uses_the_processor_is_no_stall(doing: Doing) -> None:
+    ranks = watched()
+    for rank in range(3):
+        ranks.be(rank, doing, meetings=1, operation="allreduce")
+        ranks.ranks[rank].cpu_share = 0.3
 
     assert ranks.pass_time(60.0) == []
 

@@ -47,8 +47,11 @@ class Orders:
             )
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
-        """Give a lost rank a process: a standby, or a new one."""
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had."""
         seat = self._supervisor.seats[action.rank]
+        if seat.is_dying:
+            seat.when_gone = lambda: self.spawn_rank(action)
+            return
         start = seat.handler.start
         standby = self._supervisor.standbys.take()
         if standby is not None:

@@ -54,6 +54,7 @@ class Reports:
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()
+            self._supervisor.watch_life(seat)
             self._supervisor.injections.greeted(seat)
         elif op == "broken":
             self._supervisor.lookout.take_broken(seat, message)

@@ -26,6 +26,8 @@ class Seat:
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
     told_in         newest generation in which it has told the others something, mostly its port
+    is_dying        its process is lost, and not gone yet
+    when_gone       what has to wait for that
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
@@ -45,6 +47,8 @@ class Seat:
     is_protected: bool = False
     is_finished: bool = False
     is_lost: bool = False
+    is_dying: bool = False
+    when_gone: Callable[[], None] | None = None
     held: Message | None = None
     held_puts: list[Message] = field(default_factory=list)
     script_error: str = ""
@@ -62,7 +66,8 @@ class Seat:
         self.handler = handler
         self.pid = handler.proc.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self.is_present = self.is_protected = self.is_finished = self.is_lost = False
+        self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = False
+        self.when_gone = None
         self.held = None
         self.held_puts = []
         self.script_error = self.device_fault = self.traceback = ""
@@ -94,14 +99,20 @@ class Seat:
             self.handler.channel.send(put)
         self.held_puts = []
 
-    def leave(self, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
-        """The process has ended: note what it leaves, and say how it ended.
-
-        cause_of_signal   given the signal and the pid, says why; "" if it does not know
-        """
+    def bury(self) -> int:
+        """The process is gone; returns its exit code, or minus the signal that ended it."""
         code = self.handler.proc.wait()
         os.close(self.pidfd)
         self.pidfd = -1
+        self.is_dying = False
+        return code
+
+    def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:
+        """The process runs no more: note what it leaves, and say how it ended.
+
+        code              its exit code, or minus the signal that ended it
+        cause_of_signal   given the signal and the pid, says why; "" if it does not know
+        """
         self.is_finished = code == 0
         self.is_lost = not self.is_finished
         self.note_leavings(board)

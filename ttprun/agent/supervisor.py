@@ -1,8 +1,8 @@
 """The supervisor: a thread of the agent that notices what happens to ranks and carries out what the machine decides.
 
-It waits on one selector: exits (pidfds, so an exit is seen within a millisecond), messages of ranks (`reports.py`), the
-control socket, and deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back
-are carried out by `orders.py`. If the supervisor itself breaks, the job goes on as under torchrun.
+It waits on one selector: exits (`dying.py`, and pidfds), messages of ranks (`reports.py`), the control socket, and
+deadlines. Everything that happens becomes an event of `ttprun.recovery`; the actions that come back are carried out by
+`orders.py`. If the supervisor itself breaks, the job goes on as under torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent import stacks
+from ttprun.agent import dying, stacks
 from ttprun.agent.causes import Causes
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
@@ -325,12 +325,32 @@ class Supervisor:
             if seat.handler is handler:
                 self.reports.take(seat, message)
 
+    def watch_life(self, seat: Seat) -> None:
+        """A process has greeted: from now on the first sign of its end is looked out for, too."""
+        handler = seat.handler
+
+        def on_dying(code: int) -> None:
+            if seat.handler is handler and seat.pidfd >= 0 and code != 0:  # one that finishes is not urgent
+                seat.is_dying = True
+                self._on_end(seat, code)
+
+        dying.watch(self.board, seat.local_rank, seat.pid, lambda code: self._call(lambda: on_dying(code)))
+
     def _on_exit(self, seat: Seat) -> None:
-        self._drain(seat)
+        """A process is gone; mostly that is known already."""
         self.selector.unregister(seat.pidfd)
+        was_dying, when_gone = seat.is_dying, seat.when_gone
+        code = seat.bury()
+        if not was_dying:
+            self._on_end(seat, code)
+        elif when_gone is not None:
+            when_gone()
+
+    def _on_end(self, seat: Seat, code: int) -> None:
+        self._drain(seat)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(seat.handler.channel.sock)
-        event = seat.leave(self.board, self._causes.of_signal)
+        event = seat.leave(code, self.board, self._causes.of_signal)
         if seat.is_finished:
             self.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
@@ -363,6 +383,7 @@ class Supervisor:
         for watched in (seat.pidfd, seat.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(watched)
+        seat.is_dying, seat.when_gone = False, None
         if seat.pidfd >= 0:
             os.close(seat.pidfd)
             seat.pidfd = -1

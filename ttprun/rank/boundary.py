@@ -303,7 +303,7 @@ def _wait_for_records(session: Session, boundary: int) -> None:
             at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
             board.wait_for_change(row, Field.RECORDED, recorded, _LOOK_AGAIN_S)
             is_alive = board.get(row, Field.PULSE_NS) != pulse
-            is_working = at[0] != Phase.COLLECTIVE or _where(board, row) != at
+            is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or _where(board, row) != at
             if is_working or session.is_holding:
                 stuck_since = 0.0
             elif not is_alive:
@@ -320,9 +320,12 @@ def _wait_for_records(session: Session, boundary: int) -> None:
 def _where(board: Board, row: int) -> tuple[int, int, int]:
     """Where a rank's main thread is: phase, collectives, and heartbeats, which move as long as it runs bytecode.
 
-    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued.
+    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued. Who
+    waits for them in our own loop runs that loop's bytecode only.
     """
-    return board.get(row, Field.PHASE), board.get(row, Field.COLLECTIVES), board.get(row, Field.MAIN_BEATS)
+    phase = board.get(row, Field.PHASE)
+    beats = 0 if phase == Phase.WAITING else board.get(row, Field.MAIN_BEATS)
+    return phase, board.get(row, Field.COLLECTIVES), beats
 
 
 def _is_recorded_by_all(session: Session, boundary: int) -> bool:

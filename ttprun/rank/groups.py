@@ -142,7 +142,8 @@ def leave_together(session: Session) -> None:
         ):
             before = board.get(row, Field.COLLECTIVES)
             board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
-            is_stuck = board.get(row, Field.PHASE) == Phase.COLLECTIVE and board.get(row, Field.COLLECTIVES) == before
+            is_there = board.get(row, Field.PHASE) in (Phase.COLLECTIVE, Phase.WAITING)
+            is_stuck = is_there and board.get(row, Field.COLLECTIVES) == before
             if not is_stuck or session.is_holding:
                 stuck_since_s = time.monotonic()
             elif time.monotonic() - stuck_since_s > PATIENCE_S:

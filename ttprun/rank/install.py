@@ -27,7 +27,7 @@ from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, rewrite, stack
+from ttprun.rank import damage, heartbeat, life, rewrite, stack
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
 
@@ -71,7 +71,10 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     _presence = Presence(channel, welcome, fds)
     _presence.start()
     stack.write_when_asked(fds[2])
-    heartbeat.start(Board(fds[0], welcome["local_world_size"]), welcome["local_rank"])
+    board = Board(fds[0], welcome["local_world_size"])
+    heartbeat.start(board, welcome["local_rank"])
+    with contextlib.suppress(AttributeError):  # a C library without such locks
+        life.hold(board, welcome["local_rank"])
     channel.send({"op": "present", "pid": os.getpid(), "main_thread": threading.main_thread().ident})
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)

@@ -47,10 +47,14 @@ class ManagedWork(Work):
 
     def synchronize(self) -> None:
         """As wait()."""
-        self._journal.wait(self._entry)
         session = current()
-        if session is not None:
-            session.touch(Phase.COMPUTING)
+        if session is not None and not self._entry.is_done:
+            session.touch(Phase.WAITING)
+        try:
+            self._journal.wait(self._entry)
+        finally:
+            if session is not None:
+                session.touch(Phase.COMPUTING)
 
     def is_completed(self) -> bool:
         """Whether the collective has completed."""

@@ -39,6 +39,7 @@ class Doing(StrEnum):
     SETUP = "setup"
     COMPUTING = "computing"
     COLLECTIVE = "collective"
+    WAITING = "waiting"
     CONNECTING = "connecting"
     COMMITTING = "committing"
     STEPPING = "stepping"
@@ -48,11 +49,15 @@ class Doing(StrEnum):
     FINISHED = "finished"
 
 
-WAITING = (Doing.COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
+IN_COLLECTIVE = (Doing.COLLECTIVE, Doing.WAITING)
+WAITING = (*IN_COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
 
 
 class Way(StrEnum):
-    """How a rank does not get on. One in COLLECTIVE may still compute: DDP waits for its all-reduces later."""
+    """How a rank does not get on. One in COLLECTIVE may still compute: DDP waits for its all-reduces later.
+
+    One that is WAITING does not, though its main thread answers heartbeats: it runs the loop in which it waits.
+    """
 
     STOPPED = "its process has been stopped by a signal"
     HELD = "a thread of it holds the GIL and does not get on"
@@ -106,7 +111,7 @@ class Sight:
             return f"for its process group to be connected, in step {self.boundary}"
         if self.doing is Doing.COMMITTING:
             return f"in front of its optimizer step {self.boundary}"
-        if self.doing is Doing.COLLECTIVE:
+        if self.doing in IN_COLLECTIVE:
             return f"in {self.operation}, number {self.meetings} of step {self.boundary}"
         return f"{self.doing}, in step {self.boundary}"
 
@@ -197,7 +202,7 @@ class Track:
         if (
             is_working
             or sight.is_in_io
-            or before.beats != sight.beats
+            or (before.beats != sight.beats and sight.doing is not Doing.WAITING)
             or self.progressed_at_s == at_s
             or not sight.pulse_at_s
         ):
@@ -432,7 +437,7 @@ class Watch:
     def _stalled(self, at_s: float) -> tuple[Stalled, ...]:
         tracks = tuple(self._tracks.values())
         is_together = len({track.sight.place for track in tracks}) == 1
-        if len(tracks) < 2 or not is_together or not all(track.sight.doing is Doing.COLLECTIVE for track in tracks):
+        if len(tracks) < 2 or not is_together or not all(track.sight.doing in IN_COLLECTIVE for track in tracks):
             return ()
         for_s = min(at_s - track.progressed_at_s for track in tracks)
         first = tracks[0].sight

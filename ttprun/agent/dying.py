@@ -1,0 +1,74 @@
+"""The first sign of a rank's end: the lock that it held as long as it lived (`ttprun.rank.life`) has lost its holder.
+
+At that moment the process runs no code any more, and what it has left on the board, in its recorder and on its line is
+final; but its memory, sockets and devices are still being given back. So the others can be told to stop, and its
+replacement has to wait. Begin with `watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ttprun.board import Board, Field
+
+HOLDER_MASK = 0x3FFFFFFF
+PF_EXITING = 0x4
+_LOOK_AGAIN_S = 60.0
+_EXITING_LIMIT_S = 0.1
+_EXITING_EVERY_S = 0.0005
+
+
+def watch(board: Board, row: int, pid: int, tell: Callable[[int], None]) -> None:
+    """Have `tell` called, on a thread of its own, once the process is bound to end.
+
+    tell   given its exit code, or minus the signal that ends it
+
+    Not called if the process has no such lock, or if that cannot be told: its pidfd then has to do.
+    """
+    held = board.get(row, Field.LIFE)
+    if held & HOLDER_MASK:
+        threading.Thread(
+            target=_watch, args=(board, row, held, pid, tell), name=f"ttprun-life-{row}", daemon=True
+        ).start()
+
+
+def _watch(board: Board, row: int, held: int, pid: int, tell: Callable[[int], None]) -> None:
+    while board.get(row, Field.LIFE) == held:
+        board.wait_for_change(row, Field.LIFE, held, _LOOK_AGAIN_S)
+    code = ending_code(pid)
+    if code is not None:
+        tell(code)
+
+
+def ending_code(pid: int) -> int | None:
+    """How a dying process ends, once all of its threads are on their way out; None if that is not so before long.
+
+    A process that executes another program lets go of its locks as well, and lives.
+    """
+    give_up_at_s = time.monotonic() + _EXITING_LIMIT_S
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        while not is_exiting(pid):
+            if time.monotonic() > give_up_at_s:
+                return None
+            time.sleep(_EXITING_EVERY_S)
+        return os.waitstatus_to_exitcode(int(_stat(f"/proc/{pid}/stat")[49]))
+    return None
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether no thread of a process will run any code of its own again. Raises OSError if there is no such process."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has just gone
+            if not int(_stat(f"/proc/{pid}/task/{thread}/stat")[6]) & PF_EXITING:
+                return False
+    return True
+
+
+def _stat(path: str) -> list[str]:
+    """Fields of /proc/PID/stat from the state on."""
+    return Path(path).read_text(errors="replace").rpartition(")")[2].split()
