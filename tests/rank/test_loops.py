@@ -40,8 +40,7 @@ def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
 
 def loops_of(depth: int) -> Loops:
     """The loops of a frame further out: 0 is the caller of the function that calls this."""
-    frame = sys._getframe(depth + 1)
-    return loops.of_frame(frame.f_locals, frame.f_lineno)
+    return loops.of_frame(sys._getframe(depth + 1))
 
 
 def new_site(key: str = "script:1:0") -> loops.Site:
@@ -150,7 +149,7 @@ def test_a_step_in_a_loop_that_is_no_longer_followed_is_seen_and_the_loop_follow
 
     def step() -> None:
         frame = sys._getframe(1)
-        followed, not_followed = (of(frame.f_locals, frame.f_lineno) for of in (loops.of_frame, loops.unfollowed))
+        followed, not_followed = loops.under_way(frame.f_code, frame.f_locals, frame.f_lineno)
         found.append((len(followed), len(not_followed)))
         loops.note_steps(followed, not_followed)
 
@@ -366,6 +365,6 @@ def test_loops_of_generators_are_found_in_their_frames(run_followed: Any) -> Non
     )
     reader: types.GeneratorType[Any, Any, Any] = scope["reader"]
 
-    (loop,) = loops.of_frame(reader.gi_frame.f_locals, reader.gi_frame.f_lineno)
+    (loop,) = loops.of_frame(reader.gi_frame)
 
     assert loop.position == 2

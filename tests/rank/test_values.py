@@ -137,6 +137,8 @@ def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too(
         "path": pathlib.Path("a"),
         "meter": Meter(),
         "device": torch.device("cpu"),
+        "limit": 700,
+        "name": "a",
     }
     here: Scope = dict(lost, meter=Meter())
     for step in range(6):
@@ -148,6 +150,10 @@ def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too(
             lost["train"] = count_up
         if step == 4:
             del lost["device"]
+            lost["limit"] = 701
+        if step == 5:
+            lost["name"] = lost.pop("name") + "b"
+            lost["new"] = 1
         recorded = values.unpack(values.pack(Snapshot({}).variables(lost, "a scope of this test")))
         Restore([], is_comparing=True).module(here, recorded, "")
 

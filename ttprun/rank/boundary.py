@@ -206,21 +206,24 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
     """The record of a boundary: (packed plain part, tensors to write behind it)."""
     frames = user_frames(frame)
     scopes = [user_frame.f_locals for user_frame in frames]
-    lines = [user_frame.f_lineno for user_frame in frames]
-    active = [loops.of_frame(scope, line) for scope, line in zip(scopes, lines, strict=True)]
-    unfollowed = [site for scope, line in zip(scopes, lines, strict=True) for site in loops.unfollowed(scope, line)]
-    loops.note_steps([loop for of_frame in active for loop in of_frame], unfollowed)
+    active: list[list[loops.Loop]] = []
+    unfollowed: list[loops.Site] = []
+    for user_frame, scope in zip(frames, scopes, strict=True):
+        known, unknown = loops.under_way(user_frame.f_code, scope, user_frame.f_lineno)
+        active.append(known)
+        unfollowed += unknown
+    around = [loop for of_frame in active for loop in of_frame]
+    loops.note_steps(around, unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
-    followed = (id(loop.over) for of_frame in active for loop in of_frame if loop.over is not None)
-    snapshot = values.Snapshot(stepped_storages(), followed)
+    snapshot = values.Snapshot(stepped_storages(), [id(loop.over) for loop in around if loop.over is not None])
     record = {
         "boundary": boundary,
         "place": place(frames),
         "unfollowed": bool(unfollowed)
         or any(user_frame.f_code.co_filename not in rewrite.followed_files for user_frame in frames),
         "variables": [
-            snapshot.variables(scope, (user_frame.f_code, depth))
+            snapshot.variables(scope, (id(user_frame.f_code), depth))
             for depth, (user_frame, scope) in enumerate(zip(frames, scopes, strict=True))
         ],
         "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in active],
@@ -228,10 +231,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "modules": {
             name: snapshot.variables(vars(module), name)
             for name, module in files.user_modules()
-            if not any(
-                user_frame.f_globals is vars(module) and scope is user_frame.f_globals
-                for user_frame, scope in zip(frames, scopes, strict=True)
-            )
+            if not any(scope is module.__dict__ for scope in scopes)
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in optimizers()],
         "rng": random_state.capture(),

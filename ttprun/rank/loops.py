@@ -21,8 +21,8 @@ few times without a step inside, the loop runs over EXPR itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from types import FrameType, GeneratorType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from ttprun.rank import random_state
@@ -249,24 +249,38 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     return iterable if token is None else Loop(sites[number], token, iterable)
 
 
-def _under_way(scope: dict[str, Any], line: int) -> Iterator[tuple[Site, Any]]:
-    """Loops of a frame that stands at `line`; one that an exception has left is over, though its variable is set."""
-    for name in [name for name in scope if name[:2] == "__"]:
-        value = scope[name]
-        if value is not None and name.startswith(VARIABLE_PREFIX):
-            site = sites[int(name[len(VARIABLE_PREFIX) : -2])]
-            if line in site.lines:
-                yield site, value
+_variables: dict[int, tuple[CodeType, list[tuple[str, Site]]]] = {}
 
 
-def of_frame(scope: dict[str, Any], line: int) -> list[Loop]:
-    """The loops that are under way in a frame, in the order in which they stand in the code."""
-    return [value for _, value in _under_way(scope, line) if isinstance(value, Loop)]
+def _variables_of(code: CodeType) -> list[tuple[str, Site]]:
+    """The variables in which a code keeps its loops, in the order in which these stand in it."""
+    known = _variables.get(id(code))
+    if known is None or known[0] is not code:
+        names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
+        found = [(name, name[len(VARIABLE_PREFIX) : -2]) for name in names if name.startswith(VARIABLE_PREFIX)]
+        known = _variables[id(code)] = (code, [(name, sites[int(number)]) for name, number in found])
+    return known[1]
 
 
-def unfollowed(scope: dict[str, Any], line: int) -> list[Site]:
-    """The loops that are under way in a frame and whose position is not known."""
-    return [site for site, value in _under_way(scope, line) if not isinstance(value, Loop)]
+def under_way(code: CodeType, scope: Mapping[str, Any], line: int) -> tuple[list[Loop], list[Site]]:
+    """The loops that are under way in a frame, outermost first: (followed, those whose position is not known).
+
+    code, scope, line   of the frame. A loop that an exception has left is over, though its variable is set.
+    """
+    followed, unfollowed = [], []
+    for name, site in _variables_of(code):
+        value = scope.get(name)
+        if value is not None and line in site.lines:
+            if isinstance(value, Loop):
+                followed.append(value)
+            else:
+                unfollowed.append(site)
+    return followed, unfollowed
+
+
+def of_frame(frame: FrameType) -> list[Loop]:
+    """The loops that are under way in a frame and followed, outermost first."""
+    return under_way(frame.f_code, frame.f_locals, frame.f_lineno)[0]
 
 
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:

@@ -206,10 +206,7 @@ class Replay:
         if here != record["place"]:
             return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
         for user_frame, recorded in zip(frames, record["loops"], strict=True):
-            positions = [
-                [loop.site.key, loop.position, loop.current]
-                for loop in loops.of_frame(user_frame.f_locals, user_frame.f_lineno)
-            ]
+            positions = [[loop.site.key, loop.position, loop.current] for loop in loops.of_frame(user_frame)]
             expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
             if positions != expected:
                 return f"its loops stand at {positions}, the lost rank's at {expected}"
@@ -238,9 +235,7 @@ class Replay:
             for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
                 restore.frame(user_frame, variables, f"{record['place'][depth][1]}: ")
             for user_frame, recorded in zip(frames, record["loops"], strict=True):
-                for loop, fields in zip(
-                    loops.of_frame(user_frame.f_locals, user_frame.f_lineno), recorded, strict=True
-                ):
+                for loop, fields in zip(loops.of_frame(user_frame), recorded, strict=True):
                     restore.value(loop.over, fields["over"], f"{loop.site.key}: ")
             known = dict(files.user_modules())
             for name, variables in record["modules"].items():

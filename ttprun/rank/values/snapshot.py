@@ -8,7 +8,7 @@ recorded nor compared says so, and is refused by name when it is needed. How a t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
 
@@ -48,13 +48,15 @@ def is_hidden(name: str) -> bool:
 class _Scope:
     """What is known of one scope from boundaries before.
 
-    fixed       variables whose very object has the same node at each boundary: functions, modules, paths, ...
+    fixed       variables whose very object has the same node at each boundary: functions, modules, numbers, paths, ...
     functions   those among them that could be given attributes
-    moving      names whose node must be asked for at each boundary
     packed      the nodes of `fixed`
+    moving      names whose node must be asked for at each boundary
+    names       all names of the scope
+    rest        those among them that are neither hidden nor fixed
     """
 
-    __slots__ = ("fixed", "functions", "moving", "packed", "stepped")
+    __slots__ = ("fixed", "functions", "moving", "names", "packed", "rest", "stepped")
 
     def __init__(self, stepped: Any) -> None:
         self.stepped = stepped
@@ -62,14 +64,41 @@ class _Scope:
         self.functions: list[Any] = []
         self.moving: set[str] = set()
         self.packed = b""
+        self.names: list[str] = []
+        self.rest: list[str] = []
 
-    def forget(self, scope: Mapping[str, Any]) -> None:
+    def look_at(self, scope: Mapping[str, Any]) -> None:
+        """Put right what is not as it was: a boundary has come."""
+        names = list(scope)
+        is_named_alike = names == self.names
+        if not (is_named_alike or self.fixed.keys() <= scope.keys()) or self._has_changed(scope):
+            self._forget(scope)
+        elif is_named_alike:
+            return
+        self.names = names
+        self._tell_rest()
+
+    def _has_changed(self, scope: Mapping[str, Any]) -> bool:
+        if not all(map(is_, map(scope.__getitem__, self.fixed), self.fixed.values())):
+            return True
+        return any(map(_attributes_of, self.functions))
+
+    def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
+        """These variables can be counted on, too; what `fixed` holds then must be packed again."""
+        self.fixed.update((name, scope[name]) for name in new)
+        self.functions = [value for value in self.fixed.values() if value.__class__ is FunctionType]
+        self._tell_rest()
+
+    def _forget(self, scope: Mapping[str, Any]) -> None:
         """Something in `fixed` is not as it was: the others can be counted on again."""
         for name, value in self.fixed.items():
-            if scope.get(name) is not value or (value.__class__ is FunctionType and value.__dict__):
+            if scope.get(name, self) is not value or (value.__class__ is FunctionType and value.__dict__):
                 self.moving.add(name)
         self.fixed = {}
         self.functions = []
+
+    def _tell_rest(self) -> None:
+        self.rest = [name for name in self.names if name not in self.fixed and not is_hidden(name)]
 
 
 _scopes: dict[Hashable, _Scope] = {}
@@ -109,20 +138,13 @@ class Snapshot:
         known = _scopes.get(key)
         if known is None or known.stepped is not self.stepped:
             known = _scopes[key] = _Scope(self.stepped)
-        fixed = known.fixed
-        met = 0
-        rest = []
-        for item in scope.items():
-            name = item[0]
-            if name in fixed and fixed[name] is item[1]:
-                met += 1
-            elif name[:2] != "__" or not is_hidden(name):
-                rest.append(item)
-        if met < len(fixed) or any(map(_attributes_of, known.functions)):
-            rest = [item for item in scope.items() if not is_hidden(item[0])]
-            known.forget(scope)
-        found = {name: value if value.__class__ in SETTLED else self.node(value, 0) for name, value in rest}
-        self._settle(known, scope, found)
+        known.look_at(scope)
+        found = {}
+        for name in known.rest:
+            value = scope[name]
+            found[name] = value if value.__class__ in SETTLED else self.node(value, 0)
+        if not known.moving.issuperset(found):
+            self._settle(known, scope, found)
         if known.fixed:
             found[FIXED] = known.packed
         return found
@@ -130,17 +152,14 @@ class Snapshot:
     def _settle(self, known: _Scope, scope: Mapping[str, Any], found: dict[str, Any]) -> None:
         """Take what can be counted on at the next boundary out of `found`."""
         unknown = [name for name in found if name not in known.moving]
-        if not unknown:
-            return
-        new = [n for n in unknown if found[n].__class__ is list and _is_fixed(scope[n], found[n])]
+        new = [name for name in unknown if _is_fixed(scope[name], found[name])]
         known.moving.update(unknown)
         known.moving.difference_update(new)
         if not new:
             return
         for name in new:
-            known.fixed[name] = scope[name]
             del found[name]
-        known.functions = [value for value in known.fixed.values() if value.__class__ is FunctionType]
+        known.settle(new, scope)
         known.packed = pack({name: self.node(value, 0) for name, value in known.fixed.items()})
 
     def loop(self, loop: loops.Loop) -> dict[str, Any]:
@@ -187,7 +206,7 @@ class Snapshot:
         }
 
 
-def _is_fixed(value: Any, node: list[Any]) -> bool:
+def _is_fixed(value: Any, node: Any) -> bool:
     """Whether the very same object has the same node at each boundary."""
     if value.__class__ is FunctionType and value.__dict__:
         return False

@@ -36,9 +36,10 @@ def _hidden_loops(frame: types.FrameType) -> int:
     active = sum(frame.f_lasti in body for body in _bodies(frame.f_code))
     if not active:
         return 0
-    scope = frame.f_locals
-    known = len(loops.of_frame(scope, frame.f_lineno))
-    return active - known - (".0" in scope)  # a generator expression holds its outermost iterator under this name
+    known = len(loops.of_frame(frame))
+    return (
+        active - known - (".0" in frame.f_locals)
+    )  # a generator expression holds its outermost iterator under this name
 
 
 def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
@@ -56,7 +57,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
     is_followed = id(value) in snapshot.followed
     if not is_user_file(frame.f_code.co_filename) and is_followed:
         return [Tag.SAME, name_of(type(value)), "followed"]
-    active = loops.of_frame(frame.f_locals, frame.f_lineno)
+    active = loops.of_frame(frame)
     snapshot.followed.update(id(loop.over) for loop in active if loop.over is not None)
     if not is_followed and _hidden_loops(frame) > 0:
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
