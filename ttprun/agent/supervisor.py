@@ -334,7 +334,7 @@ class Supervisor:
                 seat.is_dying = True
                 self._on_end(seat, code)
 
-        dying.watch(self.board, seat.local_rank, seat.pid, lambda code: self._call(lambda: on_dying(code)))
+        dying.watch(self.board, seat.local_rank, seat.pid, lambda code: self.call(lambda: on_dying(code)))
 
     def _on_exit(self, seat: Seat) -> None:
         """A process is gone; mostly that is known already."""
