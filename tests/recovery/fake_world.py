@@ -306,7 +306,8 @@ class FakeWorld:
     def take_snapshot(self) -> None:
         """All that train stand at one boundary, and write what they hold."""
         boundaries = {process.boundary for process in self.processes.values()}
-        if self.job.phase is Phase.RUNNING and len(boundaries) == 1 and boundaries != {0}:
+        is_known = all(member.pid is not None for member in self.job.members)
+        if self.job.phase is Phase.RUNNING and is_known and len(boundaries) == 1 and boundaries != {0}:
             (self.snapshot_boundary,) = boundaries
             self.hear(recovery.SnapshotTaken(boundary=self.snapshot_boundary, at_s=0.0))
 
