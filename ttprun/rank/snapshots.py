@@ -36,7 +36,7 @@ class Snapshots:
         self._is_leader = local_rank == _LEADER
         self._shelves = shelves
         self._every = every
-        self._seen = board.get(_LEADER, Field.SNAPSHOT_ASKED)
+        self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
 
     def agree(self, boundary: int) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there."""
