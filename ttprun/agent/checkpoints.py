@@ -217,7 +217,7 @@ class Checkpoints:
                     draft.add(file_of(share), chunks)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                draft.add(STATE_FILE, msgpack.packb({"header": first["header"]}))
+                draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
             except ConfigError as error:
                 why_not = str(error)

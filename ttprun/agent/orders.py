@@ -16,10 +16,12 @@ from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.verdict import Verdict
 from ttprun.board import Field
-from ttprun.rank.recorder import Recorder
+from ttprun.rank.recorder import Recorder, RecordTooLargeError
+from ttprun.state.errors import InvalidCheckpointError
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
+    from ttprun.agent.stored import Stored
     from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
@@ -120,23 +122,39 @@ class Orders:
 
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
-        supervisor, board = self._supervisor, self._supervisor.board
+        supervisor = self._supervisor
         stored = supervisor.stored
         assert stored is not None
         assert stored.boundary == action.boundary
-        board.set(0, Field.SNAPSHOT_AT, 0)
+        supervisor.board.set(0, Field.SNAPSHOT_AT, 0)
         for seat in supervisor.seats:
-            part = stored.rank_part(seat.rank)
-            slot_bytes = supervisor.config.record_limit_mib << 20
-            os.close(seat.record_fd)
-            seat.record_fd = Recorder.create(slot_bytes)
-            Recorder(seat.record_fd, slot_bytes).restore(part)
-            seat.go_back_to(action.boundary, tuple(part["lines"]))
-            for field, value in ((Field.RECORDED, action.boundary), (Field.APPLIED, action.boundary)):
-                board.set(seat.local_rank, field, value)
-            board.set(seat.local_rank, Field.LINES_OUT, seat.lost_lines[0])
-            board.set(seat.local_rank, Field.LINES_ERR, seat.lost_lines[1])
-            board.forget_process(seat.local_rank)
+            try:
+                self._go_back(seat, stored)
+            except (InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
+                event = recovery.MismatchFound(
+                    at_s=time.monotonic(),
+                    rank=seat.rank,
+                    generation=supervisor.job.generation,
+                    reason=f"what is stored of it cannot be used: {error}",
+                )
+                supervisor.advance(event)
+                return
+
+    def _go_back(self, seat: Seat, stored: Stored) -> None:
+        """Let a seat be as it was at the boundary of a snapshot or checkpoint."""
+        board, row = self._supervisor.board, seat.local_rank
+        part = stored.rank_part(seat.rank)
+        slot_bytes = self._supervisor.config.record_limit_mib << 20
+        os.close(seat.record_fd)
+        seat.record_fd = Recorder.create(slot_bytes)
+        Recorder(seat.record_fd, slot_bytes).restore(part)
+        out, err = part["lines"]
+        seat.go_back_to(stored.boundary, (out, err))
+        board.set(row, Field.RECORDED, stored.boundary)
+        board.set(row, Field.APPLIED, stored.boundary)
+        board.set(row, Field.LINES_OUT, out)
+        board.set(row, Field.LINES_ERR, err)
+        board.forget_process(row)
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Tell ranks to load what replicas share."""

@@ -62,7 +62,8 @@ class Snapshots:
         session.touch(Phase.SAVING)
         try:
             records_path, share_path = self._shelves[number % len(self._shelves)]
-            records = msgpack.packb(session.recorder.export(boundary))
+            # What will be written after this boundary is not known now: whoever goes back to it writes it again.
+            records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             fd = os.open(records_path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
             with open(fd, "wb") as file:
                 file.write(records)
