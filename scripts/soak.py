@@ -51,7 +51,7 @@ class Subject:
 
     steps      optimizer steps of a run
     phases     moments that it comes by in every step
-    is_ddp     its collectives are issued in backward passes, too
+    is_ddp     what a collective gives is not told to anybody before the step has ended
     """
 
     script: str
@@ -61,9 +61,9 @@ class Subject:
     is_ddp: bool = True
 
     def phases_for(self, kind: str) -> list[str]:
-        """Moments at which a fault of this kind can strike."""
+        """Moments at which a fault of this kind can strike without being seen in what the script prints at once."""
         found = [phase for phase in self.phases if phase in phases_of(kind)]
-        return ["collective"] if kind == "skip-collective" and not self.is_ddp else found
+        return [] if kind == "skip-collective" and not self.is_ddp else found
 
 
 STEP = ("backward", "collective", "before_step", "in_step", "after_step")
@@ -102,6 +102,7 @@ def draw_faults(drawn: random.Random, subject: Subject, count: int, ranks: int, 
     spared = drawn.randrange(ranks)
     others = [rank for rank in range(ranks) if rank != spared]
     slot = (subject.steps - 4) // count
+    kinds = [kind for kind in kinds if subject.phases_for(kind)]
     faults: list[Fault] = []
     for number in range(count):
         kind = drawn.choice(kinds)
@@ -256,7 +257,8 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
     left = options.faults
     while left and time.monotonic() < ends_at_s:
         number = len(outcomes) + 1
-        subject = SUBJECTS[(number - 1) % len(SUBJECTS)]
+        able = [subject for subject in SUBJECTS if any(map(subject.phases_for, options.kinds))]
+        subject = able[(number - 1) % len(able)]
         faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
         if subject not in references:
             folder = root / f"undisturbed-{subject.script.removesuffix('.py')}"
