@@ -37,11 +37,11 @@ KINDS: dict[str, str] = {
     "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
     "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
     # Device: simulated, with a real device's error; the tensors that it ruins are the script's own.
-    "uce-low": "uncorrectable memory error where nothing is kept: gradients are ruined, the step is run again",
-    "uce-high": "the same in the weights and the optimizer's state: all of it is ruined, and comes from a peer",
-    "uce-fatal": "the same in memory that is no tensor's: a new process takes the rank's place",
-    "link": "an operation meets a broken link between devices; the process can go on with its device",
-    "device-lost": "the device does not answer any more: a new process takes the rank's place",
+    "uce-low": "simulated device: uncorrectable memory error where nothing is kept; gradients are ruined",
+    "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
+    "uce-fatal": "simulated device: the same in memory that is no tensor's; the weights are ruined too",
+    "link": "simulated device: an operation meets a broken link between devices",
+    "device-lost": "simulated device: it does not answer any more",
     # Control plane.
     "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
     "standby-kill": "SIGKILL of a standby",

@@ -49,8 +49,7 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
     way as Python ends it behind a script's last line.
     """
     while True:
-        device = registry.current(presence.welcome["options"]["device_errors"])
-        session, diagnosis = _session_to_leave(error, presence, device)
+        session, diagnosis, device = _session_to_leave(error, presence)
         if session is None:
             return error, diagnosis
         try:
@@ -71,28 +70,28 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
             raise SystemExit(0)
 
 
-def _session_to_leave(error: BaseException, presence: Presence, device: Device) -> tuple[Session | None, Diagnosis]:
-    """The present run's session, if the error is such and nothing speaks against another run; what the error means."""
+def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session | None, Diagnosis, Device | None]:
+    """The present run's session, if the error is such and nothing speaks against another run.
+
+    returns   beside it what the error means, and the device that it came from, None if it came from none
+    """
     session, diagnosis = current(), diagnose(presence, error)
+    device: Device | None = None
     if session is None or not is_transient(error, diagnosis, session.options["retry_on"]):
-        return None, diagnosis
+        return None, diagnosis, None
     why_not = _why_not(session)
     if not why_not and diagnosis.is_known:
-        diagnosis, why_not = _looked_at(device, diagnosis)
+        try:
+            device = registry.current(session.options["device_errors"])
+            device.stop()
+            diagnosis = refined(diagnosis, device.check_memory())
+            why_not = "" if diagnosis.can_stay else f"its device says {diagnosis.name}"
+        except Exception as failure:  # also what a driver raises once its context is lost
+            diagnosis, why_not = diagnosis_of(DeviceFault.DEVICE_LOST), in_one_line(failure)
     if why_not:
         presence.channel.send({"op": "note", "text": f"the script is not run again in the same process: {why_not}"})
-        return None, diagnosis
-    return session, diagnosis
-
-
-def _looked_at(device: Device, diagnosis: Diagnosis) -> tuple[Diagnosis, str]:
-    """Stop the device and ask it which memory has failed; returns what is known then, and why it cannot be used on."""
-    try:
-        device.stop()
-        diagnosis = refined(diagnosis, device.check_memory())
-    except DeviceFailedError as failure:
-        return diagnosis_of(DeviceFault.DEVICE_LOST), str(failure)
-    return diagnosis, "" if diagnosis.can_stay else f"its device says {diagnosis.name}"
+        return None, diagnosis, None
+    return session, diagnosis, device
 
 
 def _why_not(session: Session) -> str:
@@ -104,7 +103,9 @@ def _why_not(session: Session) -> str:
     return f"its thread {threads[0]!r} still runs" if threads else ""
 
 
-def _leave(presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device) -> None:
+def _leave(
+    presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device | None
+) -> None:
     """Tell the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
 
     Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long, and
@@ -127,7 +128,7 @@ def _leave(presence: Presence, session: Session, error: BaseException, diagnosis
         recovery.finish()
         session.verifier.end()
         leftovers.clear(error)
-        if diagnosis.is_known:
+        if device is not None:
             _make_ready(device, diagnosis)
         end()
     finally:
