@@ -30,9 +30,11 @@ def find(config: Config, store: CheckpointStore, world_size: int) -> Stored | No
     """
     if config.resume == "off":
         return None
+    began_s = time.monotonic()
     checkpoint = _newest(store) if config.resume == "auto" else _named(Path(config.resume))
     if checkpoint is None:
         return None
+    checked_s = time.monotonic() - began_s
     manifest = checkpoint.valid_manifest()
     if manifest.world_size != world_size:
         raise ConfigError(
@@ -40,7 +42,7 @@ def find(config: Config, store: CheckpointStore, world_size: int) -> Stored | No
             f"start {manifest.world_size} ranks, or give --resume off to begin anew",
         )
     try:
-        return open_checkpoint(checkpoint)
+        return open_checkpoint(checkpoint, checked_s)
     except InvalidCheckpointError as error:
         raise ConfigError(f"checkpoint '{checkpoint.path}': {error.reason}", "name another with --resume") from None
 
