@@ -1,4 +1,4 @@
-"""What the benchmarks share: a run of train.py under a launcher, and figures with their spread.
+"""What the benchmarks share: a run of a script under a launcher, and figures with their spread.
 
 Begin with `Run`.
 """
@@ -32,17 +32,24 @@ class BenchmarkError(Exception):
 
 
 class Run:
-    """One launcher at work on train.py, in a folder of its own; a context, whose end ends every process of it.
+    """One launcher at work on a script, in a folder of its own; a context, whose end ends every process of it.
 
     launcher   "torchrun" or "ttprun"
     ranks      local ranks, one thread each
     folder     empty or absent; gets logs/, reports/, launcher.log and what the launcher writes
     options    of the launcher
-    arguments  of train.py; `{folder}` stands for the folder
+    arguments  of the script; `{folder}` stands for the folder
+    script     train.py, unless another one is named
     """
 
     def __init__(
-        self, launcher: str, ranks: int, folder: Path, options: Sequence[str] = (), arguments: Sequence[str] = ()
+        self,
+        launcher: str,
+        ranks: int,
+        folder: Path,
+        options: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        script: Path = SCRIPT,
     ) -> None:
         self.launcher, self.ranks, self.folder = launcher, ranks, folder
         self.logs, self.reports, self.run_dir = folder / "logs", folder / "reports", folder / "run"
@@ -52,7 +59,7 @@ class Run:
         ours = ["--run-dir", str(self.run_dir)] if launcher == TTPRUN else ["--log-dir", str(folder / "torchrun-logs")]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULES[launcher], "--nproc-per-node", str(ranks), *ours, *options, str(SCRIPT)]
+                [sys.executable, "-m", MODULES[launcher], "--nproc-per-node", str(ranks), *ours, *options, str(script)]
                 + [argument.format(folder=folder) for argument in arguments],
                 cwd=folder,
                 env=environment(launcher),

@@ -33,9 +33,11 @@ def find(config: Config, store: CheckpointStore, world_size: int, arguments: Seq
     """
     if config.resume == "off":
         return None
+    began_s = time.monotonic()
     checkpoint = _newest(store) if config.resume == "auto" else _named(Path(config.resume))
     if checkpoint is None:
         return None
+    checked_s = time.monotonic() - began_s
     manifest = checkpoint.valid_manifest()
     if manifest.world_size != world_size:
         raise ConfigError(
@@ -43,7 +45,7 @@ def find(config: Config, store: CheckpointStore, world_size: int, arguments: Seq
             f"start {manifest.world_size} ranks, or give --resume off to begin anew",
         )
     try:
-        stored = open_checkpoint(checkpoint)
+        stored = open_checkpoint(checkpoint, checked_s)
     except InvalidCheckpointError as error:
         raise ConfigError(f"checkpoint '{checkpoint.path}': {error.reason}", "name another with --resume") from None
     if stored.arguments != tuple(arguments):

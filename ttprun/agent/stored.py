@@ -41,6 +41,7 @@ class Stored:
     files      paths of the files with the tensors, readable by the ranks
     rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
                raises InvalidCheckpointError if that cannot be read
+    checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
     """
 
     boundary: int
@@ -49,9 +50,10 @@ class Stored:
     header: list[Any]
     files: tuple[str, ...]
     rank_part: Callable[[int], dict[str, Any]]
+    checked_s: float = 0.0
 
 
-def open_checkpoint(checkpoint: Checkpoint) -> Stored:
+def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
     """A checkpoint on disk. Raises InvalidCheckpointError if nothing may be loaded from it."""
     manifest = checkpoint.valid_manifest()
     state = unpack(_read(checkpoint.file(STATE_FILE)))
@@ -60,8 +62,8 @@ def open_checkpoint(checkpoint: Checkpoint) -> Stored:
         return unpack(_read(checkpoint.file(rank_file(rank))))
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
-    arguments = tuple(state["arguments"])
-    return Stored(manifest.boundary, str(checkpoint.path), arguments, state["header"], tuple(tensors), rank_part)
+    arguments, files = tuple(state["arguments"]), tuple(tensors)
+    return Stored(manifest.boundary, str(checkpoint.path), arguments, state["header"], files, rank_part, checked_s)
 
 
 def _read(path: Path) -> bytes:

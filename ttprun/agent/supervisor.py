@@ -160,6 +160,7 @@ class Supervisor:
             is_resumed, self._is_resumed = self._is_resumed, False
             if is_resumed and self.stored is not None:
                 where = self.stored
+                self.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
                 event = recovery.ResumeAsked(at_s=time.monotonic(), boundary=where.boundary, place=where.place)
                 self.advance(event)
             self.injections.begin()
