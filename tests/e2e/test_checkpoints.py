@@ -6,7 +6,6 @@ prints; so each test reads like one run.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -36,7 +35,7 @@ class Series:
         self.save_dir = folder / "save"
         self._out = folder / "out"
         self._script, self._ranks = script, ranks
-        self._args = [*args, f"--out={self._out}"]
+        self._args = args
         self.runs: list[Run] = []
 
     def launch(self, faults: Sequence[str] = (), options: Sequence[str] = ()) -> Run:
@@ -47,9 +46,8 @@ class Series:
             faults=faults,
             options=["--save-dir", str(self.save_dir), *options],
             script_args=self._args,
+            out=self._out,
         )
-        final = self._out / "final.pt"
-        run.final = hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None
         self.runs.append(run)
         return run
 
@@ -195,8 +193,8 @@ def test_a_group_that_is_lost_as_a_whole_goes_back_to_a_snapshot_and_ends_the_sa
 def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    args = ["--steps", "400", f"--out={tmp_path / 'out'}"]
-    launch = start_ttprun(PLAIN, 2, script_args=args, options=["--save-dir", str(tmp_path / "save")])
+    same = {"script_args": ["--steps", "400"], "out": tmp_path / "out"}
+    launch = start_ttprun(PLAIN, 2, **same, options=["--save-dir", str(tmp_path / "save")])
     launch.wait_for_line(0, "step 20 ")
 
     asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir), "--json")
@@ -206,7 +204,7 @@ def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     assert (asked.returncode, told["cause"], told["reason"]) == (0, "asked", ""), asked.stderr
     reference = undisturbed(PLAIN, 2, ["--steps", "400"])
     assert (first.exit_code, first.stdout, first.incidents) == (0, reference.stdout, []), first.story()
-    second = run_ttprun(PLAIN, 2, script_args=args, options=["--resume", told["path"]])
+    second = run_ttprun(PLAIN, 2, **same, options=["--resume", told["path"]])
     assert_resumed(second, told["boundary"])
     assert second.hashes == reference.hashes, second.story()
     listed = json.loads(ttprun("checkpoints", "list", "--save-dir", str(tmp_path / "save"), "--json").stdout)
@@ -217,13 +215,13 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     options = ["--save-dir", str(tmp_path / "save"), "--snapshot-every", "10steps"]
-    args = ["--steps", "400", f"--out={tmp_path / 'out'}"]
-    launch = start_ttprun(PLAIN, 2, script_args=args, options=options)
+    same = {"script_args": ["--steps", "400"], "out": tmp_path / "out", "options": options}
+    launch = start_ttprun(PLAIN, 2, **same)
     launch.wait_for_event("checkpoint_written")
 
     launch.kill_agent()
     first = launch.finish()
-    second = run_ttprun(PLAIN, 2, script_args=args, options=options)
+    second = run_ttprun(PLAIN, 2, **same)
 
     assert first.exit_code == -9
     assert_resumed(second, second.incidents[0]["boundary"])
@@ -257,8 +255,10 @@ def test_another_number_of_ranks_or_a_checkpoint_that_is_none_is_one_line_and_no
 
     fewer = start_ttprun(PLAIN, 1, options=["--resume", str(saved)]).finish()
     none = start_ttprun(PLAIN, 1, options=["--resume", str(tmp_path)]).finish()
+    longer = start_ttprun(PLAIN, 2, options=["--resume", str(saved)], script_args=["--steps", "50"]).finish()
 
-    assert (fewer.exit_code, none.exit_code) == (2, 2)
+    assert (fewer.exit_code, none.exit_code, longer.exit_code) == (2, 2, 2)
+    assert "give the same arguments, or --resume off" in longer.output
     assert "is of 2 ranks, and this job has 1; start 2 ranks" in fewer.output
     assert "is no valid checkpoint" in none.output
     assert not (fewer.folder / "run").exists()
@@ -271,12 +271,11 @@ def test_a_script_that_has_been_changed_is_not_begun_anew_without_being_asked(
     text = (SCRIPTS / PLAIN).read_text()
     script.write_text(text)
     options = ["--save-dir", str(tmp_path / "save")]
-    args = [f"--out={tmp_path / 'out'}"]
-    kwargs = {"options": options, "script_args": args}
-    start_ttprun(script, 2, faults=["preempt:rank=0,step=10,phase=backward"], **kwargs).finish()
+    same = {"options": options, "out": tmp_path / "out"}
+    start_ttprun(script, 2, faults=["preempt:rank=0,step=10,phase=backward"], **same).finish()
 
     script.write_text("import os\n" + text)  # every line of it stands elsewhere now
-    second = start_ttprun(script, 2, **kwargs).finish()
+    second = start_ttprun(script, 2, **same).finish()
 
     assert second.exit_code == 93, second.story()
     assert "the run cannot go on from the checkpoint of step" in second.status["reason"], second.story()
