@@ -49,10 +49,14 @@ class Orders:
             )
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
-        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had."""
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
         seat = self._supervisor.seats[action.rank]
-        if seat.is_dying:
-            seat.when_gone = lambda: self.spawn_rank(action)
+        if seat.is_dying or self._supervisor.standbys.is_on_its_way:
+            seat.spawn = lambda: self.spawn_rank(action)
             return
         start = seat.handler.start
         standby = self._supervisor.standbys.take()
@@ -68,6 +72,11 @@ class Orders:
         self._supervisor.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
         self._supervisor.welcome(seat, is_replacement=True)
+
+    def spawn_those_that_wait(self) -> None:
+        """A process is gone, or a standby has become ready, or has died."""
+        for spawn in [seat.spawn for seat in self._supervisor.seats if seat.spawn is not None]:
+            spawn()
 
     def replay(self, action: recovery.Replay) -> None:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
