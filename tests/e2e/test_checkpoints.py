@@ -7,9 +7,10 @@ prints; so each test reads like one run.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -208,7 +209,7 @@ def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     assert_resumed(second, told["boundary"])
     assert second.hashes == reference.hashes, second.story()
     listed = json.loads(ttprun("checkpoints", "list", "--save-dir", str(tmp_path / "save"), "--json").stdout)
-    assert [one["valid"] for one in listed["checkpoints"]] == [True]
+    assert [one["is_valid"] for one in listed["checkpoints"]] == [True]
 
 
 def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_only_what_came_after(
@@ -227,6 +228,40 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     assert_resumed(second, second.incidents[0]["boundary"])
     assert second.incidents[0]["boundary"] % 10 == 0
     assert second.hashes == undisturbed(PLAIN, 2, ["--steps", "400"]).hashes, second.story()
+
+
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, small_disk: Path
+) -> None:
+    (small_disk / "filling").write_bytes(bytes(small_disk_bytes(small_disk) - 50_000))
+
+    run = run_ttprun(EPOCHS, 2, options=["--save-dir", str(small_disk / "save"), "--snapshot-every", "5steps"])
+
+    failed = [event["reason"] for event in run.events if event["event"] == "checkpoint_failed"]
+    assert failed, run.story()
+    assert "the disk is full; free some space, or name another directory with --save-dir" in failed[0]
+    assert failed[0] in run.output
+    assert_same_outcome(run, undisturbed(EPOCHS, 2))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this user cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def small_disk_bytes(folder: Path) -> int:
+    """What is free there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason_and_an_older_one_is_taken(
