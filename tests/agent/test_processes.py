@@ -361,6 +361,28 @@ def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) ->
     assert [standby.process.returncode for standby in watched] == [-signal.SIGKILL] * 3
 
 
+def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_that_kills.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.warm_up(["module_that_kills"])
+    standbys.refill(watched.append)
+    with pytest.raises(EOFError):
+        wait_until_ready(watched[0])
+    has_started = watched[0].has_started
+    watched[0].bury()
+
+    standbys.forget_modules()
+    standbys.refill(watched.append)
+    wait_until_ready(watched[1])
+
+    assert has_started
+    assert watched[1].process.poll() is None
+    standbys.end()
+
+
 def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
     watched: list[Standby] = []
     standbys = Standbys(1, str(tmp_path))

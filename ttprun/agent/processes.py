@@ -114,6 +114,7 @@ class Copy:
 class Standby:
     """A process with torch imported that waits to become a rank, or to be copied.
 
+    has_started   it has been ready once
     is_copyable   no thread and no device stands in the way of a fork
     """
 
@@ -129,7 +130,7 @@ class Standby:
         )
         theirs.close()
         self._answers_due = 1
-        self.is_copyable = False
+        self.has_started = self.is_copyable = False
 
     @property
     def is_ready(self) -> bool:
@@ -140,6 +141,7 @@ class Standby:
         """It has said that it is ready. Raises EOFError if it is gone."""
         for message in self.channel.read_available():
             self._answers_due -= 1
+            self.has_started = True
             self.is_copyable = message["is_copyable"]
 
     def warm_up(self, modules: list[str]) -> None:

@@ -22,6 +22,10 @@ class Standbys:
         for standby in self._waiting:
             standby.warm_up(modules)
 
+    def forget_modules(self) -> None:
+        """A standby has ended while it imported them: the next ones do without."""
+        self._modules = []
+
     @property
     def ready(self) -> int:
         """How many have torch imported by now."""

@@ -393,9 +393,11 @@ class Supervisor:
                 standby.read()
             except (EOFError, OSError):
                 self.selector.unregister(standby.channel.sock)
-                self.log("standby_lost", pid=standby.process.pid, was_ready=standby.is_ready)
+                self.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
                 standby.bury()
-                if standby.is_ready:  # one that could not start would not start the next time either
+                if not standby.is_ready:
+                    self.standbys.forget_modules()
+                if standby.has_started:  # one that could not start would not start the next time either
                     self.standbys.refill(self.watch_standby)
             self.orders.spawn_those_that_wait()
 
