@@ -6,9 +6,9 @@
 Each round, one behind the other, in folders that are removed again:
     disk    dd conv=fsync writes as many bytes to the same directory
     never   ttprun --snapshot-every never; after the last step it is ended by SIGTERM: a dying gasp. Then dd once more
-    every   the same command with snapshots every 20 steps, the files dropped from the page cache before. It goes on from
-            the dying gasp, so this is the time to resume; then its steps are compared with those of `never`; at the end
-            comes `ttprun checkpoint now`
+    every   the same command with snapshots every 20 steps, the files dropped from the page cache before. It goes on
+            from the dying gasp, so this is the time to resume; then its steps are compared with those of `never`; at
+            the end comes `ttprun checkpoint now`
     torch   torchrun; the script itself calls torch.save every 20 steps, and loads the file again at the end, not cached
     async   torchrun; the script calls torch.distributed.checkpoint.async_save every 20 steps
 
@@ -312,6 +312,7 @@ def main() -> int:
     options = parse_arguments()
     before = machine()
     print(headline(before), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contexts end what was begun
     rounds: list[Figures] = []
     began_s = time.monotonic()
     try:
