@@ -163,7 +163,7 @@ class Snapshots:
             self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
             return
         self._cost_s = max(told["took_s"] for told in shelf.told.values())
-        self.newest = shelf
+        self.newest, self._told = shelf, ""
         self._supervisor.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=self._cost_s, number=self._number
         )
