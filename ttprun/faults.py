@@ -36,6 +36,12 @@ KINDS: dict[str, str] = {
     # Data.
     "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
     "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
+    # Device: simulated, with a real device's error; the tensors that it ruins are the script's own.
+    "uce-low": "simulated device: uncorrectable memory error where nothing is kept; gradients are ruined",
+    "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
+    "uce-fatal": "simulated device: the same in memory that is no tensor's; the weights are ruined too",
+    "link": "simulated device: an operation meets a broken link between devices",
+    "device-lost": "simulated device: it does not answer any more",
     # Control plane.
     "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
     "standby-kill": "SIGKILL of a standby",
@@ -67,11 +73,15 @@ PHASES: dict[str, str] = {
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
 RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
-_CONNECTED = ("setup", *_STEP, "validation", "checkpoint", "exit", "reissue", "thaw")
+_TRAINS = ("setup", *_STEP, "validation", "checkpoint")
+_CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
+# These raise, in the script, what a device would.
+DEVICE_KINDS = ("uce-low", "uce-high", "uce-fatal", "link", "device-lost")
 # Kind -> the phases in which it makes sense, and why not in the others; kinds that are not here strike in any.
 _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "exception": ((*_SCRIPT, "exit", "replay"), "the script's code does not run there"),
     "leave": ((*_SCRIPT, "replay"), "the script's code does not run there"),
+    **dict.fromkeys(DEVICE_KINDS, (_TRAINS, "the script does not work on its device there")),
     "skip-collective": (("setup", "backward", "collective", "checkpoint"), "no collective is issued there"),
     "reset": (_CONNECTED, "the rank is not connected there"),
     "silent": (_CONNECTED, "the rank is not connected there"),

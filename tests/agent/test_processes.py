@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -352,6 +353,8 @@ def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) ->
         assert taken is second
         assert [standby is first or standby is second for standby in watched] == [True, True, False]
         assert standbys.ready == 0
+        assert standbys.take() is None
+        assert standbys.is_on_its_way
     finally:
         second.end()
         standbys.end()
@@ -424,6 +427,7 @@ class FakeSupervisor:
     run: RunDirectory
     replace_handler: Any = lambda *_: None
     standbys: Any = field(default_factory=lambda: Standbys(0, ""))
+    selector: Any = None
     welcomed: list[int] = field(default_factory=list)
 
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
@@ -441,11 +445,11 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     seat.is_dying = True
     seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
 
-    Orders(supervisor).spawn_rank(SpawnRank(0, 2))  # type: ignore[arg-type]
+    orders = Orders(supervisor)  # type: ignore[arg-type]
+    orders.spawn_rank(SpawnRank(0, 2))
     before = (seat.pid, list(supervisor.welcomed))
-    code, when_gone = seat.bury(), seat.when_gone
-    assert when_gone is not None
-    when_gone()
+    code = seat.bury()
+    orders.spawn_those_that_wait()
 
     assert before == (lost, [])
     assert code == -9
@@ -453,3 +457,33 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     kill_session(seat.pid)
     assert seat.bury() is not None
     seat.handler.channel.close()
+
+
+def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.refill(watched.append)
+    seats = [Seat(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
+    for seat in seats:
+        seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+        seat.leave(seat.bury(), Board.create(2)[1], lambda number, pid: "")
+    supervisor = FakeSupervisor(seats, RunDirectory(tmp_path), standbys=standbys, selector=selectors.DefaultSelector())
+    orders = Orders(supervisor)  # type: ignore[arg-type]
+
+    for rank in range(2):
+        orders.spawn_rank(SpawnRank(rank, 2))
+    before = list(supervisor.welcomed)
+    wait_until_ready(watched[0])
+    orders.spawn_those_that_wait()
+
+    assert before == []
+    assert supervisor.welcomed == [seat.pid for seat in seats]
+    assert all(isinstance(seat.handler, StandbyHandler) for seat in seats)
+    assert watched[0].process.poll() is None
+    assert standbys.ready == 1
+    for seat in seats:
+        kill_session(seat.pid)
+        assert seat.bury() == -signal.SIGKILL
+        seat.handler.channel.close()
+    standbys.end()

@@ -228,7 +228,7 @@ def test_communicators_are_aborted_where_there_are_any() -> None:
 
     device.rebuild_communicators(groups[2])
     after_one = [backend.is_aborted for backend in backends]
-    device.rebuild_communicators()
+    device.stop()
 
     assert after_one == [False, True]
     assert [backend.is_aborted for backend in backends] == [True, True]

@@ -94,6 +94,7 @@ class Launch:
     script_args  further arguments of the script
     run_dir      where the launcher writes its status, None under torchrun
     faults       as they were ordered
+    out          where the script writes, default: out/ in the folder
     """
 
     def __init__(
@@ -106,16 +107,18 @@ class Launch:
         script_args: Sequence[str] = (),
         run_dir: Path | None = None,
         faults: Sequence[str] = (),
+        out: Path | None = None,
     ) -> None:
         self.script, self.folder, self.run_dir, self.faults = script, folder, run_dir, tuple(faults)
+        self._out = out or folder / "out"
         self.pids: dict[int, list[int]] = {}
         self._shared_memory = set(os.listdir("/dev/shm"))
         folder.mkdir(parents=True, exist_ok=True)
-        logs, out = folder / "logs", folder / "out"
+        logs = folder / "logs"
         launcher = [sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
-                [*launcher, "--redirects", "3", *options, str(SCRIPTS / script), f"--out={out}", *script_args],
+                [*launcher, "--redirects", "3", *options, str(SCRIPTS / script), f"--out={self._out}", *script_args],
                 cwd=folder,
                 env=environment(),
                 stdin=subprocess.DEVNULL,
@@ -199,7 +202,7 @@ class Launch:
         return found
 
     def _gather(self) -> Run:
-        run_dir, final = self.run_dir, self.folder / "out" / "final.pt"
+        run_dir, final = self.run_dir, self._out / "final.pt"
         return Run(
             script=self.script,
             folder=self.folder,
@@ -223,12 +226,14 @@ def start_ttprun(
     faults: Sequence[str] = (),
     options: Sequence[str] = (),
     script_args: Sequence[str] = (),
+    out: Path | None = None,
 ) -> Launch:
     """Start `ttprun` on a script.
 
     faults       of the form kill:rank=1,step=5,phase=backward
     options      further options of ttprun
     script_args  further arguments of the script
+    out          where the script writes, default: out/ in the folder
     """
     run_dir = folder / "run"
     ours = ["--run-dir", str(run_dir)]
@@ -236,7 +241,7 @@ def start_ttprun(
         ours.append("--allow-faults")
     for fault in faults:
         ours += ["--fault", fault]
-    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults)
+    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults, out)
 
 
 def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = ()) -> Launch:

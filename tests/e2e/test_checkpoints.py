@@ -6,16 +6,16 @@ prints; so each test reads like one run.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Launch, Run, assert_same_outcome, environment
+from tests.e2e.harness import SCRIPTS, Launch, Run, assert_same_outcome, environment
 
 RunTtprun = Callable[..., Run]
 StartTtprun = Callable[..., Launch]
@@ -36,7 +36,7 @@ class Series:
         self.save_dir = folder / "save"
         self._out = folder / "out"
         self._script, self._ranks = script, ranks
-        self._args = [*args, f"--out={self._out}"]
+        self._args = args
         self.runs: list[Run] = []
 
     def launch(self, faults: Sequence[str] = (), options: Sequence[str] = ()) -> Run:
@@ -47,9 +47,8 @@ class Series:
             faults=faults,
             options=["--save-dir", str(self.save_dir), *options],
             script_args=self._args,
+            out=self._out,
         )
-        final = self._out / "final.pt"
-        run.final = hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None
         self.runs.append(run)
         return run
 
@@ -195,8 +194,8 @@ def test_a_group_that_is_lost_as_a_whole_goes_back_to_a_snapshot_and_ends_the_sa
 def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    args = ["--steps", "400"]
-    launch = start_ttprun(PLAIN, 2, script_args=args, options=["--save-dir", str(tmp_path / "save")])
+    same = {"script_args": ["--steps", "400"], "out": tmp_path / "out"}
+    launch = start_ttprun(PLAIN, 2, **same, options=["--save-dir", str(tmp_path / "save")])
     launch.wait_for_line(0, "step 20 ")
 
     asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir), "--json")
@@ -204,31 +203,65 @@ def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
 
     told = json.loads(asked.stdout)
     assert (asked.returncode, told["cause"], told["reason"]) == (0, "asked", ""), asked.stderr
-    assert_same_outcome(first, undisturbed(PLAIN, 2, args))
-    assert first.incidents == []
-    second = run_ttprun(PLAIN, 2, script_args=args, options=["--resume", told["path"]])
+    reference = undisturbed(PLAIN, 2, ["--steps", "400"])
+    assert (first.exit_code, first.stdout, first.incidents) == (0, reference.stdout, []), first.story()
+    second = run_ttprun(PLAIN, 2, **same, options=["--resume", told["path"]])
     assert_resumed(second, told["boundary"])
-    assert second.final == first.final
+    assert second.hashes == reference.hashes, second.story()
     listed = json.loads(ttprun("checkpoints", "list", "--save-dir", str(tmp_path / "save"), "--json").stdout)
-    assert [one["valid"] for one in listed["checkpoints"]] == [True]
+    assert [one["is_valid"] for one in listed["checkpoints"]] == [True]
 
 
 def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_only_what_came_after(
     start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     options = ["--save-dir", str(tmp_path / "save"), "--snapshot-every", "10steps"]
-    args = ["--steps", "400"]
-    launch = start_ttprun(PLAIN, 2, script_args=args, options=options)
+    same = {"script_args": ["--steps", "400"], "out": tmp_path / "out", "options": options}
+    launch = start_ttprun(PLAIN, 2, **same)
     launch.wait_for_event("checkpoint_written")
 
     launch.kill_agent()
     first = launch.finish()
-    second = run_ttprun(PLAIN, 2, script_args=args, options=options)
+    second = run_ttprun(PLAIN, 2, **same)
 
     assert first.exit_code == -9
     assert_resumed(second, second.incidents[0]["boundary"])
     assert second.incidents[0]["boundary"] % 10 == 0
-    assert second.final == undisturbed(PLAIN, 2, args).final, second.story()
+    assert second.hashes == undisturbed(PLAIN, 2, ["--steps", "400"]).hashes, second.story()
+
+
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, small_disk: Path
+) -> None:
+    (small_disk / "filling").write_bytes(bytes(small_disk_bytes(small_disk) - 50_000))
+
+    run = run_ttprun(EPOCHS, 2, options=["--save-dir", str(small_disk / "save"), "--snapshot-every", "5steps"])
+
+    failed = [event["reason"] for event in run.events if event["event"] == "checkpoint_failed"]
+    assert failed, run.story()
+    assert "the disk is full; free some space, or name another directory with --save-dir" in failed[0]
+    assert failed[0] in run.output
+    assert_same_outcome(run, undisturbed(EPOCHS, 2))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("this user cannot mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def small_disk_bytes(folder: Path) -> int:
+    """What is free there."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_its_reason_and_an_older_one_is_taken(
@@ -257,24 +290,31 @@ def test_another_number_of_ranks_or_a_checkpoint_that_is_none_is_one_line_and_no
 
     fewer = start_ttprun(PLAIN, 1, options=["--resume", str(saved)]).finish()
     none = start_ttprun(PLAIN, 1, options=["--resume", str(tmp_path)]).finish()
+    longer = start_ttprun(PLAIN, 2, options=["--resume", str(saved)], script_args=["--steps", "50"]).finish()
 
-    assert (fewer.exit_code, none.exit_code) == (2, 2)
+    assert (fewer.exit_code, none.exit_code, longer.exit_code) == (2, 2, 2)
+    assert "give the same arguments, or --resume off" in longer.output
     assert "is of 2 ranks, and this job has 1; start 2 ranks" in fewer.output
     assert "is no valid checkpoint" in none.output
     assert not (fewer.folder / "run").exists()
 
 
 def test_a_script_that_has_been_changed_is_not_begun_anew_without_being_asked(
-    start_ttprun: StartTtprun, series: Callable[..., Series]
+    start_ttprun: StartTtprun, tmp_path: Path
 ) -> None:
-    job = series(PLAIN, 2)
-    job.launch(faults=["preempt:rank=0,step=10,phase=backward"])
+    script = tmp_path / "script.py"
+    text = (SCRIPTS / PLAIN).read_text()
+    script.write_text(text)
+    options = ["--save-dir", str(tmp_path / "save")]
+    same = {"options": options, "out": tmp_path / "out"}
+    start_ttprun(script, 2, faults=["preempt:rank=0,step=10,phase=backward"], **same).finish()
 
-    other = start_ttprun(EPOCHS, 2, options=["--save-dir", str(job.save_dir)]).finish()
+    script.write_text("import os\n" + text)  # every line of it stands elsewhere now
+    second = start_ttprun(script, 2, **same).finish()
 
-    assert other.exit_code == 93, other.story()
-    assert "the run cannot go on from the checkpoint of step" in other.status["reason"], other.story()
-    assert "--resume off begins anew" in other.status["reason"]
+    assert second.exit_code == 93, second.story()
+    assert "the run cannot go on from the checkpoint of step" in second.status["reason"], second.story()
+    assert "--resume off begins anew" in second.status["reason"]
 
 
 def test_the_same_command_after_the_end_begins_anew(series: Callable[..., Series], undisturbed: Undisturbed) -> None:
@@ -292,7 +332,7 @@ def test_the_same_command_after_the_end_begins_anew(series: Callable[..., Series
 def test_two_jobs_cannot_write_to_one_directory(start_ttprun: StartTtprun, tmp_path: Path) -> None:
     options = ["--save-dir", str(tmp_path / "save")]
     first = start_ttprun(PLAIN, 2, options=[*options, "--run-id", "the-first"], script_args=["--steps", "100000"])
-    first.wait_for_line(0, "step 1 ")
+    first.wait_for_line(0, "step 2 ")
 
     second = start_ttprun(PLAIN, 2, options=options).finish()
 

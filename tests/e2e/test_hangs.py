@@ -114,6 +114,17 @@ def test_a_silent_link_is_found_too_where_the_script_waits_for_each_collective_i
     assert_same_outcome(result, undisturbed(PLAIN, 3))
 
 
+def test_a_rank_that_leaves_a_collective_out_and_waits_in_the_next_one_like_all_others_is_found(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    result = run_ttprun(EPOCHS, 3, faults=["skip-collective:rank=0,step=20,phase=collective"], options=LIMIT)
+
+    assert_only_replaced(result)
+    assert result.incidents[0]["ranks"] == [0]
+    assert "rank 0 has issued" in result.incidents[0]["reason"], result.story()
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+
+
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from typing import Any
 
-from ttprun.device.errors import DeviceErrors
+import pytest
+import torch
+
+from tests.rank.fakes import OPTIONS, become, make_session
+from ttprun.device import registry
+from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
+from ttprun.device.interface import DeviceFailedError
+from ttprun.device.sim import Queue, SimulatedNpu
+from ttprun.rank import rerun
 from ttprun.rank.rerun import is_transient
 
 ADDITIONS = {"^ValueError: parity": "memory-temporary", "UCE ERROR": "unknown"}
@@ -30,3 +39,94 @@ def test_what_the_device_says_comes_before_what_the_user_says(
     error: Exception, retry_on: list[str], additions: dict[str, str], expected: bool
 ) -> None:
     assert is_transient(error, DeviceErrors(additions).diagnose(error), retry_on) is expected
+
+
+# What the device is asked, before a rank is kept.
+
+
+class Notes:
+    """A line to the agent without a socket: keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+class FakePresence:
+    """As much of a Presence as is asked before the script's run is left."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.welcome = {"options": options}
+        self.channel = Notes()
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedNpu]:
+    simulated = SimulatedNpu({})
+    registry.simulate(simulated)
+    line: Any = Notes()
+    session = make_session(channel=line, groups={"": object()})
+    session.options["retry_on"] = ["out of memory"]
+    become(session)
+    yield simulated
+    become(None)
+    registry.simulate(None)
+
+
+def asked(error: Exception) -> tuple[bool, str, bool, list[str]]:
+    """Whether the rank is kept, the fault, whether its device is to be made ready, and what the agent is told."""
+    presence: Any = FakePresence(OPTIONS)
+    session, diagnosis, device = rerun._session_to_leave(error, presence)
+    return session is not None, diagnosis.name, device is not None, [note["text"] for note in presence.channel.sent]
+
+
+def test_a_device_is_stopped_and_says_which_memory_has_failed(device: SimulatedNpu) -> None:
+    weights = torch.zeros(4)
+    device.module.npu.fail_memory(weights)
+
+    kept = asked(device.module.npu.error())
+
+    assert kept == (True, "memory-persistent", True, [])
+    assert device.module.npu.queue is Queue.STOP_EXIT
+
+
+def test_memory_that_nothing_holds_needs_no_rebuild(device: SimulatedNpu) -> None:
+    device.module.npu.fail_memory(torch.zeros(4))
+
+    assert asked(RuntimeError("UCE ERROR")) == (True, "memory-temporary", True, [])
+
+
+def test_memory_outside_the_pool_costs_the_process(device: SimulatedNpu) -> None:
+    device.module.npu.fail_memory_of_library()
+
+    reason = "the script is not run again in the same process: its device says memory-outside-pool"
+    assert asked(RuntimeError("UCE ERROR")) == (False, "memory-outside-pool", False, [reason])
+
+
+def test_a_device_that_cannot_be_stopped_costs_the_process(device: SimulatedNpu) -> None:
+    device.module.npu.lose()
+
+    kept, fault, _, notes = asked(RuntimeError("UCE ERROR"))
+
+    assert (kept, fault) == (False, "device-lost")
+    assert "stop_device answers 1 for NPU 0" in notes[0]
+
+
+def test_an_error_that_is_none_of_the_device_leaves_it_alone(device: SimulatedNpu) -> None:
+    assert asked(RuntimeError("out of memory")) == (True, "", False, [])
+    assert device.module.npu.queue is Queue.RUN
+
+
+def test_tensors_that_outlive_the_run_cost_the_process(device: SimulatedNpu) -> None:
+    weights = torch.zeros(4)
+    device.module.npu.fail_memory(weights)
+
+    with pytest.raises(DeviceFailedError, match="tensors outlive the script's run"):
+        rerun._make_ready(device, diagnosis_of(DeviceFault.MEMORY_PERSISTENT))
+    del weights
+    rerun._make_ready(device, diagnosis_of(DeviceFault.MEMORY_PERSISTENT))
+
+    assert device.module.npu.queue is Queue.RUN
+    assert device.module.npu.rebuilt == [(None, False)]

@@ -6,6 +6,7 @@ import argparse
 import array
 import collections
 import contextlib
+import ctypes
 import datetime
 import decimal
 import fractions
@@ -68,8 +69,13 @@ def record(scope: Scope, stepped: set[int] | None = None) -> tuple[Any, list[mem
     """A scope as it comes out of the recorder."""
     snapshot = Snapshot(dict.fromkeys(stepped or (), 0))
     packed = values.pack(snapshot.variables(scope))
-    blobs = [memoryview(values.raw_bytes(blob)) for blob in snapshot.blobs]
+    blobs = as_the_recorder_writes_them(snapshot.blobs)
     return values.unpack(packed), blobs
+
+
+def as_the_recorder_writes_them(blobs: list[torch.Tensor]) -> list[memoryview]:
+    """What lies in memory where a blob says that it begins."""
+    return [memoryview(ctypes.string_at(blob.data_ptr(), blob.nbytes)) for blob in blobs]
 
 
 def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str]:
@@ -141,7 +147,8 @@ def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too(
         "name": "a",
     }
     here: Scope = dict(lost, meter=Meter())
-    for step in range(6):
+    stepped: dict[int, int] = {}
+    for step in range(8):
         values.begin_boundary()
         lost["meter"].update(step)
         if step == 2:
@@ -154,13 +161,28 @@ def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too(
         if step == 5:
             lost["name"] = lost.pop("name") + "b"
             lost["new"] = 1
-        recorded = values.unpack(values.pack(Snapshot({}).variables(lost, "a scope of this test")))
+        recorded = values.unpack(values.pack(Snapshot(stepped).variables(lost, "a scope of this test")))
         Restore([], is_comparing=True).module(here, recorded, "")
 
         assert here["meter"].count == step + 1
         assert {name: here[name] for name in here if name != "meter"} == {
             name: lost[name] for name in lost if name != "meter"
         }
+
+
+def test_an_attribute_that_a_function_is_given_after_some_steps_is_recorded() -> None:
+    stepped: dict[int, int] = {}
+    told = []
+    try:
+        for step in range(5):
+            if step > 2:
+                count_up.calls = step  # type: ignore[attr-defined]
+            found = Snapshot(stepped).variables({"count_up": count_up, "device": torch.device("cpu")}, "another scope")
+            told.append(found["count_up"][4] if "count_up" in found else None)
+    finally:
+        del count_up.calls  # type: ignore[attr-defined]
+
+    assert told == [None, None, None, {"calls": 3}, {"calls": 4}]
 
 
 def test_a_variable_of_a_function_that_the_lost_rank_has_deleted_is_unset() -> None:
@@ -639,6 +661,7 @@ BATCHES = {
     "transposed": lambda: torch.randn(30, 50).t(),
     "all of its storage but the first": lambda: torch.randn(31, 50)[1:],
     "a part of a large one": lambda: torch.randn(1000, 50)[3:33],
+    "columns of a large one": lambda: torch.randn(1000, 50)[:60, :25],
     "conj": lambda: torch.randn(30, 50, dtype=torch.complex64).conj(),
     "negated": lambda: torch.randn(30, 50, dtype=torch.complex64).conj().imag,
     "bytes": lambda: torch.randint(256, (5000,), dtype=torch.uint8),
@@ -1219,7 +1242,7 @@ def test_a_checkpoint_of_the_weights_that_is_left_in_a_variable_is_made_of_the_r
     snapshot = Snapshot(storages)
     checkpoint = {"model": {n: p.detach() for n, p in lost.named_parameters()}, "iter": 5}
     recorded = values.unpack(values.pack(snapshot.variables({"model": lost, "checkpoint": checkpoint})))
-    blobs = [memoryview(values.raw_bytes(blob)) for blob in snapshot.blobs]
+    blobs = as_the_recorder_writes_them(snapshot.blobs)
     here: Scope = {"model": live}
 
     Restore(blobs, True, list(live.parameters())).module(here, recorded, "")

@@ -6,6 +6,7 @@ import io
 import os
 import random
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.board import Field
-from ttprun.rank import appends, entropy, frames, gradients, output, patches, random_state
+from ttprun.rank import appends, entropy, frames, gradients, leftovers, output, patches, random_state
 from ttprun.rank.journal import Entry
 from ttprun.rank.recorder import (
     APPENDED_FILES,
@@ -363,3 +364,32 @@ def test_what_a_replay_prints_goes_to_its_log_and_not_to_the_ranks(tmp_path: Any
 
     assert sorted(replayed.split()) == ["child", "print", "write"]
     assert real == "live\n"
+
+
+# A run of the script that an error has ended.
+
+
+def test_variables_are_let_go_though_records_have_read_them_and_the_traceback_is_held() -> None:
+    class Model:
+        """Anything that can be referred to weakly."""
+
+    kept: list[weakref.ref[Model]] = []
+
+    def script() -> None:
+        model, around = Model(), Model()
+        kept.extend((weakref.ref(model), weakref.ref(around)))
+        assert "model" in sys._getframe().f_locals  # as a boundary's record does: the frame keeps this copy
+
+        def forward() -> None:
+            raise RuntimeError(f"UCE ERROR {around}")
+
+        forward()
+
+    with pytest.raises(RuntimeError) as error:
+        script()
+    trace = error.value.__traceback__  # as whoever called sys.excepthook has it
+
+    leftovers._clear_frames(error.value)
+
+    assert trace is not None
+    assert [found() for found in kept] == [None, None]

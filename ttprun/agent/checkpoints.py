@@ -216,7 +216,7 @@ class Checkpoints:
                     draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                draft.add(STATE_FILE, msgpack.packb({"header": first["header"]}))
+                draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
             except ConfigError as error:
                 why_not = str(error)

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from ttprun.agent import resume
 from ttprun.agent.elastic import ReplacingAgent
+from ttprun.agent.processes import command_of
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
@@ -60,7 +61,7 @@ def launch(
         is_python,
         launch_config.max_restarts,
         store,
-        resume.find(config, store, world_size) if is_repaired else None,
+        resume.find(config, store, world_size, command_of({"args": args})) if is_repaired else None,
     )
     if store.save_dir.parent != run.path and is_repaired:
         supervisor.checkpoints.lock()

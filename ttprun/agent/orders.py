@@ -16,10 +16,12 @@ from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.verdict import Verdict
 from ttprun.board import Field
-from ttprun.rank.recorder import Recorder
+from ttprun.rank.recorder import Recorder, RecordTooLargeError
+from ttprun.state.errors import InvalidCheckpointError
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
+    from ttprun.agent.stored import Stored
     from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
@@ -47,10 +49,14 @@ class Orders:
             )
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
-        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had."""
+        """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
+
+        A standby that is on its way is waited for: a new process would take as long, and then there would be none left
+        for the next fault.
+        """
         seat = self._supervisor.seats[action.rank]
-        if seat.is_dying:
-            seat.when_gone = lambda: self.spawn_rank(action)
+        if seat.is_dying or self._supervisor.standbys.is_on_its_way:
+            seat.spawn = lambda: self.spawn_rank(action)
             return
         start = seat.handler.start
         standby = self._supervisor.standbys.take()
@@ -66,6 +72,11 @@ class Orders:
         self._supervisor.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
         self._supervisor.welcome(seat, is_replacement=True)
+
+    def spawn_those_that_wait(self) -> None:
+        """A process is gone, or a standby has become ready, or has died."""
+        for spawn in [seat.spawn for seat in self._supervisor.seats if seat.spawn is not None]:
+            spawn()
 
     def replay(self, action: recovery.Replay) -> None:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
@@ -120,23 +131,39 @@ class Orders:
 
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
-        supervisor, board = self._supervisor, self._supervisor.board
+        supervisor = self._supervisor
         stored = supervisor.stored
         assert stored is not None
         assert stored.boundary == action.boundary
-        board.set(0, Field.SNAPSHOT_AT, 0)
+        supervisor.board.set(0, Field.SNAPSHOT_AT, 0)
         for seat in supervisor.seats:
-            part = stored.rank_part(seat.rank)
-            slot_bytes = supervisor.config.record_limit_mib << 20
-            os.close(seat.record_fd)
-            seat.record_fd = Recorder.create(slot_bytes)
-            Recorder(seat.record_fd, slot_bytes).restore(part)
-            seat.go_back_to(action.boundary, tuple(part["lines"]))
-            for field, value in ((Field.RECORDED, action.boundary), (Field.APPLIED, action.boundary)):
-                board.set(seat.local_rank, field, value)
-            board.set(seat.local_rank, Field.LINES_OUT, seat.lost_lines[0])
-            board.set(seat.local_rank, Field.LINES_ERR, seat.lost_lines[1])
-            board.forget_process(seat.local_rank)
+            try:
+                self._go_back(seat, stored)
+            except (InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
+                event = recovery.MismatchFound(
+                    at_s=time.monotonic(),
+                    rank=seat.rank,
+                    generation=supervisor.job.generation,
+                    reason=f"what is stored of it cannot be used: {error}",
+                )
+                supervisor.advance(event)
+                return
+
+    def _go_back(self, seat: Seat, stored: Stored) -> None:
+        """Let a seat be as it was at the boundary of a snapshot or checkpoint."""
+        board, row = self._supervisor.board, seat.local_rank
+        part = stored.rank_part(seat.rank)
+        slot_bytes = self._supervisor.config.record_limit_mib << 20
+        os.close(seat.record_fd)
+        seat.record_fd = Recorder.create(slot_bytes)
+        Recorder(seat.record_fd, slot_bytes).restore(part)
+        out, err = part["lines"]
+        seat.go_back_to(stored.boundary, (out, err))
+        board.set(row, Field.RECORDED, stored.boundary)
+        board.set(row, Field.APPLIED, stored.boundary)
+        board.set(row, Field.LINES_OUT, out)
+        board.set(row, Field.LINES_ERR, err)
+        board.forget_process(row)
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Tell ranks to load what replicas share."""

@@ -12,6 +12,7 @@ from ttprun import recovery
 from ttprun.agent.failures import Failure
 from ttprun.board import Field
 from ttprun.channel import Message
+from ttprun.recovery.journals import find_difference
 from ttprun.recovery.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class Reports:
             seat.journal = message["journal"]
             self._reset_lost_rows(seat, message["boundary"])
             fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
+            self._compare_journals(seat, message["generation"])
         elif op == "replayed":
             fields["boundary"] = message["boundary"]
             told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
@@ -181,6 +183,28 @@ class Reports:
             if message.get("detail"):
                 self._supervisor.log("mismatch_detail", rank=seat.rank, detail=message["detail"])
         self._supervisor.advance(_REPORTS[op](**fields))
+
+    def _compare_journals(self, last: Seat, generation: int) -> None:
+        """A survivor stands still; if it is the last one, all must have issued the same collectives."""
+        job = self._supervisor.job
+        is_anyone_moving = any(rank != last.rank and job.members[rank].frozen is None for rank in job.survivors)
+        if is_anyone_moving or generation != job.generation:
+            return
+        seats = [self._supervisor.seats[rank] for rank in job.survivors]
+        issued = {
+            seat.rank: {name: group["issued"] for name, group in seat.journal.items()} for seat in seats if seat.journal
+        }
+        found = find_difference(issued)
+        if found is None:
+            return
+        fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": found.sentence}
+        self._supervisor.log("journals_differ", ranks=found.ranks, **fields)
+        if not found.ranks:
+            self._supervisor.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
+        for odd in (self._supervisor.seats[rank] for rank in found.ranks):
+            boundary = self._supervisor.board.get(odd.local_rank, Field.APPLIED)
+            hung = recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
+            self._supervisor.advance(hung)
 
     def _reset_lost_rows(self, seat: Seat, boundary: int) -> None:
         """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from ttprun.agent.checkpoints import ENDED_NAME
@@ -21,10 +23,11 @@ _TELL_AFTER_S = 2.0
 _TELL_EVERY_S = 5.0
 
 
-def find(config: Config, store: CheckpointStore, world_size: int) -> Stored | None:
+def find(config: Config, store: CheckpointStore, world_size: int, arguments: Sequence[str]) -> Stored | None:
     """What `--resume` asks for; None: the script starts from its top.
 
     world_size   ranks of this launch
+    arguments    of this launch: the script and its own
 
     Raises ConfigError: the checkpoint that was named is not valid, or does not fit the job.
     """
@@ -42,9 +45,17 @@ def find(config: Config, store: CheckpointStore, world_size: int) -> Stored | No
             f"start {manifest.world_size} ranks, or give --resume off to begin anew",
         )
     try:
-        return open_checkpoint(checkpoint, checked_s)
+        stored = open_checkpoint(checkpoint, checked_s)
     except InvalidCheckpointError as error:
         raise ConfigError(f"checkpoint '{checkpoint.path}': {error.reason}", "name another with --resume") from None
+    if stored.arguments != tuple(arguments):
+        # The script's variables will have the values that they had, so new arguments would be passed over in silence.
+        raise ConfigError(
+            f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
+            f"and this is '{shlex.join(arguments)}'",
+            "give the same arguments, or --resume off to begin anew",
+        )
+    return stored
 
 
 def _newest(store: CheckpointStore) -> Checkpoint | None:

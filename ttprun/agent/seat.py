@@ -27,7 +27,7 @@ class Seat:
     main_thread     ident of its main thread
     told_in         newest generation in which it has told the others something, mostly its port
     is_dying        its process is lost, and not gone yet
-    when_gone       what has to wait for that
+    spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
@@ -48,7 +48,7 @@ class Seat:
     is_finished: bool = False
     is_lost: bool = False
     is_dying: bool = False
-    when_gone: Callable[[], None] | None = None
+    spawn: Callable[[], None] | None = None
     held: Message | None = None
     held_puts: list[Message] = field(default_factory=list)
     script_error: str = ""
@@ -67,7 +67,7 @@ class Seat:
         self.pid = handler.proc.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = False
-        self.when_gone = None
+        self.spawn = None
         self.held = None
         self.held_puts = []
         self.script_error = self.device_fault = self.traceback = ""

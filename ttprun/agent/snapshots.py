@@ -58,11 +58,11 @@ class Shelf:
     def as_stored(self) -> Stored:
         """What ranks can go back to. They read it through this process, which holds the descriptors."""
         files = tuple(path_of(fd) for fd in self.shares)
-        return Stored(self.boundary, "shared memory", self.first["header"], files, self._rank_part)
+        return Stored(self.boundary, "shared memory", (), self.first["header"], files, self._rank_part)
 
     def _rank_part(self, rank: int) -> dict[str, Any]:
         fd = self.records[rank]
-        return unpack(os.pread(fd, os.fstat(fd).st_size, 0)) | {"lines": [0, 0]}
+        return unpack(os.pread(fd, os.fstat(fd).st_size, 0))
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,4 +1,4 @@
-"""The node's standbys: a copy of one is taken when a rank is lost, or itself; those used up are refilled afterwards."""
+"""The node's standbys: a copy of one is taken when a rank is lost, or one itself, which is refilled afterwards."""
 
 from __future__ import annotations
 
@@ -37,18 +37,20 @@ class Standbys:
             self._waiting.append(standby)
             watch(standby)
 
-    def take(self) -> Standby | Copy | None:
-        """A process for a lost rank; None if there is none.
+    @property
+    def is_on_its_way(self) -> bool:
+        """None is ready, but one will be."""
+        alive = [standby for standby in self._waiting if standby.process.poll() is None]
+        return bool(alive) and not any(standby.is_ready for standby in alive)
 
-        A copy of a ready standby, which stays; else a ready one itself, else one that is on its way.
-        """
-        self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
-        ready = [standby for standby in self._waiting if standby.is_ready]
+    def take(self) -> Standby | Copy | None:
+        """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
+        ready = [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
         for standby in ready:
             copy = standby.copy() if standby.is_copyable else None
             if copy is not None:
                 return copy
-        left = [standby for standby in ready or self._waiting if standby.process.poll() is None]
+        left = [standby for standby in ready if standby.process.poll() is None and not standby.is_copyable]
         if not left:
             return None
         self._waiting.remove(left[0])

@@ -36,15 +36,17 @@ class Stored:
 
     boundary   at which it was taken
     place      for the operator
+    arguments  with which the script was started, itself the first
     header     of the tensors, as the ranks describe what they hold
     files      paths of the files with the tensors, readable by the ranks
-    rank_part  gives a rank's own part, as `Recorder.restore` takes it, with "lines" that it had written since; the
-               other way round for a rank that has none it raises InvalidCheckpointError
+    rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
+               raises InvalidCheckpointError if that cannot be read
     checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
     """
 
     boundary: int
     place: str
+    arguments: tuple[str, ...]
     header: list[Any]
     files: tuple[str, ...]
     rank_part: Callable[[int], dict[str, Any]]
@@ -60,7 +62,8 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
         return unpack(_read(checkpoint.file(rank_file(rank))))
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
-    return Stored(manifest.boundary, str(checkpoint.path), state["header"], tuple(tensors), rank_part, checked_s)
+    arguments, files = tuple(state["arguments"]), tuple(tensors)
+    return Stored(manifest.boundary, str(checkpoint.path), arguments, state["header"], files, rank_part, checked_s)
 
 
 def _read(path: Path) -> bytes:

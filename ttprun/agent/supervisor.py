@@ -340,12 +340,10 @@ class Supervisor:
     def _on_exit(self, seat: Seat) -> None:
         """A process is gone; mostly that is known already."""
         self.selector.unregister(seat.pidfd)
-        was_dying, when_gone = seat.is_dying, seat.when_gone
-        code = seat.bury()
+        was_dying, code = seat.is_dying, seat.bury()
         if not was_dying:
             self._on_end(seat, code)
-        elif when_gone is not None:
-            when_gone()
+        self.orders.spawn_those_that_wait()
 
     def _on_end(self, seat: Seat, code: int) -> None:
         self._drain(seat)
@@ -384,7 +382,7 @@ class Supervisor:
         for watched in (seat.pidfd, seat.handler.channel.sock):
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(watched)
-        seat.is_dying, seat.when_gone = False, None
+        seat.is_dying, seat.spawn = False, None
         if seat.pidfd >= 0:
             os.close(seat.pidfd)
             seat.pidfd = -1
@@ -399,6 +397,7 @@ class Supervisor:
                 standby.bury()
                 if standby.is_ready:  # one that could not start would not start the next time either
                     self.standbys.refill(self.watch_standby)
+            self.orders.spawn_those_that_wait()
 
         self.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
 

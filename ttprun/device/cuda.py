@@ -58,7 +58,8 @@ class CudaDevice:
         return self._errors.diagnose(error)
 
     def stop(self) -> None:
-        """CUDA cannot end a kernel; one that waits for a peer ends when its communicator is aborted."""
+        """CUDA cannot end a kernel; those that wait for a peer end when their communicators are aborted."""
+        self.rebuild_communicators()
 
     def check_memory(self) -> MemoryCheck:
         """An uncorrectable error of the GPU's memory is sticky: a context that lives has met none."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
-from ttprun.device.errors import Diagnosis
+from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of
 
 
 class DeviceMissingError(RuntimeError):
@@ -29,6 +29,18 @@ class MemoryCheck(IntEnum):
     OUTSIDE_POOL = 1  # it belongs to no tensor: not repairable
     TEMPORARY = 2  # nothing holds it any more once the cache is emptied
     PERSISTENT = 3  # living tensors hold it
+
+
+_FAULTS = {
+    MemoryCheck.OUTSIDE_POOL: DeviceFault.MEMORY_OUTSIDE_POOL,
+    MemoryCheck.TEMPORARY: DeviceFault.MEMORY_TEMPORARY,
+    MemoryCheck.PERSISTENT: DeviceFault.MEMORY_PERSISTENT,
+}
+
+
+def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
+    """What an error means once it is known which memory has failed; NONE says nothing more than the error did."""
+    return diagnosis if check is MemoryCheck.NONE else diagnosis_of(_FAULTS[check])
 
 
 @dataclass(frozen=True)

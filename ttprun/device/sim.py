@@ -108,9 +108,8 @@ class _Npu:
         """What an operation raises in the present state, in the full shape of torch_npu's errors."""
         text, code = _LOST if self.is_lost else TEXTS[self.queue]
         return RuntimeError(
-            f"operator():simulated.cpp:0 NPU function error: {text}, error code is {code}\n"
-            "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed "
-            "(raised by ttprun's simulated device)"
+            f"operator():simulated NPU function error: {text}, error code is {code}\n"
+            "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed (simulated)"
         )
 
     def operate(self, *tensors: Any) -> None:

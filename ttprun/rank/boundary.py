@@ -75,13 +75,13 @@ def wrapped_models() -> list[Any]:
 _stepped: tuple[Any, dict[int, int]] = (None, {})
 
 
-def stepped_storages() -> dict[int, int]:
-    """Data pointers of the storages that optimizers update, each with its place in `stepped_tensors`.
+def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
+    """Data pointers of the storages that the living optimizers update, each with its place in `stepped_tensors`.
 
     The very same object as before as long as nothing shows that they have changed.
     """
     global _stepped
-    seen = [_signature(optimizer) for optimizer in optimizers()]
+    seen = [entry for optimizer in living for entry in _signature(optimizer)]
     if seen != _stepped[0]:
         _samples.clear()
         found: dict[int, int] = {}
@@ -106,7 +106,9 @@ def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
             seen.append(parameter.data_ptr())
             state = optimizer.state.get(parameter)
             if isinstance(state, dict):
-                seen += [value.data_ptr() for value in state.values() if isinstance(value, torch.Tensor)]
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        seen.append(value.data_ptr())
     return seen
 
 
@@ -205,23 +207,29 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
 def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
     """The record of a boundary: (packed plain part, tensors to write behind it)."""
     frames = user_frames(frame)
-    scopes = [user_frame.f_locals for user_frame in frames]
+    living = optimizers()
+    scopes: list[dict[str, Any]] = []
     active: list[list[loops.Loop]] = []
+    around: list[loops.Loop] = []
     unfollowed: list[loops.Site] = []
-    for user_frame, scope in zip(frames, scopes, strict=True):
-        known, unknown = loops.under_way(user_frame.f_code, scope, user_frame.f_lineno)
+    is_followed = True
+    for user_frame in frames:
+        code, scope = user_frame.f_code, user_frame.f_locals
+        known, unknown = loops.under_way(code, scope, user_frame.f_lineno)
+        scopes.append(scope)
         active.append(known)
+        around += known
         unfollowed += unknown
-    around = [loop for of_frame in active for loop in of_frame]
+        is_followed = is_followed and not unknown and code.co_filename in rewrite.followed_files
+    on_stack = set(map(id, scopes))
     loops.note_steps(around, unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
-    snapshot = values.Snapshot(stepped_storages(), [id(loop.over) for loop in around if loop.over is not None])
+    snapshot = values.Snapshot(stepped_storages(living), [id(loop.over) for loop in around if loop.over is not None])
     record = {
         "boundary": boundary,
         "place": place(frames),
-        "unfollowed": bool(unfollowed)
-        or any(user_frame.f_code.co_filename not in rewrite.followed_files for user_frame in frames),
+        "unfollowed": not is_followed,
         "variables": [
             snapshot.variables(scope, (id(user_frame.f_code), depth))
             for depth, (user_frame, scope) in enumerate(zip(frames, scopes, strict=True))
@@ -231,9 +239,9 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "modules": {
             name: snapshot.variables(vars(module), name)
             for name, module in files.user_modules()
-            if not any(scope is module.__dict__ for scope in scopes)
+            if id(module.__dict__) not in on_stack
         },
-        "optimizers": [snapshot.node(optimizer, 0) for optimizer in optimizers()],
+        "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
@@ -244,7 +252,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
             session.board.get(session.local_rank, Field.LINES_OUT),
             session.board.get(session.local_rank, Field.LINES_ERR),
         ],
-        "weights": weights_sample(boundary),
+        "weights": weights_sample(boundary, living),
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }
@@ -255,9 +263,9 @@ _samples: dict[tuple[int, int], memoryview] = {}
 _SAMPLE_BYTES = 4096
 
 
-def weights_sample(boundary: int) -> bytes:
+def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
     """A hash of the beginning of one parameter, another one at each boundary: do ranks hold the same weights?"""
-    groups = [group["params"] for optimizer in optimizers() for group in optimizer.param_groups]
+    groups = [group["params"] for optimizer in living for group in optimizer.param_groups]
     count = sum(map(len, groups))
     if not count:
         return b""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ttprun.faults import Fault
+from ttprun.faults import DEVICE_KINDS, Fault
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -66,12 +66,18 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
         tell(channel, armed, phase, step)
         _wait_for_agent()
     elif session is not None:
+        meets: Exception | None = None
         try:
-            detail = _break_something(session, fault)
+            if fault.kind in DEVICE_KINDS:
+                detail, meets = _break_device(session, fault.kind)
+            else:
+                detail = _break_something(session, fault)
         except Exception as error:  # the script is not to suffer from a fault that could not be caused
             channel.send({"op": "fault_failed", "number": armed.number, "reason": str(error), "phase": phase})
         else:
             tell(channel, armed, phase, step, detail)
+        if meets is not None:
+            raise meets
 
 
 def tell(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
@@ -184,7 +190,13 @@ def _wait_for_agent() -> None:
         pass  # in short waits, so that a script's own signal handler can run
 
 
-# What breaks links or data.
+# What breaks devices, links or data.
+
+
+def _break_device(session: Session, kind: str) -> tuple[str, RuntimeError]:
+    from ttprun.rank import broken_device
+
+    return broken_device.break_device(session, kind)
 
 
 def _break_something(session: Session, fault: Fault) -> str:

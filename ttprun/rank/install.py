@@ -25,7 +25,7 @@ from typing import Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel
-from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, life, rewrite, stack
 from ttprun.rank.frames import add_user_directory
@@ -104,8 +104,9 @@ def tell_before(previous: Any) -> Any:
 
     def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
+        diagnosis = diagnosis_of(DeviceFault.UNKNOWN)
         if presence is not None and not issubclass(kind, KeyboardInterrupt):
-            error = _run_again(presence, error, trace)
+            error, diagnosis = _run_again(presence, error, trace)
             kind, trace = type(error), error.__traceback__
         if presence is not None:
             presence.has_script_failed = True
@@ -118,7 +119,6 @@ def tell_before(previous: Any) -> Any:
             found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
-        diagnosis = diagnose(presence, error)
         told = {"error": in_one_line(error), "traceback": text if is_early else "", "detail": text}
         presence.channel.send({"op": "script_error", "device_fault": diagnosis.name, **told})
         if diagnosis.rung == "restart" and found is not None:
@@ -144,10 +144,10 @@ def _leave_at_once() -> None:
     os._exit(1)
 
 
-def _run_again(presence: Presence, error: BaseException, trace: Any) -> BaseException:
+def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
     """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
     if not presence.welcome["options"]["may_rerun"] or "ttprun.rank.session" not in sys.modules:
-        return error
+        return error, diagnose(presence, error)
     from ttprun.rank import rerun
 
     return rerun.answer(presence, error.with_traceback(trace))

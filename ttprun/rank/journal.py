@@ -47,6 +47,7 @@ class Entry:
     promise     its other end; it gets the outputs, or an exception
     place       where in the script it was called, only if its result is small enough to be kept
     size_bytes  what it holds, of inputs and outputs
+    nan         how many elements of an input are NaN, in words; "" if none is
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Entry:
         "group",
         "inner",
         "is_done",
+        "nan",
         "op",
         "outputs",
         "place",
@@ -79,6 +81,7 @@ class Entry:
         self.error: BaseException | None = None
         self.failed: Any = None
         self.place = ""
+        self.nan = ""
 
     def make_future(self) -> torch.futures.Future[Any]:
         """The future of the outputs.

@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -128,8 +128,22 @@ def _clear_frames(error: BaseException) -> None:
             continue
         seen.add(id(found))
         left += [found.__cause__, found.__context__]
-        traceback.clear_frames(found.__traceback__)
+        _clear_frames_of(found.__traceback__)
         found.__traceback__ = None
+
+
+def _clear_frames_of(trace: TracebackType | None) -> None:
+    """As traceback.clear_frames, and what that leaves: whoever has called sys.excepthook holds on to the traceback.
+
+    A frame keeps its function, hence the variables that this has from around it: so only the outermost frame is left,
+    which is the script's module. Python up to 3.12 also keeps the copy of a frame's variables that a record of ours
+    has had made; it is renewed.
+    """
+    while trace is not None:
+        with contextlib.suppress(RuntimeError):  # it is still running
+            trace.tb_frame.clear()
+            trace.tb_frame.f_locals  # noqa: B018
+        trace.tb_next, trace = None, trace.tb_next
 
 
 def _forget_modules() -> None:

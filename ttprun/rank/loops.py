@@ -249,13 +249,14 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     return iterable if token is None else Loop(sites[number], token, iterable)
 
 
+# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
 _variables: dict[int, tuple[CodeType, list[tuple[str, Site]]]] = {}
 
 
 def _variables_of(code: CodeType) -> list[tuple[str, Site]]:
     """The variables in which a code keeps its loops, in the order in which these stand in it."""
     known = _variables.get(id(code))
-    if known is None or known[0] is not code:
+    if known is None:
         names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
         found = [(name, name[len(VARIABLE_PREFIX) : -2]) for name in names if name.startswith(VARIABLE_PREFIX)]
         known = _variables[id(code)] = (code, [(name, sites[int(number)]) for name, number in found])

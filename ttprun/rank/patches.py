@@ -134,6 +134,9 @@ ALSO: tuple[Change, ...] = (
         "meta_path, path_hooks",
         "the user's modules are compiled with their for loops followed (a variable __ttp_loop_N__ for each)",
     ),
+    Change(
+        "gc", "freeze", "what torch is made of is left out of collections, so that forgetting a run takes no second"
+    ),
     Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
     Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
     Change(

@@ -26,6 +26,7 @@ from ttprun.rank.frames import location_key
 from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
 from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
 from ttprun.rank.session import Session, current
+from ttprun.rank.verification import look_for_nan
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
@@ -257,8 +258,11 @@ class ManagedGroup(ProcessGroup):
             session.give_up_protection("a collective is issued inside Optimizer.step (a closure?)")
         if session.expected is not None:
             session.expected.check(entry)
-        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
-        if any(tensor.layout is not torch.strided for tensor in (*inputs, *outputs)):
+        if inputs_at is None or self._input_is_ignored(op, args):
+            inputs = []
+        else:
+            inputs = outputs if inputs_at == outputs_at else list(tensors_in(args[inputs_at]))
+        if any(tensor.layout is not torch.strided for tensor in (*outputs, *inputs)):
             session.give_up_protection("collectives of sparse tensors are not repaired")
         with journal.lock:
             if session.is_repairable() and not journal.save(entry, inputs):
@@ -271,6 +275,7 @@ class ManagedGroup(ProcessGroup):
                 except Exception:
                     journal.drop(entry)
                     raise
+        look_for_nan(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)
 

@@ -14,7 +14,9 @@ import re
 import traceback
 
 from ttprun.board import Field, Phase
-from ttprun.device.errors import Diagnosis, in_one_line
+from ttprun.device import registry
+from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
+from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
 from ttprun.rank import hooks, leftovers
 from ttprun.rank.install import diagnose
 from ttprun.rank.output import Diverted
@@ -38,21 +40,26 @@ def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]
     return False
 
 
-def answer(presence: Presence, error: BaseException) -> BaseException:
-    """Run the script again, as often as a transient error ends it; main thread only.
+def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Diagnosis]:
+    """Run the script again, as often as such an error ends it; main thread only.
 
-    returns   the error that is not to be answered so, mostly the one given
+    returns   the error that is not to be answered so, mostly the one given, and what it says of the device
 
     Raises SystemExit when the script has come to its end: that ends the process from within sys.excepthook, in the same
     way as Python ends it behind a script's last line.
     """
-    while (session := _session_to_leave(error, presence)) is not None:
+    while True:
+        session, diagnosis, device = _session_to_leave(error, presence)
+        if session is None:
+            return error, diagnosis
         try:
-            _leave(presence, session, error)
+            _leave(presence, session, error, diagnosis, device)
             presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
             hooks.begin_run(presence, is_replacement=True)
+        except DeviceFailedError as failure:
+            return failure, diagnosis_of(DeviceFault.DEVICE_LOST)
         except Exception as failure:
-            return failure
+            return failure, diagnose(presence, failure)
         try:
             run(presence.welcome["arguments"])
         except SystemExit:
@@ -61,19 +68,30 @@ def answer(presence: Presence, error: BaseException) -> BaseException:
             error = again
         else:
             raise SystemExit(0)
-    return error
 
 
-def _session_to_leave(error: BaseException, presence: Presence) -> Session | None:
-    """The present run's session, if the error is transient and nothing speaks against another run."""
-    session = current()
-    if session is None or not is_transient(error, diagnose(presence, error), session.options["retry_on"]):
-        return None
+def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session | None, Diagnosis, Device | None]:
+    """The present run's session, if the error is such and nothing speaks against another run.
+
+    returns   beside it what the error means, and the device that it came from, None if it came from none
+    """
+    session, diagnosis = current(), diagnose(presence, error)
+    device: Device | None = None
+    if session is None or not is_transient(error, diagnosis, session.options["retry_on"]):
+        return None, diagnosis, None
     why_not = _why_not(session)
+    if not why_not and diagnosis.is_known:
+        try:
+            device = registry.current(session.options["device_errors"])
+            device.stop()
+            diagnosis = refined(diagnosis, device.check_memory())
+            why_not = "" if diagnosis.can_stay else f"its device says {diagnosis.name}"
+        except Exception as failure:  # also what a driver raises once its context is lost
+            diagnosis, why_not = diagnosis_of(DeviceFault.DEVICE_LOST), in_one_line(failure)
     if why_not:
         presence.channel.send({"op": "note", "text": f"the script is not run again in the same process: {why_not}"})
-        return None
-    return session
+        return None, diagnosis, None
+    return session, diagnosis, device
 
 
 def _why_not(session: Session) -> str:
@@ -85,10 +103,13 @@ def _why_not(session: Session) -> str:
     return f"its thread {threads[0]!r} still runs" if threads else ""
 
 
-def _leave(presence: Presence, session: Session, error: BaseException) -> None:
+def _leave(
+    presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device | None
+) -> None:
     """Tell the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
 
-    Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long.
+    Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long, and
+    DeviceFailedError.
     """
     recovery = session.recovery
     assert recovery is not None
@@ -99,7 +120,7 @@ def _leave(presence: Presence, session: Session, error: BaseException) -> None:
     presence.take_back()
     recovery.retire()
     detail = "".join(traceback.format_exception(error))
-    told = {"error": in_one_line(error), "detail": detail, "device_fault": diagnose(presence, error).name}
+    told = {"error": in_one_line(error), "detail": detail, "device_fault": diagnosis.name}
     presence.channel.send({"op": "faulted", **told})
     os.write(2, detail.encode(errors="replace"))
     diverted = Diverted(session)
@@ -107,8 +128,23 @@ def _leave(presence: Presence, session: Session, error: BaseException) -> None:
         recovery.finish()
         session.verifier.end()
         leftovers.clear(error)
+        if device is not None:
+            _make_ready(device, diagnosis)
         end()
     finally:
         diverted.end(0, 0)
     if not presence.heard.wait(_HEARD_LIMIT_S):
         raise TimeoutError("the agent does not answer")
+
+
+def _make_ready(device: Device, diagnosis: Diagnosis) -> None:
+    """The run is forgotten, and with it all tensors: have the device repaired and ready for the next run.
+
+    Raises DeviceFailedError, also if something still holds memory that has failed: another process would not.
+    """
+    device.clean()
+    is_held = diagnosis.fault is DeviceFault.MEMORY_PERSISTENT and device.check_memory() is MemoryCheck.PERSISTENT
+    if is_held:
+        raise DeviceFailedError("tensors outlive the script's run, and hold memory that has failed")
+    device.restart()
+    device.rebuild_communicators()

@@ -38,7 +38,7 @@ class Snapshots:
         self._is_leader = local_rank == _LEADER
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
-        self._seen = board.get(_LEADER, Field.SNAPSHOT_ASKED)
+        self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
 
     def agree(self, channel: Channel, boundary: int) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
@@ -84,7 +84,8 @@ class Snapshots:
         session.touch(Phase.SAVING)
         try:
             for_records, for_share = self._shelves[number % len(self._shelves)]
-            records = msgpack.packb(session.recorder.export(boundary))
+            # What will be written after this boundary is not known now: whoever goes back to it writes it again.
+            records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
             told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}

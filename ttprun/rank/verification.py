@@ -2,7 +2,8 @@
 
 Weights are compared between ranks every `verify_every` steps: they are copied in front of the step, which takes as long
 as a copy does, and hashed on a thread of their own while training goes on; the agent compares. A gradient is looked at
-in front of every step, in the rank that made it: after the all-reduce a NaN is in all ranks, and nobody knows whose.
+when the rank that made it has sent it off, while the ranks exchange theirs and the journal's copy is still at hand:
+after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of the step it is told.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ttprun.rank.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
-    from ttprun.rank.journal import Journal
+    from ttprun.rank.journal import Entry, Journal
 
 
 class Verifier:
@@ -85,12 +86,19 @@ class Verifier:
             self._is_idle.set()
 
 
-def nan_in(journal: Journal) -> str:
-    """Which of the step's collectives this rank has given a NaN; "" if none. One pass over the inputs' copies."""
-    with journal.lock:
-        inputs = [(number, entry.op, copy) for number, entry in enumerate(journal.entries) for _, copy in entry.saved]
-    for number, op, copy in inputs:
+def look_for_nan(entry: Entry) -> None:
+    """Note which of a collective's inputs has a NaN. One pass over the journal's copies, just made."""
+    for _, copy in entry.saved:
         # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
         if copy.is_floating_point() and math.isnan(copy.sum().item()) and bool(copy.isnan().any()):
-            return f"{op} number {number} of the step, {int(copy.isnan().sum())} of {copy.numel()} elements"
+            entry.nan = f"{int(copy.isnan().sum())} of {copy.numel()} elements"
+            return
+
+
+def nan_in(journal: Journal) -> str:
+    """Which of the step's collectives this rank has given a NaN; "" if none."""
+    with journal.lock:
+        for number, entry in enumerate(journal.entries):
+            if entry.nan:
+                return f"{entry.op} number {number} of the step, {entry.nan}"
     return ""

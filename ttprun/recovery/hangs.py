@@ -424,6 +424,8 @@ class Watch:
             busy_s = min(awaited_s, at_s - track.progressed_at_s)
             idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
             limit_s = self.limits.hang_limit_s(track.sight, awaited)
+            if track.sight.doing is Doing.WAITING:  # for data that others may still send it: a slow network is no fault
+                limit_s = max(limit_s, self.limits.stall_limit_s(track.sight.boundary))
             if way is not Way.BUSY and idle_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
             elif busy_s > max(self.limits.busy_limit_s, limit_s):

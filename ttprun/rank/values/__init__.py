@@ -10,12 +10,11 @@ from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.tensors import raw_bytes
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "CannotRestoreError", "Restore", "Snapshot", "UnrecordedTensorError", "begin_boundary", "fingerprint", "forget",
-    "kinds", "pack", "raw_bytes", "unpack",
+    "kinds", "pack", "unpack",
 ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
-        return [*node, False, _contents(snapshot, value), flags, device]
+        return [*node, False, _contents(snapshot, plain(value)), flags, device]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
@@ -90,9 +90,11 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
 
 
 def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
-    if snapshot.is_apart or tensor.nbytes <= INLINE_BYTES:
-        return raw_bytes(tensor)
-    snapshot.blobs.append(plain(tensor))
+    """The elements of a `plain` tensor, or the blob that they will be."""
+    size = tensor.nbytes
+    if snapshot.is_apart or size <= INLINE_BYTES:
+        return ctypes.string_at(tensor.data_ptr(), size) if size else b""
+    snapshot.blobs.append(tensor)
     return [len(snapshot.blobs) - 1]
 
 

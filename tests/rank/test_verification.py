@@ -1,0 +1,59 @@
+"""A NaN in what a rank gives to a collective is found in the journal's copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ttprun.rank.journal import Entry, Journal
+from ttprun.rank.verification import look_for_nan, nan_in
+
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def journal_of(*steps_inputs: list[torch.Tensor]) -> Journal:
+    """A journal in which each collective was given such inputs, and has been looked at."""
+    journal = Journal(limit_bytes=1 << 30)
+    for inputs in steps_inputs:
+        entry: Any = Entry(None, "allreduce", ())  # type: ignore[arg-type]
+        journal.save(entry, inputs)
+        journal.entries.append(entry)
+        look_for_nan(entry)
+    return journal
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at", [0, 123_456, 299_999])
+def test_one_nan_anywhere_in_a_gradient_is_found_and_counted(dtype: torch.dtype, at: int) -> None:
+    gradient = torch.ones(300_000, dtype=dtype)
+    gradient[at] = NAN
+
+    found = nan_in(journal_of([torch.ones(3)], [torch.ones(2), gradient]))
+
+    assert found == "allreduce number 1 of the step, 1 of 300000 elements"
+
+
+def test_infinities_of_both_signs_and_whole_numbers_are_no_nan() -> None:
+    infinite = torch.tensor([INFINITE, 1.0, -INFINITE])
+
+    assert nan_in(journal_of([infinite, torch.arange(5)], [])) == ""
+
+
+def test_what_a_collective_has_made_of_the_gradient_meanwhile_does_not_matter() -> None:
+    gradient = torch.ones(4)
+    journal = journal_of([gradient])
+
+    gradient.fill_(NAN)
+
+    assert nan_in(journal) == ""
+
+
+def test_with_the_next_step_the_nan_is_forgotten() -> None:
+    journal = journal_of([torch.tensor([NAN])])
+    assert nan_in(journal)
+
+    journal.clear()
+
+    assert nan_in(journal) == ""
