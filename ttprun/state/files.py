@@ -22,8 +22,6 @@ Fill = Callable[[memoryview], int]
 
 _CHUNK_BYTES = 8 << 20
 _BUFFER_BYTES = 8 << 20
-# Of addresses, offsets and sizes of direct writes. Disks ask for 512 or 4096; where it is more, we write as usual.
-_ALIGNMENT_BYTES = 4096
 # Copied and hashed by so much at a time, so that the second of the two finds it in the processor's cache.
 _SLICE_BYTES = 256 << 10
 # The disk is set to work whenever so much was written, so that it does not begin at the fsync.
@@ -152,12 +150,10 @@ class _Disk:
         self._buffers.reverse()
 
     def _write(self, piece: memoryview, at: int) -> None:
-        if len(piece) % _ALIGNMENT_BYTES:
-            self._leave_direct()
         while piece:
             try:
                 count = os.pwrite(self._fd, piece, at)
-            except OSError as error:
+            except OSError as error:  # EINVAL: the file's last piece is no whole number of the disk's blocks
                 if error.errno != errno.EINVAL or not self._leave_direct():
                     raise
                 continue
