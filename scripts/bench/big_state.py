@@ -103,7 +103,7 @@ def evict(path: Path) -> None:
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Load as people do; seconds of torch.load alone, and with the taking over, of a file that is not cached."""
+    """Load a file that is not cached; returns seconds of torch.load alone, and with the taking over."""
     if dist.get_rank() == 0:
         evict(path)
     dist.barrier()

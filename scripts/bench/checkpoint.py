@@ -214,7 +214,7 @@ def stalls(name: str, steps_s: dict[int, float], saves: list[int], first: int) -
 def start_ttprun(options: argparse.Namespace, folder: Path, save_dir: Path, every: str, steps: int) -> Run:
     """ttprun without a standby, whose start would take a core from the first steps."""
     ours = ["--snapshot-every", every, "--save-dir", str(save_dir), "--standbys", "0"]
-    arguments = [f"--mib={options.mib}", f"--steps={steps}", f"--step-logs={folder}/logs"]
+    arguments = [f"--mib={options.mib}", f"--steps={steps}", "--step-logs=logs"]
     return Run(TTPRUN, options.ranks, folder, ours, arguments, SCRIPT)
 
 
@@ -312,6 +312,7 @@ def main() -> int:
     options = parse_arguments()
     before = machine()
     print(headline(before), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the contexts end what was begun
     rounds: list[Figures] = []
     began_s = time.monotonic()
     try:

@@ -12,7 +12,8 @@ import re
 import signal
 from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
+from ttprun.rank.free_memory import CGROUPS, own_cgroup
+
 KERNEL_LOG = Path("/dev/kmsg")
 _CRASHES = {
     signal.SIGSEGV: "crashed in native code",
@@ -75,19 +76,3 @@ class Causes:
             finally:
                 os.close(fd)
         return b"".join(messages[-500:]).decode(errors="replace")
-
-
-def own_cgroup(listing: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """The directory of this process's control group (of its memory, if there are several), None if it has none."""
-    with contextlib.suppress(OSError):
-        for line in listing.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                place = CGROUPS / path.lstrip("/")
-            elif "memory" in controllers.split(","):
-                place = CGROUPS / "memory" / path.lstrip("/")
-            else:
-                continue
-            # In a container the path may be that of the host, and the mount is our own group.
-            return place if place.is_dir() else (CGROUPS / "memory" if controllers else CGROUPS)
-    return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ from ttprun.rank.recorder import Recorder
 from ttprun.rank.shares import file_of
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.draft import Draft
-from ttprun.state.files import FileEntry
+from ttprun.state.files import FileEntry, Fill
 from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
 
@@ -41,7 +41,6 @@ logger = logging.getLogger("ttprun")
 
 _TELL_AFTER_S = 2.0
 _TELL_EVERY_S = 5.0
-_CHUNK_BYTES = 8 << 20
 ENDED_NAME = "ended"
 
 
@@ -172,7 +171,7 @@ class Checkpoints:
         def finish(checkpoint: Checkpoint | None, why_not: str) -> None:
             done()
 
-        parts = ((rank, _chunks_of(fd)) for rank, fd in enumerate(shelf.records))
+        parts = ((rank, _reader_of(fd)) for rank, fd in enumerate(shelf.records))
         self._submit(
             draft,
             parts,
@@ -181,7 +180,7 @@ class Checkpoints:
             [],
             time.monotonic(),
             finish,
-            enumerate(map(_chunks_of, shelf.shares)),
+            enumerate(map(_reader_of, shelf.shares)),
         )
 
     # The common part.
@@ -195,7 +194,7 @@ class Checkpoints:
         missing: list[str],
         began_s: float,
         done: Callable[[Checkpoint | None, str], None],
-        shares: Iterable[tuple[int, Iterator[memoryview]]] = (),
+        shares: Iterable[tuple[int, Fill]] = (),
     ) -> None:
         """Write what is missing in a draft and make it a checkpoint, on the worker's thread.
 
@@ -213,8 +212,8 @@ class Checkpoints:
         def work() -> None:
             checkpoint, why_not = None, ""
             try:
-                for share, chunks in shares:
-                    draft.add(file_of(share), chunks)
+                for share, content in shares:
+                    draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
                 draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
@@ -288,10 +287,14 @@ class Checkpoints:
         )
 
 
-def _chunks_of(fd: int) -> Iterator[memoryview]:
-    """The content of a file, read through one buffer."""
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
+def _reader_of(fd: int) -> Fill:
+    """Gives the content of a file from its beginning."""
     at = 0
-    while count := os.preadv(fd, [buffer], at):
+
+    def fill(buffer: memoryview) -> int:
+        nonlocal at
+        count = os.preadv(fd, [buffer], at)
         at += count
-        yield buffer[:count]
+        return count
+
+    return fill

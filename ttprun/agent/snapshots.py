@@ -102,7 +102,8 @@ class Snapshots:
     def begin_group(self, world_size: int) -> None:
         """All ranks are new, and none of the old snapshots is theirs."""
         for shelf in self.shelves:
-            shelf.close()
+            if not shelf.is_read:  # else its descriptors' numbers would be others' before it is on the disk
+                shelf.close()
         self.newest, self._is_pending, self._last_s = None, False, time.monotonic()
         self.shelves = [
             Shelf([_new_memory() for _ in range(world_size)], [_new_memory() for _ in range(world_size)])
@@ -163,7 +164,7 @@ class Snapshots:
             self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
             return
         self._cost_s = max(told["took_s"] for told in shelf.told.values())
-        self.newest = shelf
+        self.newest, self._told = shelf, ""
         self._supervisor.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=self._cost_s, number=self._number
         )
@@ -171,7 +172,13 @@ class Snapshots:
         self._supervisor.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
         if not self._supervisor.checkpoints.is_busy:
             shelf.is_read = True
-            self._supervisor.checkpoints.write_snapshot(shelf, lambda: setattr(shelf, "is_read", False))
+            self._supervisor.checkpoints.write_snapshot(shelf, lambda: self._written(shelf))
+
+    def _written(self, shelf: Shelf) -> None:
+        """A snapshot is on the disk, or could not be written: its place is free."""
+        shelf.is_read = False
+        if not any(shelf is one for one in self.shelves):
+            shelf.close()
 
     def _why_not_complete(self, shelf: Shelf) -> str:
         """Ranks that do not replicate each other have left out what only they hold."""

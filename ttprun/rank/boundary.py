@@ -199,7 +199,7 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     session.board.set(session.local_rank, Field.LINES_OUT, 0)
     session.board.set(session.local_rank, Field.LINES_ERR, 0)
-    session.snapshots.agree(boundary)
+    session.snapshots.agree(session.channel, boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
 

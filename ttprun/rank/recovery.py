@@ -254,7 +254,7 @@ class Recovery:
         session = self._session
         faults.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        told = shares.write(message["path"], message["share"], message["of"], main, is_hashed=True)
+        told = shares.write(message["path"], message["share"], message["of"], main)
         handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))
         told["is_handled"] = any(map(callable, handlers))
         session.channel.send({"op": "dumped", "generation": message["generation"], **told})

@@ -7,8 +7,8 @@ come to the same division without talking. A share is a file of safetensors, in 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,10 +19,10 @@ import xxhash
 from ttprun.channel import Message
 from ttprun.rank import replicated
 from ttprun.rank.frames import SCALARS, user_frames
-from ttprun.state.files import new_digest
-from ttprun.state.tensor_file import tensor_chunks
+from ttprun.rank.memory import Memory
+from ttprun.state.files import write_file
+from ttprun.state.tensor_file import chunks, lay_out
 
-_CHUNK_BYTES = 4 << 20
 _MOST_MODULES = 16
 Named = list[tuple[str, torch.Tensor]]
 
@@ -43,17 +43,33 @@ def divide(sizes: list[int], of: int) -> list[int]:
     return owners
 
 
-def write(path: str, share: int, of: int, frame: FrameType | None, is_hashed: bool) -> Message:
-    """Write one share of what this rank holds; the first one has the models' own tensors too.
+def write(path: str, share: int, of: int, frame: FrameType | None) -> Message:
+    """Write one share of what this rank holds to a new file of a checkpoint; a file of an earlier attempt is removed.
 
-    path       of a file to make, or of a descriptor under /proc
-    frame      innermost of the main thread's: its variables name the models
-    is_hashed  the file is one of a checkpoint: it is hashed while it is written, and on the disk afterwards
+    share  number of it, from 0; the first one has the models' own tensors too
+    of     how many shares there are
+    frame  innermost of the main thread's: its variables name the models
 
     returns  what the agent must know: bytes, xxh3, header, a hash of the header, names of the models' tensors
 
     Raises NotRepairableError, OSError.
     """
+    told, header, tensors = _describe(share, of, frame)
+    Path(path).unlink(missing_ok=True)
+    entry = write_file(Path(path), chunks(header, tensors))
+    return told | {"bytes": entry.bytes, "xxh3": entry.xxh3}
+
+
+def copy(memory: Memory, share: int, of: int, frame: FrameType | None) -> Message:
+    """Copy one share of what this rank holds into shared memory; arguments, result and errors as those of `write`."""
+    told, header, tensors = _describe(share, of, frame)
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    memory.fill(size, chunks(header, tensors))
+    return told | {"bytes": size, "xxh3": ""}
+
+
+def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, bytes, list[torch.Tensor]]:
+    """(what the agent must know, header of the file, tensors of the file) of one share."""
     header, tensors = replicated.describe()
     owners = divide([tensor.nbytes for _, tensor in tensors], of)
     mine = [named for named, owner in zip(tensors, owners, strict=True) if owner == share]
@@ -68,7 +84,10 @@ def write(path: str, share: int, of: int, frame: FrameType | None, is_hashed: bo
             "model": {name: {n: [files[key], key] for n, key in names.items()} for name, names in models.items()},
         }
         mine += own
-    return told | _write_file(path, mine, is_hashed)
+    try:
+        return told, *lay_out(dict(mine), {"format": "pt"})
+    except ValueError as error:
+        raise replicated.NotRepairableError(str(error)) from None
 
 
 def load(header: list[Any], files: list[str]) -> None:
@@ -92,34 +111,6 @@ def load(header: list[Any], files: list[str]) -> None:
             tensor.copy_(found)
 
     replicated.take_over(header, fill)
-
-
-def _write_file(path: str, tensors: Named, is_hashed: bool) -> Message:
-    try:
-        chunks = tensor_chunks(dict(tensors), {"format": "pt"})
-    except ValueError as error:
-        raise replicated.NotRepairableError(str(error)) from None
-    digest = new_digest()
-    size = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb", buffering=0) as file:
-        for chunk in _small(chunks):
-            left = chunk
-            while left:
-                left = left[file.write(left) :]
-            if is_hashed:
-                digest.update(chunk)
-            size += len(chunk)
-        if is_hashed:
-            os.fsync(fd)
-    return {"bytes": size, "xxh3": digest.hexdigest() if is_hashed else ""}
-
-
-def _small(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-    """Cut into pieces that are still in the processor's cache when they are hashed."""
-    for chunk in chunks:
-        for at in range(0, len(chunk), _CHUNK_BYTES):
-            yield chunk[at : at + _CHUNK_BYTES]
 
 
 def _models(frame: FrameType | None, keys: dict[Any, str]) -> tuple[dict[str, dict[str, str]], Named]:

@@ -8,7 +8,6 @@ else changes the tensors; what is left to do, the agent does in the background.
 
 from __future__ import annotations
 
-import os
 import time
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -16,9 +15,12 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from ttprun.board import Board, Field, Phase
-from ttprun.rank import shares
+from ttprun.rank import replicated, shares
+from ttprun.rank.free_memory import free_bytes
+from ttprun.rank.memory import Memory
 
 if TYPE_CHECKING:
+    from ttprun.channel import Channel
     from ttprun.rank.session import Session
 
 _LEADER = 0  # local rank whose row has the fields of snapshots
@@ -34,18 +36,38 @@ class Snapshots:
     def __init__(self, board: Board, local_rank: int, shelves: list[list[str]], every: int) -> None:
         self._board = board
         self._is_leader = local_rank == _LEADER
-        self._shelves = shelves
+        self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
         self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
 
-    def agree(self, boundary: int) -> None:
-        """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there."""
+    def agree(self, channel: Channel, boundary: int) -> None:
+        """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
+
+        It is not if there is no memory for all ranks' parts; then the agent is told.
+        """
         if self._is_leader and (not self._every or boundary % self._every == 0):
             asked = self._board.get(_LEADER, Field.SNAPSHOT_ASKED)
-            if asked != self._seen:
-                self._seen = asked
-                self._board.set(_LEADER, Field.SNAPSHOT_NUMBER, asked)
-                self._board.set(_LEADER, Field.SNAPSHOT_AT, boundary)
+            if asked == self._seen:
+                return
+            self._seen = asked
+            why_not = self._why_no_room(asked)
+            if why_not:
+                channel.send({"op": "snapshot", "number": asked, "boundary": boundary, "why_not": why_not})
+                return
+            self._board.set(_LEADER, Field.SNAPSHOT_NUMBER, asked)
+            self._board.set(_LEADER, Field.SNAPSHOT_AT, boundary)
+
+    def _why_no_room(self, number: int) -> str:
+        """Why a snapshot cannot be taken for want of memory, "" if it can. The ranks' shares are of about one size."""
+        try:
+            needed = sum(tensor.nbytes for _, tensor in replicated.describe()[1])
+            held = self._shelves[number % len(self._shelves)][1].held_bytes() * self._board.n_ranks
+        except (replicated.NotRepairableError, OSError):
+            return ""  # it will be said when the snapshot is taken
+        free = free_bytes()
+        if free is None or needed - held <= free:
+            return ""
+        return f"it takes {needed >> 20} MiB of shared memory, and less than that is free"
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; to be asked when all have recorded it."""
@@ -61,13 +83,11 @@ class Snapshots:
         told = {"op": "snapshot", "number": number, "boundary": boundary, "why_not": ""}
         session.touch(Phase.SAVING)
         try:
-            records_path, share_path = self._shelves[number % len(self._shelves)]
+            for_records, for_share = self._shelves[number % len(self._shelves)]
             # What will be written after this boundary is not known now: whoever goes back to it writes it again.
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
-            fd = os.open(records_path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
-            with open(fd, "wb") as file:
-                file.write(records)
-            told |= shares.write(share_path, session.local_rank, self._board.n_ranks, frame, is_hashed=False)
+            for_records.fill(len(records), [memoryview(records)])
+            told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.errors import CannotWriteError, cannot_write
-from ttprun.state.files import Buffer, FileEntry, read_entry, sync, write_file
+from ttprun.state.files import Buffer, FileEntry, Fill, read_entry, sync, write_file
 from ttprun.state.manifest import MANIFEST_NAME, Description
 
 # Makes the draft's directory a checkpoint: description, its files, and what is missing if it is not complete.
@@ -38,11 +38,11 @@ class Draft:
         """
         return self.folder / name
 
-    def add(self, name: str, content: Buffer | Iterable[Buffer]) -> FileEntry:
-        """Write a file. Raises CannotWriteError, and then the draft is gone."""
-        chunks = [content] if isinstance(content, Buffer) else content
+    def add(self, name: str, content: Buffer | Iterable[Buffer] | Fill) -> FileEntry:
+        """Write a file; see `write_file`. Raises CannotWriteError, and then the draft is gone."""
+        whole = [content] if isinstance(content, Buffer) else content
         try:
-            self._entries[name] = write_file(self.path(name), chunks)
+            self._entries[name] = write_file(self.path(name), whole)
         except OSError as error:
             self.discard()
             raise cannot_write(error, self.folder.parent) from error

@@ -35,11 +35,19 @@ def can_hold(tensor: Tensor) -> bool:
 def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
     """Yield the content of a safetensors file, for `write_file`: the header, then each tensor's elements.
 
-    tensors   any shape, stride and device; tensors that share memory are written each for itself. One that is not
-              contiguous, or not on the CPU, is copied when its turn comes; the others are read where they are
+    Arguments and errors are those of `lay_out`. One that is not contiguous, or not on the CPU, is copied when its turn
+    comes; the others are read where they are.
+    """
+    return chunks(*lay_out(tensors, metadata))
+
+
+def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Tensor]]:
+    """What a safetensors file consists of: its header, and the tensors in the order of their elements.
+
+    tensors   any shape, stride and device; tensors that share memory are written each for itself
     metadata  texts for the header
 
-    Raises ValueError if the format cannot hold one of them (see `can_hold`), before anything is yielded.
+    Raises ValueError if the format cannot hold one of them (see `can_hold`).
     """
     # Wide elements first, as the library does: then each tensor is aligned to its element.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -52,12 +60,14 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
             raise ValueError(f"no tensor of a safetensors file can be named '{key}'")
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[key] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    return _chunks(json.dumps(header).encode(), [tensor for _, tensor in ordered])
-
-
-def _chunks(text: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
+    text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text, [tensor for _, tensor in ordered]
+
+
+def chunks(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
+    """The content of what `lay_out` has laid out."""
+    yield memoryview(header)
     for tensor in tensors:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         if flat.numel():

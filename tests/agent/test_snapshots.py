@@ -1,0 +1,317 @@
+"""When the agent asks for a snapshot, where it is put, and what becomes of it: decisions, with the ranks played."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+from ttprun import recovery
+from ttprun.agent import snapshots as module
+from ttprun.agent.snapshots import Shelf, Snapshots
+from ttprun.board import Board, Field
+
+RANKS = 2
+NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"
+
+
+class FakeCheckpoints:
+    """Takes snapshots to write, and is done with each when it is told so."""
+
+    def __init__(self) -> None:
+        self.is_busy = False
+        self.written: list[int] = []
+        self._done: list[Callable[[], None]] = []
+
+    def write_snapshot(self, shelf: Shelf, done: Callable[[], None]) -> None:
+        self.is_busy = True
+        self.written.append(shelf.boundary)
+        self._done.append(done)
+
+    def finish(self) -> None:
+        self.is_busy = False
+        self._done.pop(0)()
+
+
+class FakeSupervisor:
+    """What the decisions look at and bring about: a job that runs, a board, and the events that are logged."""
+
+    def __init__(self, every: str) -> None:
+        self.config = SimpleNamespace(snapshot_every=every)
+        self.job: Any = SimpleNamespace(phase=recovery.Phase.RUNNING, unprotected_reason="", incident_count=0)
+        self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
+        self.board = Board.create(RANKS)[1]
+        self.checkpoints = FakeCheckpoints()
+        self.stored: Any = None
+        self.advanced: list[recovery.Event] = []
+        self.logged: list[dict[str, Any]] = []
+
+    def advance(self, event: recovery.Event) -> None:
+        self.advanced.append(event)
+
+    def log(self, event: str, **fields: Any) -> None:
+        self.logged.append({"event": event} | fields)
+
+
+class Job:
+    """Snapshots of two ranks, which take part when they are told to.
+
+    now_s   the clock
+    """
+
+    def __init__(self, every: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.supervisor = FakeSupervisor(every)
+        self.snapshots = Snapshots(self.supervisor)  # type: ignore[arg-type]
+        self.snapshots.begin_group(RANKS)
+
+    @property
+    def asked(self) -> int:
+        """Number of the snapshot that is asked for last; 0: none."""
+        return self.supervisor.board.get(0, Field.SNAPSHOT_ASKED)
+
+    def look(self) -> int:
+        """Let the agent decide; returns the number that is asked for now."""
+        self.snapshots.look()
+        return self.asked
+
+    def tell(self, rank: int, boundary: int, **differing: Any) -> None:
+        """A rank has put its part of the snapshot that is asked for where it belongs."""
+        shelf = self.snapshots.shelves[self.asked % 2]
+        head = msgpack.packb({"weights": differing.pop("weights", b"same")})
+        os.pwrite(shelf.records[rank], msgpack.packb({"records": [[boundary, head, b""]], "lines": [0, 0]}), 0)
+        told = {
+            "number": self.asked, "boundary": boundary, "why_not": "", "share": rank, "bytes": 10, "records_bytes": 5,
+            "header_xxh3": "h", "header": [], "took_s": 0.25,
+        }  # fmt: skip
+        self.snapshots.take(self.supervisor.seats[rank], told | differing)  # type: ignore[arg-type]
+
+    def take(self, boundary: int) -> None:
+        """All ranks take part."""
+        for rank in range(RANKS):
+            self.tell(rank, boundary)
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.supervisor.logged if event["event"] == name]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Job]:
+    """`job(every)`"""
+    return lambda every: Job(every, monkeypatch)
+
+
+def test_with_an_interval_of_steps_the_next_one_is_asked_for_as_soon_as_one_is_there(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+
+    assert one.look() == 1
+    assert one.look() == 1
+    one.take(20)
+
+    assert one.look() == 2
+
+
+def test_with_an_interval_of_time_it_is_asked_for_when_that_has_passed_since_the_last_one(
+    job: Callable[[str], Job],
+) -> None:
+    one = job("90s")
+
+    assert one.look() == 0
+    one.now_s += 90
+    assert one.look() == 1
+    one.take(7)
+    one.now_s += 89
+    assert one.look() == 1
+    one.now_s += 1
+    assert one.look() == 2
+
+
+def test_by_itself_it_is_asked_for_after_a_quarter_of_an_hour(job: Callable[[str], Job]) -> None:
+    one = job("auto")
+
+    one.now_s += 15 * 60 - 1
+    assert one.look() == 0
+    one.now_s += 1
+
+    assert one.look() == 1
+
+
+def test_never_is_never(job: Callable[[str], Job]) -> None:
+    one = job("never")
+
+    one.now_s += 1e9
+
+    assert one.look() == 0
+
+
+@pytest.mark.parametrize(
+    "differing", [{"phase": recovery.Phase.FREEZING}, {"unprotected_reason": "the ranks do not step together"}]
+)
+def test_nothing_is_asked_for_while_the_ranks_cannot_take_it_together(
+    job: Callable[[str], Job], differing: dict[str, Any]
+) -> None:
+    one = job("20steps")
+    vars(one.supervisor.job).update(differing)
+
+    assert one.look() == 0
+
+
+def test_one_that_was_asked_for_before_a_rank_was_lost_is_asked_for_anew_afterwards(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.look()
+    one.tell(0, 20)
+
+    one.supervisor.job.phase = recovery.Phase.FREEZING
+    one.look()
+    one.supervisor.job.phase = recovery.Phase.RUNNING
+
+    assert one.look() == 2
+    assert one.snapshots.newest is None
+
+
+def test_a_complete_one_is_what_all_ranks_go_back_to_and_is_written_to_disk(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.look()
+
+    one.tell(1, 20)
+    assert one.supervisor.stored is None
+    one.tell(0, 20)
+
+    assert (one.supervisor.stored.boundary, one.supervisor.stored.place) == (20, "shared memory")
+    assert [type(event) for event in one.supervisor.advanced] == [recovery.SnapshotTaken]
+    assert one.events("snapshot_taken") == [
+        {"event": "snapshot_taken", "boundary": 20, "bytes": 30, "took_s": 0.25, "number": 1}
+    ]
+    assert one.supervisor.checkpoints.written == [20]
+
+
+def test_the_newest_complete_one_is_never_written_over(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.supervisor.checkpoints.is_busy = True  # with something else: snapshots stay in memory
+    for boundary in (20, 40, 60):
+        newest = one.snapshots.newest
+        asked = one.look()
+
+        assert one.snapshots.shelves[asked % 2] is not newest
+        one.take(boundary)
+
+    one.look()
+    one.tell(0, 80, why_not="rank 0: no")
+
+    assert one.snapshots.newest is not None
+    assert one.snapshots.newest.boundary == 60
+    assert one.snapshots.shelves[one.look() % 2] is not one.snapshots.newest
+
+
+def test_while_one_is_being_written_another_is_taken_and_then_none_until_the_disk_is_done(
+    job: Callable[[str], Job],
+) -> None:
+    one = job("20steps")
+    one.look()
+    one.take(20)
+    assert one.look() == 2
+    one.take(40)
+
+    assert one.look() == 2
+    one.supervisor.checkpoints.finish()
+    assert one.look() == 3
+    one.take(60)
+
+    assert one.supervisor.checkpoints.written == [20, 60]
+
+
+def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_is_told(
+    job: Callable[[str], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = job("20steps")
+    one.look()
+
+    one.tell(0, 20)
+    one.tell(1, 20, header_xxh3="another")
+
+    why_not = "the ranks hold different parameters, of which there is no replica"
+    assert one.events("snapshot_failed") == [
+        {"event": "snapshot_failed", "boundary": 20, "reason": why_not, "is_off": True}
+    ]
+    assert [record.message for record in caplog.records] == [f"no snapshots are taken from now on: {why_not}"]
+    assert one.supervisor.stored is None
+    assert one.look() == 1
+
+
+@pytest.mark.parametrize(
+    ("differing", "why_not"),
+    [
+        ({"weights": b"others"}, "the ranks hold different weights, of which there is no replica"),
+        ({"boundary": 40}, "the ranks have taken it at different steps"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_no_snapshot(
+    job: Callable[[str], Job], differing: dict[str, Any], why_not: str
+) -> None:
+    one = job("20steps")
+    one.look()
+
+    one.tell(0, 20)
+    one.tell(1, **({"boundary": 20} | differing))
+
+    assert [event["reason"] for event in one.events("snapshot_failed")] == [why_not]
+    assert one.snapshots.newest is None
+
+
+def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
+    job: Callable[[str], Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = job("90s")
+    for number in (1, 2, 3):
+        one.now_s += 90
+        assert one.look() == number
+        one.tell(0, 100 * number, why_not=NO_ROOM)
+        one.now_s += 89
+        assert one.look() == number
+        one.now_s -= 89
+
+    assert [event["boundary"] for event in one.events("snapshot_failed")] == [100, 200, 300]
+    assert not any(event["is_off"] for event in one.events("snapshot_failed"))
+    assert [record.message for record in caplog.records] == [f"no snapshot was taken: {NO_ROOM}"]
+    one.now_s += 90
+    one.look()
+    one.take(400)
+    assert one.supervisor.stored.boundary == 400
+
+
+def test_what_a_rank_says_of_an_older_snapshot_is_void(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.look()
+    one.take(20)
+    one.look()
+
+    one.tell(0, 20, number=1)
+    one.tell(1, 20, number=1)
+
+    assert one.snapshots.newest is not None
+    assert (one.snapshots.newest.boundary, len(one.events("snapshot_taken"))) == (20, 1)
+
+
+def test_a_snapshot_of_a_group_that_is_gone_is_kept_until_it_is_on_the_disk(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.look()
+    one.take(20)
+    (writing,) = [shelf for shelf in one.snapshots.shelves if shelf.is_read]
+
+    one.snapshots.begin_group(RANKS)
+
+    assert os.fstat(writing.records[0]).st_size > 0
+    one.supervisor.checkpoints.finish()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(writing.records[0])
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_seen(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="ttprun")

@@ -1,0 +1,110 @@
+"""What a recorder gives away is all that a replay needs of it, and another one holds it just so."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+import torch
+
+from ttprun.rank.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
+
+SLOT_BYTES = 1 << 20
+PLACE = (1, 0, 3, 40)
+
+
+def empty() -> Recorder:
+    return Recorder(Recorder.create(SLOT_BYTES), SLOT_BYTES)
+
+
+def filled(up_to: int) -> Recorder:
+    """Records of boundaries 1 to `up_to`, two results, a worker's state, and counts of a file."""
+    recorder = empty()
+    for boundary in range(1, up_to + 1):
+        blobs = [torch.full((1000,), float(boundary)), torch.arange(boundary)]
+        recorder.write(boundary, b"head %d" % boundary, blobs)
+    recorder.append_log(b"first result")
+    recorder.append_log(b"")
+    recorder.append_log(b"third result")
+    recorder.write_worker(PLACE, b"state of a worker")
+    recorder.set_appended(12345, (6, 700, 80))
+    return recorder
+
+
+def carried_over(recorder: Recorder, boundary: int) -> Recorder:
+    """Another recorder that holds what this one has given away, by way of a file's bytes."""
+    other = empty()
+    other.restore(msgpack.unpackb(msgpack.packb(recorder.export(boundary)), strict_map_key=False))
+    return other
+
+
+def test_a_restored_recorder_answers_as_the_one_that_was_saved() -> None:
+    saved = filled(up_to=7)
+
+    restored = carried_over(saved, 7)
+
+    assert [restored.read(boundary) for boundary in range(9)] == [saved.read(boundary) for boundary in range(9)]
+    assert restored.read(7) is not None
+    assert list(restored.read_log()) == [b"first result", b"", b"third result"]
+    assert restored.read_worker(PLACE) == b"state of a worker"
+    assert restored.appended(12345) == (6, 700, 80)
+    assert restored.appended_keys() == [12345]
+
+
+def test_a_restored_recorder_goes_on_where_the_saved_one_stood() -> None:
+    restored = carried_over(filled(up_to=7), 7)
+
+    restored.write(8, b"head 8", [torch.ones(3)])
+    restored.append_log(b"fourth result")
+
+    assert restored.read(8) is not None
+    assert [boundary for boundary in range(10) if restored.read(boundary)] == [5, 6, 7, 8]
+    assert list(restored.read_log())[-2:] == [b"third result", b"fourth result"]
+
+
+def test_what_lies_behind_the_boundary_is_not_given_away() -> None:
+    restored = carried_over(filled(up_to=7), 6)
+
+    assert restored.read(7) is None
+    assert [boundary for boundary in range(8) if restored.read(boundary)] == [4, 5, 6]
+
+
+def test_the_first_boundary_has_no_records_before_it() -> None:
+    restored = carried_over(filled(up_to=1), 1)
+
+    assert [boundary for boundary in range(SLOTS + 1) if restored.read(boundary)] == [1]
+
+
+@pytest.mark.parametrize("boundary", [0, 3, 8])
+def test_a_boundary_without_a_record_cannot_be_given_away(boundary: int) -> None:
+    with pytest.raises(KeyError):
+        filled(up_to=7).export(boundary)
+
+
+def test_an_empty_part_is_given_away_as_nothing_and_takes_no_memory() -> None:
+    recorder = empty()
+    recorder.write(1, b"head", [])
+
+    exported = recorder.export(1)
+
+    assert (exported["log"], exported["workers"], exported["appended"]) == ([], [], b"")
+    assert len(msgpack.packb(exported)) < 200
+
+
+def test_states_of_workers_are_given_away_without_the_room_between_them() -> None:
+    recorder = filled(up_to=1)
+    far = (3, 9, 15, 31)
+    recorder.write_worker(far, b"state of the last worker")
+
+    exported = recorder.export(1)
+
+    assert sum(len(part) for _, part in exported["workers"]) <= 4 * WORKER_ENTRY_BYTES
+    assert carried_over(recorder, 1).read_worker(far) == b"state of the last worker"
+
+
+def test_a_record_that_does_not_fit_where_it_is_to_be_restored_is_refused() -> None:
+    saved = empty()
+    saved.write(1, b"head", [torch.zeros(SLOT_BYTES // 8)])
+    small = Recorder(Recorder.create(SLOT_BYTES // 4), SLOT_BYTES // 4)
+
+    with pytest.raises(RecordTooLargeError, match="record_limit_mib"):
+        small.restore(saved.export(1))

@@ -1,0 +1,253 @@
+"""The shares of a snapshot or checkpoint: who writes what, and that all of them together are the state."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ttprun.board import Board, Field
+from ttprun.rank import boundary, replicated, shares, snapshots
+from ttprun.rank.memory import Memory
+from ttprun.rank.replicated import NotRepairableError
+from ttprun.rank.snapshots import Snapshots
+from ttprun.state.files import read_entry
+
+SHARES = 3
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+@pytest.fixture
+def trained() -> Iterator[Trained]:
+    """A model after one step, known as a script's own is."""
+    made = boundary.wrap_optimizer_init(torch.optim.Optimizer.__init__)
+    original, torch.optim.Optimizer.__init__ = torch.optim.Optimizer.__init__, made  # type: ignore[method-assign]
+    boundary.forget()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(8, 16)).sum().backward()
+    optimizer.step()
+    yield model, optimizer
+    torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
+    boundary.forget()
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Copies of all that replicas share."""
+    return {key: tensor.clone() for key, tensor in replicated.describe()[1]}
+
+
+def write_all(folder: Path) -> tuple[list[Any], list[str]]:
+    """(header, paths) of a checkpoint's shares."""
+    paths = [str(folder / shares.file_of(share)) for share in range(SHARES)]
+    told = [shares.write(path, share, SHARES, None) for share, path in enumerate(paths)]
+    return told[0]["header"], paths
+
+
+def disturb(trained: Trained) -> None:
+    """Another state than the one that was written."""
+    model, optimizer = trained
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    for group in optimizer.state.values():
+        group["exp_avg"].mul_(3.0)
+
+
+def test_shares_are_as_even_as_the_largest_tensor_lets_them_be() -> None:
+    chance = random.Random(1)
+    for of in (1, 2, 3, 8):
+        sizes = [chance.randint(1, 1000) for _ in range(200)]
+
+        owners = shares.divide(sizes, of)
+
+        filled = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == share) for share in range(of)]
+        assert max(filled) - min(filled) <= max(sizes)
+        assert sum(filled) == sum(sizes)
+
+
+def test_tensors_of_one_size_are_dealt_out_in_turn_and_all_ranks_deal_alike() -> None:
+    assert shares.divide([5, 5, 5, 5, 5], 2) == [0, 1, 0, 1, 0]
+    assert shares.divide([1, 9, 1, 1], 2) == [1, 0, 1, 1]
+    assert shares.divide([], 2) == []
+    assert shares.divide([7], 3) == [0]
+
+
+def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path: Path, trained: Trained) -> None:
+    expected = state()
+    header, paths = write_all(tmp_path)
+    disturb(trained)
+
+    shares.load(header, paths)
+
+    found = state()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_told(tmp_path: Path, trained: Trained) -> None:
+    told = [shares.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
+
+    held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
+    assert sorted(held) == sorted(state())
+    for one in told:
+        entry = read_entry(tmp_path / str(one["share"]))
+        assert (one["bytes"], one["xxh3"]) == (entry.bytes, entry.xxh3)
+    assert len({one["header_xxh3"] for one in told}) == 1
+
+
+def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained[0]
+    monkeypatch.setattr(shares, "_modules", lambda frame: iter([("net", model)]))
+
+    told = shares.write(str(tmp_path / "first"), 0, 1, None)
+
+    places = told["model"]["net"]
+    assert places.keys() == model.state_dict().keys()
+    assert places["1.running_mean"][1] == "net/1.running_mean"
+    assert places["0.weight"][1] in state()
+    written = load_file(tmp_path / "first")
+    assert all(torch.equal(written[places[name][1]], value) for name, value in model.state_dict().items())
+
+
+def test_a_tensor_that_is_in_no_file_is_named_and_nothing_is_taken_for_it(tmp_path: Path, trained: Trained) -> None:
+    header, paths = write_all(tmp_path)
+
+    with pytest.raises(NotRepairableError, match=r"optimizer\.0/0\.\d/\w+ is in none of the checkpoint's files"):
+        shares.load(header, paths[1:])
+
+
+def test_a_tensor_of_another_shape_in_the_file_is_refused(tmp_path: Path, trained: Trained) -> None:
+    header, paths = write_all(tmp_path)
+    key = "optimizer.0/0.0/exp_avg"
+    (path,) = [path for path in paths if key in load_file(path)]
+    save_file(load_file(path) | {key: torch.zeros(3, 3)}, path)
+
+    with pytest.raises(NotRepairableError, match=r"exp_avg is \[3, 3\] of torch.float32 in the checkpoint"):
+        shares.load(header, paths)
+
+
+def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -> None:
+    header, paths = write_all(tmp_path)
+    header[0][1] = [32, 17]
+
+    with pytest.raises(NotRepairableError, match=r"has shape \[32, 16\], and one of \[32, 17\] is to come"):
+        shares.load(header, paths)
+
+
+def test_a_file_of_an_attempt_that_was_given_up_is_not_written_into(tmp_path: Path, trained: Trained) -> None:
+    path = tmp_path / "share"
+    with open(path, "wb") as earlier:
+        earlier.write(b"x" * 10)
+        shares.write(str(path), 0, 1, None)
+        earlier.write(b"y" * 10)
+        earlier.flush()
+
+        assert sorted(load_file(path)) == sorted(state())
+
+
+# In shared memory.
+
+
+def memory_file() -> tuple[int, str]:
+    """(descriptor, path) as the agent gives them to ranks."""
+    fd = os.memfd_create("test")
+    return fd, f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def test_a_snapshot_holds_what_a_checkpoint_would_and_can_be_loaded(tmp_path: Path, trained: Trained) -> None:
+    expected = state()
+    memories = [memory_file() for _ in range(SHARES)]
+    told = [shares.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
+    for share, (fd, path) in enumerate(memories):
+        shares.write(str(tmp_path / "disk"), share, SHARES, None)
+        assert Path(path).read_bytes() == (tmp_path / "disk").read_bytes()
+        assert told[share]["bytes"] == os.fstat(fd).st_size
+    disturb(trained)
+
+    shares.load(told[0]["header"], [path for _, path in memories])
+
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in state().items())
+
+
+def test_a_second_snapshot_in_the_same_place_is_the_newer_state_whatever_its_size(trained: Trained) -> None:
+    _, path = memory_file()
+    memory = Memory(path)
+    memory.fill(100_000, [memoryview(b"z" * 100_000)])
+    for size in (100_000, 50_000, 200_000):
+        content = os.urandom(size)
+
+        memory.fill(size, [memoryview(content[:7]), memoryview(b""), memoryview(content[7:])])
+
+        assert Path(path).read_bytes() == content
+        assert memory.held_bytes() >= size
+
+
+def test_more_content_than_was_announced_is_not_written_beyond_the_end() -> None:
+    _, path = memory_file()
+
+    with pytest.raises(ValueError, match="more than 10 bytes"):
+        Memory(path).fill(10, [memoryview(b"x" * 8), memoryview(b"y" * 8)])
+
+    assert os.stat(path).st_size == 10
+
+
+# The memory is looked at first.
+
+
+class FakeLine:
+    """Notes what is said to the agent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.sent.append(message)
+
+
+def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0) -> tuple[Board, FakeLine]:
+    """The first of two ranks is asked for snapshot 1 at boundary 40, with so much memory free, and so much taken."""
+    board, channel = Board.create(2)[1], FakeLine()
+    shelves = [[memory_file()[1], memory_file()[1]] for _ in range(2)]
+    if held:
+        Memory(shelves[1][1]).fill(held, [])
+    monkeypatch.setattr(snapshots, "free_bytes", lambda: free_bytes)
+    first = Snapshots(board, 0, shelves, every=20)
+    board.set(0, Field.SNAPSHOT_ASKED, 1)
+    for number in (39, 40):
+        first.agree(channel, number)  # type: ignore[arg-type]
+    return board, channel
+
+
+def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    size = sum(tensor.nbytes for tensor in state().values())
+
+    for free_bytes, held in ((size, 0), (None, 0), (0, size // 2)):
+        board, channel = agree(monkeypatch, free_bytes, held)
+
+        assert (board.get(0, Field.SNAPSHOT_AT), board.get(0, Field.SNAPSHOT_NUMBER)) == (40, 1)
+        assert channel.sent == []
+
+
+def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the_agent_is_told(
+    monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    size = sum(tensor.nbytes for tensor in state().values())
+
+    board, channel = agree(monkeypatch, size - 1)
+
+    assert board.get(0, Field.SNAPSHOT_AT) == 0
+    (told,) = channel.sent
+    assert (told["op"], told["number"], told["boundary"]) == ("snapshot", 1, 40)
+    assert told["why_not"] == "it takes 0 MiB of shared memory, and less than that is free"
