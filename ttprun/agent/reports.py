@@ -73,6 +73,10 @@ class Reports:
             self._supervisor.injections.failed(seat, message)
         elif op == "snapshot":
             self._supervisor.snapshots.take(seat, message)
+        elif op in ("replicas", "scheduler", "notified"):
+            self._supervisor.frameworks.take(seat, message)
+        elif op in ("dumped", "renamed") and self._supervisor.config.mindio:
+            self._supervisor.frameworks.take_dumped(seat, message)
         elif op == "dumped":
             self._supervisor.checkpoints.take_dumped(seat, message)
         elif op == "digest":
@@ -172,6 +176,8 @@ class Reports:
             fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
         elif op == "replayed":
             fields["boundary"] = message["boundary"]
+            if self._supervisor.config.mindio:
+                self._supervisor.frameworks.take(seat, message)
             told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
             self._supervisor.log("rank_replayed", rank=seat.rank, **told)
         elif op in ("state_sent", "repaired"):

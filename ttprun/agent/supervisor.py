@@ -26,6 +26,7 @@ from ttprun.agent.causes import Causes
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.failures import Failure, FirstFailure
+from ttprun.agent.frameworks import Frameworks
 from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
@@ -88,6 +89,7 @@ class Supervisor:
         self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
         self.reports = Reports(self)
+        self.frameworks = Frameworks(self)
         self.lookout = Lookout(self)
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
@@ -142,6 +144,7 @@ class Supervisor:
         self.lookout.begin_group()
         self.snapshots.begin_group(len(ranks))
         self.reports.begin_group(len(ranks))
+        self.frameworks.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
         self.first_failure = FirstFailure()
@@ -243,6 +246,7 @@ class Supervisor:
                 self._pass_deadlines()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
+                    self.frameworks.scheduler.look()
                     self.lookout.look()
                     self.snapshots.look()
                     self.checkpoints.look()
@@ -297,6 +301,7 @@ class Supervisor:
                 "may_rerun": "rerun" in self.job.settings.rungs,
                 "retry_on": config.retry_on,
                 "device_errors": config.device_errors,
+                "mindio": config.mindio,
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },
         }

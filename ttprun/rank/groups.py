@@ -95,7 +95,7 @@ def wrap_new_group(original: Any) -> Any:
 def _connect(group: Any) -> None:
     """Come together with the group's other members, as the script expects; a replay meets nobody."""
     session = current()
-    if isinstance(group, ManagedGroup) and session is not None and session.replay is None:
+    if isinstance(group, ManagedGroup) and session is not None and not session.meets_nobody():
         session.meet(CONNECT, group.size())
         group.connect()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
@@ -108,7 +108,7 @@ def wrap_destroy_process_group(original: Any) -> Any:
         faults.reached("exit")
         session = current()
         if session is not None:
-            if group is None or group is dist.group.WORLD:
+            if session.framework is None and (group is None or group is dist.group.WORLD):
                 leave_together(session)
             if group is None or group is dist.group.WORLD:
                 session.groups.clear()
