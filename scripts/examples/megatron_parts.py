@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, HEADS, CONTEXT, LAYERS, DROPOUT = 64, 32, 4, 16, 2, 0.1
+VOCABULARY, WIDTH, HEADS, CONTEXT, LAYERS = 64, 32, 4, 16, 2
 REPLICAS = 2
 
 
@@ -49,9 +49,13 @@ class _SumOfParts(torch.autograd.Function):
 
 
 class Layers:
-    """The ranks of this process's world: tensor-parallel neighbours are next to each other."""
+    """Where this rank stands in its world: tensor-parallel neighbours are next to each other.
 
-    def __init__(self, rank: int, world: int, tensor_parallel: int) -> None:
+    half, shard   ranks in one half of the data-parallel group, and this rank's place in its half
+    """
+
+    def __init__(self, rank: int, world: int, tensor_parallel: int, dropout: float) -> None:
+        self.dropout = dropout
         self.rank, self.world, self.tp = rank, world, tensor_parallel
         self.tp_rank, self.dp_rank, self.dp = rank % tensor_parallel, rank // tensor_parallel, world // tensor_parallel
         self.dp_ranks = list(range(self.tp_rank, world, tensor_parallel))
@@ -99,9 +103,9 @@ class Block(nn.Module):
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in split.chunk(3, dim=2))
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         seen = _SumOfParts.apply(self.out(seen.transpose(1, 2).flatten(2)), group)
-        x = x + functional.dropout(seen, DROPOUT, self.training)
+        x = x + functional.dropout(seen, self.layers.dropout, self.training)
         wide = functional.gelu(self.widen(_SumOfGradients.apply(self.before_perceptron(x), group)))
-        return x + functional.dropout(_SumOfParts.apply(self.narrow(wide), group), DROPOUT, self.training)
+        return x + functional.dropout(_SumOfParts.apply(self.narrow(wide), group), self.layers.dropout, self.training)
 
 
 class Gpt(nn.Module):

@@ -55,6 +55,7 @@ class Frameworks:
         self.scheduler.begin_group()
         self.replicas: dict[int, list[ReplicaGroup]] = {}
         self.losses: dict[int, Loss] = {}
+        self._loaded = 0
         self._saving: set[int] = set()
         self._save_step = 0
         self._renames = -1
@@ -70,6 +71,8 @@ class Frameworks:
                 self.scheduler.register(seat)
             case "notified":
                 self.scheduler.notified(message)
+            case "state_sent" | "repaired":
+                self._loaded = max(self._loaded, message["loaded"])
             case "replayed":
                 self.losses[seat.rank] = _LOSSES[message["part"]]
                 seat.journal = message["journal"]
@@ -101,6 +104,7 @@ class Frameworks:
         supervisor = self._supervisor
         world_size = len(supervisor.seats)
         lost = {rank: self.losses[rank] for rank in action.to}
+        self._loaded = 0
         plan = plan_repair(self.replicas, lost, world_size)
         if plan.missing:
             logger.warning("no copy of the state of rank %s is left: all load a checkpoint", _named(plan.missing))
@@ -120,6 +124,7 @@ class Frameworks:
                     "lost": list(action.to),
                     "fault_ranks": list(action.to),
                     "groups": self.groups_to_connect(),
+                    "repair_type": self.repair_type(),
                     "parts": [_told(part) for part in plan.parts.get(seat.rank, ())],
                     "limit_s": supervisor.config.transfer_timeout_s,
                 }
@@ -127,6 +132,10 @@ class Frameworks:
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to roll back, and to train again."""
+        loaded, self._loaded = self._loaded, 0
+        if loaded:
+            self._supervisor.log("framework_loaded", step=loaded, boundary=action.boundary)
+            logger.warning("all go back to a checkpoint of the framework, of step %d", loaded)
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(
                 {
@@ -135,6 +144,7 @@ class Frameworks:
                     "boundary": action.boundary,
                     "groups": self.groups_to_connect(),
                     "fault_ranks": [],
+                    "loaded": loaded,
                 }
             )
 

@@ -71,7 +71,8 @@ class Orders:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
         seat = self._supervisor.seats[action.rank]
         if self._supervisor.config.mindio:
-            seat.tell({"op": "replay", "generation": action.generation, "boundary": action.boundary})
+            order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
+            seat.tell(order | {"repair_type": self._supervisor.frameworks.repair_type()})
             return
         lost = self._recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source

@@ -107,6 +107,8 @@ class Supervisor:
             transfer_s=config.transfer_timeout_s,
             resume_s=config.resume_timeout_s,
             persist_s=config.persist_timeout_s,
+            # Whoever must come to its next collective to stand still needs more time.
+            halt_s=config.freeze_timeout_s if config.mindio else recovery.Limits().halt_s,
         )
         rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()
         settings = recovery.Settings(
@@ -421,6 +423,8 @@ class Supervisor:
         why_not = ""
         if self.verdict is not None:
             why_not = "the run has ended"
+        elif self.config.mindio:
+            why_not = "the framework writes its own checkpoints (--mindio)"
         elif job.phase is not recovery.Phase.RUNNING:
             why_not = f"the job is {job.phase}; ask again"
         elif not recovery.may_persist(job):

@@ -108,7 +108,7 @@ def _value_or_raise(promise: torch.futures.Future[Any]) -> Any:
 
 
 def _is_over(entry: Entry) -> bool:
-    return entry.is_done or (entry.inner is not None and entry.inner.is_completed())
+    return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
 
 
 def has_ended(work: Any, limit_s: float) -> bool:

@@ -292,11 +292,16 @@ class ManagedGroup(ProcessGroup):
             entry.is_done = True
             return ManagedWork(journal, entry)
         if self._native is None and session.groups.get(self._name) is self:
-            self.connect_in(session.generation)
+            self.connect()
         journal.forget_completed()
         with journal.lock:
             framework.admit()
-            entry.inner = self._call(entry.op, entry.args)
+            try:
+                entry.inner = self._call(entry.op, entry.args)
+            except RuntimeError as error:
+                if not framework.is_of_connection(error):
+                    raise
+                entry.error = error.with_traceback(None)  # whoever waits for it waits for a recovery
             journal.entries.append(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)

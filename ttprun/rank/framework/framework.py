@@ -21,6 +21,7 @@ from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable, UpdateTimes
 from ttprun.rank.framework.handlers import Handlers
+from ttprun.rank.journal import TELL_AFTER_S
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 0.1
@@ -223,7 +224,7 @@ class Framework:
                 result = function(*args, **kwargs)
                 self._wait_for_all()
             except RuntimeError as error:
-                state = self.errors.classify(error)
+                state = self._state_of(error)
                 if not self._report(state, error):
                     self._leave()
                     raise
@@ -273,12 +274,21 @@ class Framework:
         if not self._report(state, RuntimeError(error or state.name)):
             raise RuntimeError(f"{state.name} ({error}) is answered by no recovery in this process")
 
+    def _state_of(self, error: RuntimeError) -> ReportState:
+        state = self.errors.classify(error)
+        is_link = state is ReportState.RS_UNKNOWN and self.is_of_connection(error)
+        return ReportState.RS_HCCL_FAILED if is_link else state
+
+    def is_of_connection(self, error: BaseException) -> bool:
+        """Whether an error says no more than that another rank is not to be reached."""
+        return DeviceErrors(self._session.options["device_errors"]).diagnose(error).rung == "reconnect"
+
     def _report(self, state: ReportState, error: BaseException) -> bool:
         """Tell the agent, and come to a stand; False if the error is not to be answered in this process."""
         session = self._session
         match state:
             case ReportState.RS_NORMAL | ReportState.RS_INIT_FINISH | ReportState.RS_STEP_FINISH:
-                if not self._hears_of_recovery():
+                if not self._hears_of_recovery(_ORDER_LIMIT_S):
                     return False
             case ReportState.RS_PREREPAIR_FINISH:
                 if not self.is_joining:
@@ -287,9 +297,10 @@ class Framework:
             case ReportState.RS_UCE if session.is_repairable():
                 pass
             case ReportState.RS_HCCL_FAILED if session.is_repairable():
-                session.tell_broken(session.generation, in_one_line(error), 0.0)
-                if not self._hears_of_recovery():
-                    return False
+                if not self._hears_of_recovery(TELL_AFTER_S):
+                    session.tell_broken(session.generation, in_one_line(error), TELL_AFTER_S)
+                    if not self._hears_of_recovery(_ORDER_LIMIT_S):
+                        return False
             case _:
                 return False
         with session.changed:
@@ -315,10 +326,10 @@ class Framework:
         }
         self._session.channel.send({"op": "faulted", **told})
 
-    def _hears_of_recovery(self) -> bool:
+    def _hears_of_recovery(self, limit_s: float) -> bool:
         session = self._session
         with session.changed:
-            return session.changed.wait_for(lambda: self.is_stopping, timeout=_ORDER_LIMIT_S)
+            return session.changed.wait_for(lambda: self.is_stopping, timeout=limit_s)
 
     def wait_next_action(self) -> Action:
         """Block until stop and clean are over; EXIT if the state is saved, and the job ends."""

@@ -145,6 +145,7 @@ class CallbackRecovery(Recovery):
         """Memory of this rank's device has failed, and all others stand still."""
         session, framework = self._session, self._framework
         session.generation = message["generation"]
+        framework.repair_type = message["repair_type"]
         is_behind = session.applied != message["boundary"] or framework.is_torn
         with self._calling():
             framework.handlers.stop()
@@ -173,6 +174,7 @@ class CallbackRecovery(Recovery):
         session, framework = self._session, self._framework
         step: int = message["boundary"]
         framework.repair_step = step
+        framework.repair_type = message["repair_type"]
         self._rebuild(message)
         faults.reached("transfer")
         for part in message["parts"]:
@@ -183,7 +185,8 @@ class CallbackRecovery(Recovery):
                 else:
                     self._repair_by_ourselves(part, message["limit_s"])
         op = "repaired" if session.rank in message["lost"] else "state_sent"
-        session.channel.send({"op": op, "generation": session.generation, "digest": ""})
+        told = {"generation": session.generation, "digest": "", "loaded": framework.loaded_step}
+        session.channel.send({"op": op, **told})
 
     def _rebuild(self, message: Message) -> None:
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
@@ -236,6 +239,9 @@ class CallbackRecovery(Recovery):
 
     def _on_resume(self, message: Message) -> None:
         session, framework = self._session, self._framework
+        if framework.loaded_step != message["loaded"]:
+            other = f"others one of step {message['loaded']}"
+            raise NotRepairableError(f"it has loaded a checkpoint of step {framework.loaded_step}, and {other}")
         step = framework.loaded_step or message["boundary"]
         framework.repair_step = step
         if self._rebuilt_in != session.generation:
