@@ -67,7 +67,7 @@ class State:
         self.iteration = self.consumed = 0
         self.device = SimulatedNpu({})
         registry.simulate(self.device)
-        self.uce = options.uce
+        self.uce = None if is_joining else options.uce  # another process has another device
         self.build()
 
     def build(self) -> None:

@@ -178,10 +178,10 @@ class Optimizer:
 
     def gather_weights(self) -> None:
         """Write the weights of the model from the shards of this rank's half."""
-        whole = torch.empty(self.size * self.layers.half)
-        dist.all_gather_into_tensor(whole, self.main, group=self.layers.half_group)
+        shards = [torch.empty(self.size) for _ in range(self.layers.half)]
+        dist.all_gather(shards, self.main, group=self.layers.half_group)
         with torch.no_grad():
-            nn.utils.vector_to_parameters(whole[: self.length], self.parameters)
+            nn.utils.vector_to_parameters(torch.cat(shards)[: self.length], self.parameters)
 
 
 def batch_of(layers: Layers, iteration: int, size: int = 4) -> Tensor:

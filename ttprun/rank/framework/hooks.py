@@ -5,6 +5,7 @@ The counterpart of `ttprun.rank.hooks`; begin with `begin_run`.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from ttprun.board import Phase
@@ -49,19 +50,20 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
 
 
 def wrap_process_group_name(original: Any) -> Any:
-    """_process_group_name: a group that is made in a repair has the same name in all ranks.
+    """_process_group_name: a group that is made in a repair has the same name in all its members.
 
-    torch numbers groups by how many a process has made; a replacement has made fewer than the others. Those of the
-    script's set-up, which all make alike, keep their names.
+    torch makes the name of how many groups a process has made, or has; a replacement has made fewer than the others.
+    Those of the script's set-up, which all make alike, keep their names.
     """
-    made: dict[int, int] = {}
+    made: Counter[tuple[int, str]] = Counter()
 
     def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
         session = current()
         framework = session.framework if session is not None else None
-        if session is None or framework is None or use_hashed_name or not framework.is_past_setup:
+        if session is None or framework is None or not framework.is_past_setup:
             return original(ranks, use_hashed_name)
-        made[session.generation] = made.get(session.generation, 0) + 1
-        return f"{session.generation}.{made[session.generation]}"
+        of = "_".join(map(str, ranks)) if use_hashed_name else "all"
+        made[session.generation, of] += 1
+        return f"repair {session.generation} of {of}, {made[session.generation, of]}"
 
     return process_group_name

@@ -1,12 +1,12 @@
 """What a scheduler calls."""
 
-from mindio_ttp.controller_ttp.ttp_controller import (
+from .ttp_controller import (
     tft_destroy_controller,
     tft_init_controller,
     tft_query_high_availability_switch,
     tft_start_controller,
 )
-from mindio_ttp.controller_ttp.ttp_mindx_api import (
+from .ttp_mindx_api import (
     tft_notify_controller_change_strategy,
     tft_notify_controller_dump,
     tft_notify_controller_on_global_rank,

@@ -1,17 +1,14 @@
 """What a framework calls in every rank."""
 
-from mindio_ttp.controller_ttp.ttp_controller import (
+from ttprun.rank.framework.codes import Action, OptimizerType, PauseType, RepairType, ReportState
+
+from ..controller_ttp.ttp_controller import (
     tft_destroy_controller,
     tft_init_controller,
     tft_query_high_availability_switch,
     tft_start_controller,
 )
-from mindio_ttp.framework_ttp.ttp_decorator import (
-    Action,
-    OptimizerType,
-    PauseType,
-    RepairType,
-    ReportState,
+from .ttp_decorator import (
     set_mindio_export_version,
     tft_can_do_uce_repair,
     tft_destroy_processor,

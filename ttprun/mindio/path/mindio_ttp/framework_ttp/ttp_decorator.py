@@ -10,14 +10,7 @@ from typing import Any
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
 from ttprun.rank.framework.access import this_rank
-from ttprun.rank.framework.codes import (
-    Action,
-    OptimizerType,
-    PauseType,
-    RepairType,
-    ReportState,
-    value_of,
-)
+from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.errors import now_us
 from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
 
@@ -294,12 +287,3 @@ def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:
     """The password of a TLS key; nothing here is encrypted, since nothing leaves the machine."""
     if not callable(decryptor):
         raise TypeError("tft_register_decrypt_handler: give a function")
-
-
-__all__ = [name for name in dir() if name.startswith("tft_") or name == "set_mindio_export_version"] + [
-    "Action",
-    "OptimizerType",
-    "PauseType",
-    "RepairType",
-    "ReportState",
-]

@@ -1,6 +1,6 @@
 """Helpers that frameworks import from here."""
 
-from mindio_ttp.framework_ttp.ttp_decorator import (
+from ..framework_ttp.ttp_decorator import (
     tft_can_do_uce_repair,
     tft_set_update_end_time,
     tft_set_update_start_time,
