@@ -104,7 +104,18 @@ def train(state: State) -> None:
         state.schedule.step += 1
         if layers.rank == 0 and state.iteration % 10 == 0:
             print(f"iteration {state.iteration} loss {loss.item():.6f}", flush=True)
+        if state.options.save_every and state.iteration % state.options.save_every == 0:
+            save_periodically(state)
         tft_pause_train(state.iteration)
+
+
+def save_periodically(state: State) -> None:
+    """The first half writes its shards; what is lost with all its copies comes from here."""
+    if state.layers.dp_rank < state.layers.half:
+        write_shard(state, state.iteration)
+    dist.barrier()
+    if state.layers.rank == 0:
+        rename(state.iteration, [state])
 
 
 def fail_if_due(state: State) -> None:
@@ -182,8 +193,12 @@ def rollback(step: int, args: Any, ctx: Any) -> None:
 def save_ckpt(step: int, save_info: list[dict[str, Any]], args: Any, ctx: Any) -> None:
     """Write this rank's shard, if it was chosen to."""
     state = args[0]
-    if state.layers.rank not in save_info[0]["ranks"]:
-        return
+    if state.layers.rank in save_info[0]["ranks"]:
+        write_shard(state, step)
+
+
+def write_shard(state: State, step: int) -> None:
+    """Write what this rank's optimizer keeps."""
     folder = Path(state.options.out) / f"iter_{step:07d}_tmp"
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(state.optimizer.tensors(), folder / shard_file(state.layers))
@@ -233,6 +248,7 @@ def main() -> None:
     parser.add_argument("--load", help="folder to go on from")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
     options = parser.parse_args()

@@ -71,15 +71,30 @@ def test_a_tensor_parallel_rank_is_repaired_from_the_rank_that_holds_its_shard(
     assert result.hashes == weights(MEGATRON, 4), result.story()
 
 
-def test_half_of_the_ranks_can_be_lost_one_after_the_other_and_again_during_the_repair(
+def test_half_of_the_ranks_are_lost_one_of_them_during_the_repair_of_the_other(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:
-    faults = ["kill:rank=0,step=10,phase=after_step", "kill:rank=3,step=20,phase=backward", "kill:rank=2,phase=rebuild"]
+    faults = ["kill:rank=0,step=10,phase=after_step", "kill:rank=1,phase=rebuild"]
 
     result = run_ttprun(MEGATRON, 4, faults=faults, options=MINDIO, script_args=STEPS)
 
-    assert {incident["outcome"] for incident in result.incidents} == {"recovered"}, result.story()
+    assert_recovered_by(result, ["replace"])
+    assert parts_of(result)[-1] == {"2": ["send"], "3": ["send"], "0": ["receive"], "1": ["receive"]}, result.story()
     assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_copies(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,step=12,phase=backward"]
+
+    result = run_ttprun(
+        MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, "--dropout=0", "--save-every=5"]
+    )
+
+    (incident,) = result.incidents
+    assert (incident["outcome"], incident["boundary"], incident["steps_lost"]) == ("recovered", 10, 2), result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--dropout=0"), result.story()
 
 
 @pytest.mark.parametrize(

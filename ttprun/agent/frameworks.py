@@ -55,7 +55,7 @@ class Frameworks:
         self.scheduler.begin_group()
         self.replicas: dict[int, list[ReplicaGroup]] = {}
         self.losses: dict[int, Loss] = {}
-        self._loaded = 0
+        self._loads = False
         self._saving: set[int] = set()
         self._save_step = 0
         self._renames = -1
@@ -71,8 +71,6 @@ class Frameworks:
                 self.scheduler.register(seat)
             case "notified":
                 self.scheduler.notified(message)
-            case "state_sent" | "repaired":
-                self._loaded = max(self._loaded, message["loaded"])
             case "replayed":
                 self.losses[seat.rank] = _LOSSES[message["part"]]
                 seat.journal = message["journal"]
@@ -104,8 +102,8 @@ class Frameworks:
         supervisor = self._supervisor
         world_size = len(supervisor.seats)
         lost = {rank: self.losses[rank] for rank in action.to}
-        self._loaded = 0
         plan = plan_repair(self.replicas, lost, world_size)
+        self._loads = bool(plan.missing)
         if plan.missing:
             logger.warning("no copy of the state of rank %s is left: all load a checkpoint", _named(plan.missing))
         supervisor.log(
@@ -132,10 +130,7 @@ class Frameworks:
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to roll back, and to train again."""
-        loaded, self._loaded = self._loaded, 0
-        if loaded:
-            self._supervisor.log("framework_loaded", step=loaded, boundary=action.boundary)
-            logger.warning("all go back to a checkpoint of the framework, of step %d", loaded)
+        loads, self._loads = self._loads, False
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(
                 {
@@ -144,7 +139,7 @@ class Frameworks:
                     "boundary": action.boundary,
                     "groups": self.groups_to_connect(),
                     "fault_ranks": [],
-                    "loaded": loaded,
+                    "loaded": action.boundary if loads else 0,
                 }
             )
 

@@ -182,8 +182,8 @@ class Reports:
             self._supervisor.log("rank_replayed", rank=seat.rank, **told)
         elif op in ("state_sent", "repaired"):
             fields["digest"] = message["digest"]
-            if self._supervisor.config.mindio:
-                self._supervisor.frameworks.take(seat, message)
+            if op == "repaired" and message.get("loaded"):
+                fields["boundary"] = message["loaded"]
         elif op == "mismatch":
             fields["reason"] = message["reason"]
             if message.get("detail"):

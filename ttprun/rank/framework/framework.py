@@ -96,6 +96,7 @@ class Framework:
         with self._session.changed:
             self.is_stopping = True
             self.was_cleaned = False
+            self.loaded_step = 0
             self.repair_type = repair_type
             self._session.changed.notify_all()
 

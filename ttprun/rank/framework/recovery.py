@@ -20,6 +20,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from ttprun.board import Field
 from ttprun.channel import Message
 from ttprun.rank import faults, repair
@@ -114,7 +116,7 @@ class CallbackRecovery(Recovery):
                 "generation": session.generation,
                 "boundary": session.applied,
                 "digest": "",
-                "has_group": bool(session.groups),
+                "has_group": torch.distributed.is_initialized(),
                 "journal": self._signatures(),
             }
         )
@@ -242,7 +244,7 @@ class CallbackRecovery(Recovery):
         if framework.loaded_step != message["loaded"]:
             other = f"others one of step {message['loaded']}"
             raise NotRepairableError(f"it has loaded a checkpoint of step {framework.loaded_step}, and {other}")
-        step = framework.loaded_step or message["boundary"]
+        step: int = message["boundary"]
         framework.repair_step = step
         if self._rebuilt_in != session.generation:
             self._rebuild(message)
