@@ -14,10 +14,12 @@ FLOORS = {
     "observe": {"errors"},
     "rank": {"board", "channel", "device", "faults", "errors", "state"},
     "shim": {"rank"},
+    "mindio": {"errors", "rank"},
     "state": {"__version__", "errors"},
-    "agent": {"board", "channel", "config", "device", "errors", "faults", "observe", "rank", "recovery", "schedule"}
+    "agent": {"board", "channel", "config", "device", "errors", "faults", "mindio", "observe", "rank", "recovery"}
+    | {"schedule", "state"},
+    "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "mindio", "observe", "rank", "schedule"}
     | {"state"},
-    "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "observe", "rank", "schedule", "state"},
     "drill": {"config", "errors", "faults", "observe", "schedule"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

@@ -91,6 +91,10 @@ class Config(BaseModel):
     )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
+    mindio: bool = Field(
+        False,
+        description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed",
+    )
     user_paths: list[str] = Field([], description="further directories whose modules count as the user's code")
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
@@ -136,6 +140,11 @@ class Config(BaseModel):
     def without_repair(self) -> Config:
         """The same, but no rank is repaired: a failure restarts the whole group, if that is not switched off too."""
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung == "restart"]})
+
+    def for_frameworks(self) -> Config:
+        """The same where a framework recovers by callbacks: what is replayed, recorded or compared is off."""
+        rungs = [rung for rung in self.rungs if rung != "rewind"]
+        return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never", "verify_every": 0})
 
     def for_one_rank(self) -> Config:
         """The same for a job without peers: what is lost can only come from a snapshot or a checkpoint."""

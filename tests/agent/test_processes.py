@@ -88,7 +88,7 @@ if worker:
 signal.pause()
 '''), "/tmp", True, True)
 rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
-    "run_dir": "/tmp", "is_replacement": False, "faults": [], "options": {{"user_paths": [], "prints_traceback": True, "may_rerun": False,
+    "run_dir": "/tmp", "is_replacement": False, "faults": [], "options": {{"user_paths": [], "prints_traceback": True, "may_rerun": False, "mindio": False,
      "device_errors": {{}}}}}},
     [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
@@ -197,7 +197,7 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
             "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
             "options": {
                 "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1,
-                "allow_faults": False, "may_rerun": False, "retry_on": [], "device_errors": {}, "keeps_state": False,
+                "allow_faults": False, "may_rerun": False, "mindio": False, "retry_on": [], "device_errors": {}, "keeps_state": False,
                 "shelves": [], "snapshot_every_steps": 0, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "on_nan": "warn",
             },
         }  # fmt: skip

@@ -211,7 +211,9 @@ def test_a_flipped_bit_makes_one_ranks_weights_differ_from_the_others(run_ttprun
 
 
 def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    result = run_ttprun(WHILE_TRUE, 2, faults=["standby-kill:rank=0,step=250,phase=forward"], script_args=["--max_iters=300"])
+    killed = ["standby-kill:rank=0,step=250,phase=forward"]
+
+    result = run_ttprun(WHILE_TRUE, 2, faults=killed, script_args=["--max_iters=300"])
 
     lost = [event for event in result.events if event["event"] == "standby_lost"]
     assert injected(result) == [("standby-kill", "forward", 250)]

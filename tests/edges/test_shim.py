@@ -106,7 +106,7 @@ def welcomed(
     ours, theirs = channel.pair()
     board_fd, _ = Board.create(1)
     record_fd, stack_fd = os.memfd_create("record"), os.memfd_create("stack")
-    options = {"user_paths": [], "prints_traceback": True, "may_rerun": False, "device_errors": {}}
+    options = {"user_paths": [], "prints_traceback": True, "may_rerun": False, "device_errors": {}, "mindio": False}
     welcome = {
         "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
         "run_dir": str(tmp_path), "is_replacement": False, "faults": [], "options": options,

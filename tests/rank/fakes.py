@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "snapshot_every_steps": 0,
     "verify_every": 0,
     "may_rerun": True,
+    "mindio": False,
     "retry_on": [],
     "device_errors": {},
     "on_nan": "warn",
@@ -47,6 +48,10 @@ class FakeChannel(Channel):
 
     def send(self, message: Message, fds: Any = ()) -> None:
         self.sent.append(message)
+
+    def close(self) -> None:
+        super().close()
+        self._theirs.close()
 
 
 def make_session(

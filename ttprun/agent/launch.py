@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.distributed.launcher.api as torch_launcher
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
+from ttprun import mindio
 from ttprun.agent import resume
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.processes import command_of
@@ -41,6 +43,9 @@ def launch(
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
     """
+    if config.mindio:
+        config = config.for_frameworks()
+        os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
     if not isinstance(entrypoint, str):
         # --run-path: torch runs the script in processes of its own making, which nobody supervises but torch.

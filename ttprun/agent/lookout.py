@@ -77,6 +77,9 @@ class Lookout:
 
     def _look(self, now: float) -> None:
         phase = self._supervisor.job.phase
+        if self._supervisor.frameworks.scheduler.is_paused:
+            self._is_repairing = True  # nobody is expected to get on, and afterwards all begin anew
+            return
         if phase is recovery.Phase.RUNNING:
             if self._is_repairing:
                 self._watch.begin_anew(now)

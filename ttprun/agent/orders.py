@@ -43,10 +43,10 @@ class Orders:
     def freeze(self, action: recovery.Freeze) -> None:
         """Tell the survivors to stand still."""
         survivors = [self._supervisor.seats[rank].local_rank for rank in action.ranks]
+        order: dict[str, Any] = {"op": "freeze", "generation": action.generation, "survivors": survivors}
+        order |= {"lost": list(action.lost), "repair_type": self._supervisor.frameworks.repair_type()}
         for rank in action.ranks:
-            self._supervisor.seats[rank].tell(
-                {"op": "freeze", "generation": action.generation, "lost": list(action.lost), "survivors": survivors}
-            )
+            self._supervisor.seats[rank].tell(order)
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
         """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.
@@ -81,6 +81,10 @@ class Orders:
     def replay(self, action: recovery.Replay) -> None:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
         seat = self._supervisor.seats[action.rank]
+        if self._supervisor.config.mindio:
+            order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
+            seat.tell(order | {"repair_type": self._supervisor.frameworks.repair_type()})
+            return
         lost = self._recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
         source = self._recorded(self._supervisor.seats[source_rank], action.boundary)
@@ -175,10 +179,16 @@ class Orders:
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold, who all stand still."""
+        if self._supervisor.config.mindio:
+            self._supervisor.frameworks.persist(action)
+            return
         self._supervisor.checkpoints.persist(action)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell the source and the replacements to pass the state over."""
+        if self._supervisor.config.mindio:
+            self._supervisor.frameworks.send_state(action)
+            return
         order = {
             "generation": action.generation,
             "name": f"state-{action.generation}.sock",
@@ -190,6 +200,9 @@ class Orders:
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to connect and to issue their journals again."""
+        if self._supervisor.config.mindio:
+            self._supervisor.frameworks.resume(action)
+            return
         journals = [seat.journal for seat in self._supervisor.seats if seat.journal]
         for rank in action.ranks:
             seat = self._supervisor.seats[rank]
@@ -245,6 +258,7 @@ class Orders:
         incident = action.incident
         self._supervisor.status.note_incident(incident)
         self._supervisor.log("incident", **asdict(incident))
+        self._supervisor.frameworks.scheduler.note_incident(incident)
         told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
         if incident.outcome == "open":
             logger.info("%s: %s", told, incident.phase)

@@ -74,6 +74,10 @@ class Reports:
             self._supervisor.injections.failed(seat, message)
         elif op == "snapshot":
             self._supervisor.snapshots.take(seat, message)
+        elif op in ("replicas", "scheduler", "notified"):
+            self._supervisor.frameworks.take(seat, message)
+        elif op in ("dumped", "renamed") and self._supervisor.config.mindio:
+            self._supervisor.frameworks.take_dumped(seat, message)
         elif op == "dumped":
             self._supervisor.checkpoints.take_dumped(seat, message)
         elif op == "digest":
@@ -174,10 +178,14 @@ class Reports:
             self._compare_journals(seat, message["generation"])
         elif op == "replayed":
             fields["boundary"] = message["boundary"]
+            if self._supervisor.config.mindio:
+                self._supervisor.frameworks.take(seat, message)
             told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
             self._supervisor.log("rank_replayed", rank=seat.rank, **told)
         elif op in ("state_sent", "repaired"):
             fields["digest"] = message["digest"]
+            if op == "repaired" and message.get("loaded"):
+                fields["boundary"] = message["loaded"]
         elif op == "mismatch":
             fields["reason"] = message["reason"]
             if message.get("detail"):

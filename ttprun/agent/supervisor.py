@@ -26,6 +26,7 @@ from ttprun.agent.causes import Causes
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.failures import Failure, FirstFailure
+from ttprun.agent.frameworks import Frameworks
 from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
@@ -88,6 +89,7 @@ class Supervisor:
         self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
         self.reports = Reports(self)
+        self.frameworks = Frameworks(self)
         self.lookout = Lookout(self)
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
@@ -105,6 +107,8 @@ class Supervisor:
             transfer_s=config.transfer_timeout_s,
             resume_s=config.resume_timeout_s,
             persist_s=config.persist_timeout_s,
+            # Whoever must come to its next collective to stand still needs more time.
+            halt_s=config.freeze_timeout_s if config.mindio else recovery.Limits().halt_s,
         )
         rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()
         settings = recovery.Settings(
@@ -142,6 +146,7 @@ class Supervisor:
         self.lookout.begin_group()
         self.snapshots.begin_group(len(ranks))
         self.reports.begin_group(len(ranks))
+        self.frameworks.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
         self.first_failure = FirstFailure()
@@ -244,6 +249,7 @@ class Supervisor:
                 self._pass_deadlines()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
+                    self.frameworks.scheduler.look()
                     self.lookout.look()
                     self.snapshots.look()
                     self.checkpoints.look()
@@ -298,6 +304,7 @@ class Supervisor:
                 "may_rerun": "rerun" in self.job.settings.rungs,
                 "retry_on": config.retry_on,
                 "device_errors": config.device_errors,
+                "mindio": config.mindio,
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },
         }
@@ -418,6 +425,8 @@ class Supervisor:
         why_not = ""
         if self.verdict is not None:
             why_not = "the run has ended"
+        elif self.config.mindio:
+            why_not = "the framework writes its own checkpoints (--mindio)"
         elif job.phase is not recovery.Phase.RUNNING:
             why_not = f"the job is {job.phase}; ask again"
         elif not recovery.may_persist(job):

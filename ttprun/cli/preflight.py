@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
+from ttprun import mindio
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
@@ -49,12 +50,22 @@ def check_options(torchrun: Namespace) -> None:
 def check_host(torchrun: Namespace, config: Config) -> None:
     """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
     check_script(torchrun)
+    if config.mindio:
+        check_mindio(torchrun)
     for path in config.user_paths:
         if not Path(path).is_dir():
             raise ConfigError(f"user_paths: there is no directory '{path}'", "correct the path")
     port = hosted_port(torchrun)
     if port is not None:
         check_port(port)
+
+
+def check_mindio(torchrun: Namespace) -> None:
+    """Callbacks need ranks that run Python and can be repaired, and no other package of that name."""
+    mindio.check_that_none_is_there()
+    for flag in ("no_python", "run_path"):
+        if getattr(torchrun, flag):
+            raise ConfigError(f"--mindio does not go with {option_name(flag)}", "leave one of them out")
 
 
 def check_script(torchrun: Namespace) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -150,7 +150,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         boundary = session.applied + 1
         session.verifier.look(boundary, _weights())
         if _write_record(session, boundary, sys._getframe(1)):
-            _commit(session, boundary)
+            commit(session, boundary)
     session.journal.clear()
     with session.changed:
         session.is_applying = True
@@ -184,9 +184,8 @@ def pass_boundary(session: Session) -> None:
         session.board.set(session.local_rank, Field.MEETINGS, 0)
         session.changed.notify_all()
     session.touch(Phase.COMPUTING)
-    if session.applied == 1 and session.local_rank == 0:
-        modules = [name for name in sys.modules if name.startswith("torch.")]
-        session.channel.send({"op": "modules", "modules": modules})
+    if session.applied == 1:
+        session.tell_modules()
 
 
 def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
@@ -284,32 +283,39 @@ def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
     return xxhash.xxh3_64_digest(sample)
 
 
-def _commit(session: Session, boundary: int) -> None:
+def commit(
+    session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
+) -> None:
     """Wait until every rank of the node has recorded the boundary.
+
+    held   called now and then while a recovery holds this rank back; what it raises ends the wait
 
     The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
     stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
     """
     session.touch(Phase.COMMITTING)
     while True:
-        _wait_for_records(session, boundary)
+        _wait_for_records(session, boundary, held, look_again_s)
         with session.changed:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
-                session.changed.wait(_LOOK_AGAIN_S)
+                held()
+                session.changed.wait(look_again_s)
             elif _is_recorded_by_all(session, boundary):
                 session.is_applying = True
                 return
 
 
-def _wait_for_records(session: Session, boundary: int) -> None:
+def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
     board = session.board
     stuck_since = 0.0
     for row in range(board.n_ranks):
         while (recorded := board.get(row, Field.RECORDED)) < boundary:
             if session.unprotected or session.settle_at >= boundary:
                 return
+            if session.is_holding:
+                held()
             at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
-            board.wait_for_change(row, Field.RECORDED, recorded, _LOOK_AGAIN_S)
+            board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
             is_alive = board.get(row, Field.PULSE_NS) != pulse
             is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or _where(board, row) != at
             if is_working or session.is_holding:

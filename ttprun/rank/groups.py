@@ -61,7 +61,8 @@ def wrap_init_process_group(original: Any) -> Any:
         faults.reached("init")
         session.touch(Phase.SETUP)
         if not _is_managed(backend):
-            session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")
+            if session.framework is None:  # whose own callbacks stop and rebuild what is not ours
+                session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")
             return original(backend, *args, **kwargs)
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
             session.give_up_protection("the script's process group is not the world that ttprun started")
@@ -81,7 +82,7 @@ def wrap_new_group(original: Any) -> Any:
         session = current()
         is_default_managed = isinstance(dist.group.WORLD, ManagedGroup)
         if session is None or not is_default_managed or not (backend is None or _is_managed(backend)):
-            if session is not None and is_default_managed:
+            if session is not None and session.framework is None and is_default_managed:
                 session.give_up_protection(f"backend {backend!r} of a group is not repaired yet, only gloo")
             return original(ranks, timeout, backend, *args, **kwargs)
         group = original(ranks, timeout, INTERNAL_NAME, *args, **kwargs)
@@ -95,7 +96,7 @@ def wrap_new_group(original: Any) -> Any:
 def _connect(group: Any) -> None:
     """Come together with the group's other members, as the script expects; a replay meets nobody."""
     session = current()
-    if isinstance(group, ManagedGroup) and session is not None and session.replay is None:
+    if isinstance(group, ManagedGroup) and session is not None and not session.meets_nobody():
         session.meet(CONNECT, group.size())
         group.connect()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
@@ -108,7 +109,7 @@ def wrap_destroy_process_group(original: Any) -> Any:
         faults.reached("exit")
         session = current()
         if session is not None:
-            if group is None or group is dist.group.WORLD:
+            if session.framework is None and (group is None or group is dist.group.WORLD):
                 leave_together(session)
             if group is None or group is dist.group.WORLD:
                 session.groups.clear()

@@ -52,7 +52,8 @@ def begin() -> None:
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
     welcome, fds = channel.receive_with_fds()
-    rewrite.install()
+    if not welcome["options"]["mindio"]:
+        rewrite.install()
     script = rewrite.script_of(sys.orig_argv)
     enter(channel, welcome, fds, rewrite.full_path(script))
     if not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path) and "torch" not in sys.modules:
@@ -146,7 +147,8 @@ def _leave_at_once() -> None:
 
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
     """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
-    if not presence.welcome["options"]["may_rerun"] or "ttprun.rank.session" not in sys.modules:
+    options = presence.welcome["options"]
+    if options["mindio"] or not options["may_rerun"] or "ttprun.rank.session" not in sys.modules:
         return error, diagnose(presence, error)
     from ttprun.rank import rerun
 
@@ -230,7 +232,11 @@ def take_over() -> None:
     if presence is None:
         return
     try:
-        from ttprun.rank import hooks
+        hooks: Any
+        if presence.welcome["options"]["mindio"]:
+            from ttprun.rank.framework import hooks
+        else:
+            from ttprun.rank import hooks
 
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome["is_replacement"])

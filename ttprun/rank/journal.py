@@ -110,6 +110,10 @@ def _value_or_raise(promise: torch.futures.Future[Any]) -> Any:
     return result
 
 
+def _is_over(entry: Entry) -> bool:
+    return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
+
+
 def has_ended(work: Any, limit_s: float) -> bool:
     """Whether an operation of the backend has completed or failed; waits for that so long at most."""
     if not work.is_completed():
@@ -125,6 +129,7 @@ class Journal:
     stays in the journal for the recovery to issue.
 
     tell_broken   called with a reason when an operation has failed and no fault has been heard of
+    admit         called by a thread that waits; what it raises ends the wait
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -133,6 +138,7 @@ class Journal:
         self.entries: list[Entry] = []
         self.is_frozen = False
         self.tell_broken: Callable[[str, float], None] = lambda reason, after_s: None
+        self.admit: Callable[[], None] = lambda: None
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
@@ -182,6 +188,11 @@ class Journal:
                     del self._spare[shape]
                 self._shapes_used.clear()
 
+    def forget_completed(self) -> None:
+        """Let go of what has completed: where nothing is issued again, it is of no use."""
+        with self.lock:
+            self.entries = [entry for entry in self.entries if not _is_over(entry)]
+
     def _recycle(self, entry: Entry) -> None:
         for source, copy in entry.saved:
             self._spare[source.shape, source.dtype].append(copy)
@@ -206,6 +217,7 @@ class Journal:
         """
         failed: Any = None
         while not entry.is_done:
+            self.admit()
             with self.news:
                 inner = entry.inner
                 if inner is None or inner is failed:
@@ -227,6 +239,7 @@ class Journal:
         end = started + PATIENCE_S
         is_told = False
         while entry.inner is None or entry.inner is failed:
+            self.admit()
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
             elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ class Patch:
     ours               "module:function"; given the original, it returns what takes its place
     why                one phrase
     is_for_replay      applied only before a replay
+    is_for_frameworks  applied where a framework recovers by callbacks (--mindio), and no script is replayed
+    is_for_scripts     applied everywhere else
     """
 
     module: str
@@ -28,6 +30,8 @@ class Patch:
     ours: str
     why: str
     is_for_replay: bool = False
+    is_for_frameworks: bool = False
+    is_for_scripts: bool = True
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -36,18 +40,21 @@ PATCHES: tuple[Patch, ...] = (
         "init_process_group",
         "ttprun.rank.groups:wrap_init_process_group",
         "to give the script a process group whose connection can be replaced",
+        is_for_frameworks=True,
     ),
     Patch(
         "torch.distributed.distributed_c10d",
         "new_group",
         "ttprun.rank.groups:wrap_new_group",
         "the same for further groups",
+        is_for_frameworks=True,
     ),
     Patch(
         "torch.distributed.distributed_c10d",
         "destroy_process_group",
         "ttprun.rank.groups:wrap_destroy_process_group",
         "to forget a group with the script",
+        is_for_frameworks=True,
     ),
     Patch(
         "torch.nn.parallel.distributed",
@@ -60,6 +67,7 @@ PATCHES: tuple[Patch, ...] = (
         "Optimizer.__init__",
         "ttprun.rank.boundary:wrap_optimizer_init",
         "to know what the optimizers update; a global hook marks each step",
+        is_for_frameworks=True,
     ),
     Patch(
         "torch.utils.data.dataloader",
@@ -109,6 +117,14 @@ PATCHES: tuple[Patch, ...] = (
         "register",
         "ttprun.rank.leftovers:wrap_register",
         "to take the script's functions off if it is run again",
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d",
+        "_process_group_name",
+        "ttprun.rank.framework.hooks:wrap_process_group_name",
+        "with --mindio only, to give a group that is made in a repair the same name in all ranks",
+        is_for_frameworks=True,
+        is_for_scripts=False,
     ),
     Patch("os", "urandom", "ttprun.rank.entropy:wrap_urandom", "to notice randomness that cannot be replayed"),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
@@ -167,9 +183,19 @@ _done: set[Patch] = set()
 
 def apply_all(with_replay: bool) -> list[str]:
     """Apply the table, torch being imported, but for what has been applied; returns what could not be applied."""
+    return _apply(patch for patch in PATCHES if patch.is_for_scripts and (with_replay or not patch.is_for_replay))
+
+
+def apply_for_frameworks() -> list[str]:
+    """The same where nothing of the script is recorded or replayed: of the table, what such a rank needs."""
+    return _apply(patch for patch in PATCHES if patch.is_for_frameworks)
+
+
+def _apply(patches: Iterable[Patch]) -> list[str]:
+    """Apply some rows, but for those that have been applied; returns what could not be applied."""
     missing = []
-    for patch in PATCHES:
-        if patch in _done or (patch.is_for_replay and not with_replay):
+    for patch in patches:
+        if patch in _done:
             continue
         _done.add(patch)
         *path, name = patch.attribute.split(".")

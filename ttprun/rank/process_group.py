@@ -105,7 +105,8 @@ class ManagedGroup(ProcessGroup):
         # A script may destroy its groups and begin again: torch gives the same names out again then.
         session.groups_made[name] += 1
         self._key = f"{name}#{session.groups_made[name]}"
-        self.number = session.groups_made.total()
+        session.groups_count += 1
+        self.number = session.groups_count
         self.is_joined = False
         self._description = ""
         self._rank = rank
@@ -165,6 +166,9 @@ class ManagedGroup(ProcessGroup):
                 self.is_joined = True
                 return
             except (GenerationOverError, RuntimeError):
+                framework = self._session.framework
+                if framework is not None and not framework.may_connect_again():
+                    raise
                 if not self._wait_for_generation_after(generation):
                     raise
 
@@ -244,6 +248,8 @@ class ManagedGroup(ProcessGroup):
         entry = Entry(self, op, args)
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
+        if session.framework is not None:
+            return self._issue_once(entry, is_left_out)
         is_kept = session.is_repairable()
         if is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES:
             entry.place = location_key()
@@ -276,6 +282,32 @@ class ManagedGroup(ProcessGroup):
                     journal.drop(entry)
                     raise
         look_for_nan(entry)
+        faults.reached("collective")
+        return ManagedWork(journal, entry)
+
+    def _issue_once(self, entry: Entry, is_left_out: bool = False) -> Work:
+        """Issue an operation that is never issued again: a recovery ends the wait for it, and its inputs are not kept.
+
+        A group that was made since the script's set-up is connected here, after a recovery; all its members come.
+        """
+        session, journal, framework = self._session, self._session.journal, self._session.framework
+        assert framework is not None
+        framework.admit()
+        if is_left_out or framework.is_joining:
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if self._native is None and session.groups.get(self._name) is self:
+            self.connect()
+        journal.forget_completed()
+        with journal.lock:
+            framework.admit()
+            try:
+                entry.inner = self._call(entry.op, entry.args)
+            except RuntimeError as error:
+                if not framework.is_of_connection(error):
+                    raise
+                entry.error = error.with_traceback(None)  # whoever waits for it waits for a recovery
+            journal.entries.append(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)
 
@@ -362,6 +394,10 @@ def _positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 def _point_to_point(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
+        if self._session.framework is not None:
+            entry = Entry(self, op, args + tuple(kwargs.values()))
+            entry.outputs = [] if op == "send" else list(args[0])
+            return self._issue_once(entry)
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:
             raise RuntimeError(f"{op} cannot be replayed")

@@ -27,7 +27,7 @@ from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
 from ttprun.rank.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
-_LOOK_AGAIN_S = 0.05
+LOOK_AGAIN_S = 0.05
 _NO_MORE = sys.maxsize  # a generation above all others
 _LET_FINISH_S = 0.05  # gives operations between ranks that live time to end by themselves
 STUCK_AFTER_S = 2.0  # behind a cut; an operation that can end does so within milliseconds
@@ -129,7 +129,7 @@ class Recovery:
         """Whether a newer generation begins within a moment."""
         give_up_at_s = time.monotonic() + TELL_AFTER_S
         while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(LOOK_AGAIN_S)
         return self._newest_generation > generation
 
     def _check_overtaken(self) -> None:
@@ -151,7 +151,7 @@ class Recovery:
         self._break_connections()
         with session.changed:
             while session.is_applying:
-                session.changed.wait(_LOOK_AGAIN_S)
+                session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
         self._settle(message["survivors"])
         state = replicated.digest() if session.applied else ""
@@ -206,14 +206,14 @@ class Recovery:
         board.announce(session.local_rank, Field.HELD, session.generation)
         for row in survivors:
             while (held := board.get(row, Field.HELD)) < session.generation:
-                board.wait_for_change(row, Field.HELD, held, _LOOK_AGAIN_S)
+                board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
                 self._check_overtaken()
         boundary = max(board.get(row, Field.APPLIED) for row in survivors)
         with session.changed:
             session.settle_at = boundary
             session.changed.notify_all()
             while session.applied < boundary or session.is_applying:
-                session.changed.wait(_LOOK_AGAIN_S)
+                session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
 
     def _signatures(self) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class Recovery:
             session.changed.notify_all()
         faults.reached("thaw")
         for entry, inner in again:
-            while not has_ended(inner, _LOOK_AGAIN_S):
+            while not has_ended(inner, LOOK_AGAIN_S):
                 self._check_overtaken()
             inner.wait()
             entry.group.complete(entry, inner)

@@ -11,10 +11,11 @@ from typing import Any
 from ttprun.rank import rewrite
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], is_followed: bool = True) -> None:
     """Run it to its end; whatever ends it goes through.
 
-    arguments   [script, ...] or ["-m", module, ...]
+    arguments     [script, ...] or ["-m", module, ...]
+    is_followed   its loops are followed, as in all that is imported since `rewrite.install`
     """
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
@@ -23,7 +24,10 @@ def run(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments)
     script = rewrite.full_path(arguments[0])
     with open(script, "rb") as file:
-        code = rewrite.compile_followed(file.read(), script)
+        source = file.read()
+    code = (
+        rewrite.compile_followed(source, script) if is_followed else compile(source, script, "exec", dont_inherit=True)
+    )
     main_module: Any = types.ModuleType("__main__")
     main_module.__file__ = script
     main_module.__builtins__ = __builtins__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ttprun.channel import Channel
     from ttprun.rank.connection import Exchange
     from ttprun.rank.expected import Expected
+    from ttprun.rank.framework.framework import Framework
     from ttprun.rank.journal import Journal
     from ttprun.rank.process_group import ManagedGroup
     from ttprun.rank.recorder import Recorder
@@ -36,9 +38,11 @@ class Session:
     replay        set while a replacement runs the script up to its boundary, else None
     groups        living process groups by name, in the order in which the script has made them
     groups_made   how many groups of a name the script has made so far; the same in all ranks
+    groups_count  how many groups the script has made so far, of all names
     times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     is_over       this run of the script has ended with an exception
+    framework     set if the script's framework recovers by callbacks of its own (--mindio)
     """
 
     rank: int
@@ -62,11 +66,13 @@ class Session:
     is_applying: bool = False  # Optimizer.step is running
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
     groups_made: Counter[str] = field(default_factory=Counter)
+    groups_count: int = 0
     times_left: int = 0
     is_over: bool = False
     replay: Replay | None = None
     recovery: Recovery | None = None
     expected: Expected | None = None
+    framework: Framework | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
     pid: int = field(default_factory=os.getpid)
 
@@ -79,6 +85,16 @@ class Session:
         if self.unprotected:
             return False
         return bool(self.groups) if self.world_size > 1 else bool(self.options["keeps_state"])
+
+    def meets_nobody(self) -> bool:
+        """Collectives are answered without the other ranks: they have been here before, and do not come again."""
+        return self.replay is not None or (self.framework is not None and self.framework.is_joining)
+
+    def tell_modules(self) -> None:
+        """Say once, after the first step, what a standby should have imported."""
+        if self.local_rank == 0:
+            modules = [name for name in sys.modules if name.startswith("torch.")]
+            self.channel.send({"op": "modules", "modules": modules})
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""

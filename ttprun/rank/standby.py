@@ -68,13 +68,15 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(welcome["env"])
     arguments: list[str] = welcome["arguments"]
-    rewrite.install()
+    is_followed = not welcome["options"]["mindio"]
+    if is_followed:
+        rewrite.install()
     is_module = arguments[0] == "-m"
     script = arguments[1] if is_module else rewrite.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else rewrite.directory_of(script)
     install.enter(channel, welcome, fds[:3], "" if is_module else script)
     install.take_over()
-    run(arguments)
+    run(arguments, is_followed)
 
 
 def warm_up(modules: Sequence[str]) -> None:

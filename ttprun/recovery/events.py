@@ -265,10 +265,12 @@ class StateSent(RepairEvent):
 class RankRepaired(RepairEvent):
     """A replacement has loaded the state.
 
-    digest   of what it has loaded
+    digest     of what it has loaded
+    boundary   of the checkpoint that all ranks have loaded, since nobody held the state; None: it came from the source
     """
 
     digest: str
+    boundary: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,6 +149,8 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
     """A replacement has loaded the state."""
     if job.members[event.rank].life is not Life.LOST:
         return unchanged(job, event)
+    if event.boundary is not None:
+        job = job.with_incident(boundary=event.boundary)
     return end_transferring(job.with_member(event.rank, repaired_digest=event.digest), event.at_s)
 
 
@@ -170,7 +172,12 @@ def end_transferring(job: Job, at_s: float) -> Result:
         loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
         return restart_group(job, at_s, f"rank {source.rank} sent state {sent_digest or 'none'}, but {loaded}")
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
-    return begin_resuming(job, at_s, source.boundary)
+    return begin_resuming(job, at_s, stands_at(job, source))
+
+
+def stands_at(job: Job, source: RankFrozen) -> int:
+    """The boundary from which all go on: the source's, or that of a checkpoint which all have loaded."""
+    return source.boundary if job.incident is None or job.incident.boundary is None else job.incident.boundary
 
 
 def end_loading(job: Job, at_s: float, boundary: int) -> Result:
@@ -227,8 +234,10 @@ def end_resuming(job: Job, at_s: float) -> Result:
 
 
 def steps_lost_by_rewinding(job: Job) -> int:
-    """Optimizer steps that were complete when the fault came, and lie behind the snapshot."""
-    if job.rewind_to is None or job.is_resumed:
+    """Optimizer steps that were complete when the fault came, and lie behind the snapshot, or behind a checkpoint."""
+    if job.rewind_to is None:
+        return 0 if job.source is None else job.source.boundary - stands_at(job, job.source)
+    if job.is_resumed:
         return 0
     return max(0, *(fault.boundary - job.rewind_to for fault in job.faults), 0)
 

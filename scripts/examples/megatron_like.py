@@ -1,0 +1,288 @@
+"""A framework that owns its train function, as Megatron does, with all callbacks of mindio_ttp.
+
+    ttprun --mindio --nproc-per-node 4 scripts/examples/megatron_like.py --out /tmp/megatron
+    ttprun --mindio --nproc-per-node 4 --allow-faults --fault kill:rank=1,step=20,phase=backward \\
+        scripts/examples/megatron_like.py --out /tmp/megatron                        # recover: the rank is replaced
+    ... scripts/examples/megatron_like.py --uce 20:1:high                            # retry: in the same process
+    ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; go on with --load
+
+Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` has its memory
+fail, and really spoils what lay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron_parts import REPLICAS, Gpt, Layers, Optimizer, Schedule, batch_of
+from mindio_ttp.framework_ttp import (
+    RepairType,
+    tft_end_updating_os,
+    tft_exception_handler,
+    tft_get_repair_type,
+    tft_init_controller,
+    tft_init_processor,
+    tft_is_reboot_node,
+    tft_pause_train,
+    tft_register_clean_handler,
+    tft_register_rebuild_group_handler,
+    tft_register_rename_handler,
+    tft_register_repair_handler,
+    tft_register_rollback_handler,
+    tft_register_save_ckpt_handler,
+    tft_register_stop_handler,
+    tft_register_stream_sync_handler,
+    tft_report_load_ckpt_step,
+    tft_set_dp_group_info,
+    tft_set_optimizer_replica,
+    tft_set_update_end_time,
+    tft_set_update_start_time,
+    tft_start_controller,
+    tft_start_processor,
+    tft_start_updating_os,
+)
+
+from ttprun.device import registry
+from ttprun.device.interface import MemoryCheck
+from ttprun.device.sim import SimulatedNpu
+
+RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
+
+
+class State:
+    """All that the train function works on: a callback changes it here, and the function finds it when it re-enters.
+
+    iteration   steps that are complete
+    consumed    samples that are used up
+    """
+
+    def __init__(self, options: argparse.Namespace, layers: Layers, is_joining: bool) -> None:
+        self.options, self.layers, self.is_joining = options, layers, is_joining
+        self.iteration = self.consumed = 0
+        self.device = SimulatedNpu({})
+        registry.simulate(self.device)
+        self.uce = None if is_joining else options.uce  # another process has another device
+        self.build()
+
+    def build(self) -> None:
+        """Model and optimizer in new memory."""
+        self.model = Gpt(self.layers)
+        self.optimizer = Optimizer(self.model, self.layers)
+        self.schedule = Schedule(self.options.steps)
+
+
+@tft_exception_handler
+def train(state: State) -> None:
+    """The train function: it begins, or goes on, at `state.iteration`."""
+    if state.is_joining:
+        state.is_joining = False
+        raise RuntimeError("ARF FINISH")
+    layers, data = state.layers, iter(range(state.consumed, 1 << 62))
+    while state.iteration < state.options.steps:
+        optimizer = state.optimizer
+        loss = state.model(batch_of(layers, next(data)))
+        fail_if_due(state)
+        state.device.module.npu.operate(*optimizer.tensors())
+        state.model.zero_grad()
+        loss.backward()
+        gradient = optimizer.reduce_gradients()
+        dist.barrier()
+        tft_start_updating_os()
+        tft_set_update_start_time()
+        optimizer.update(gradient, state.schedule.rate, state.iteration + 1)
+        tft_set_update_end_time()
+        tft_end_updating_os(state.iteration + 1)
+        optimizer.gather_weights()
+        state.iteration += 1
+        state.consumed += 1
+        state.schedule.step += 1
+        if layers.rank == 0 and state.iteration % 10 == 0:
+            print(f"iteration {state.iteration} loss {loss.item():.6f}", flush=True)
+        if state.options.save_every and state.iteration % state.options.save_every == 0:
+            save_periodically(state)
+        tft_pause_train(state.iteration)
+
+
+def save_periodically(state: State) -> None:
+    """The first half writes its shards; what is lost with all its copies comes from here."""
+    if state.layers.dp_rank < state.layers.half:
+        write_shard(state, state.iteration)
+    dist.barrier()
+    if state.layers.rank == 0:
+        rename(state.iteration, [state])
+
+
+def fail_if_due(state: State) -> None:
+    """Have memory of the simulated device fail, once, and spoil what lay there."""
+    if state.uce is None or state.uce[:2] != (state.iteration, state.layers.rank):
+        return
+    kind, state.uce = state.uce[2], None
+    if kind == "high":
+        for tensor in state.optimizer.tensors():
+            tensor.fill_(float("nan"))
+            state.device.module.npu.fail_memory(tensor)
+    elif kind == "low":
+        state.device.module.npu.fail_memory(torch.zeros(4))  # nothing holds it
+    else:
+        state.device.module.npu.fail_memory_of_library()
+    state.device.module.npu.operate()
+
+
+# The callbacks, in the order of a recovery. args[0] is the train function's own argument.
+
+
+def stop(args: Any, ctx: Any) -> None:
+    """End what runs on the device."""
+    args[0].device.stop()
+
+
+def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
+    """Make the device ready for work; say whether memory that held something was lost."""
+    device = args[0].device
+    found = device.check_memory() if is_uce_error else MemoryCheck.NONE
+    if found is MemoryCheck.OUTSIDE_POOL:
+        return RET_ERROR
+    if tft_get_repair_type() == "retry":
+        device.rebuild_communicators(None, False)
+    device.clean()
+    device.restart()
+    return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
+
+
+def rebuild_group(fault_ranks: list[int], args: Any, ctx: Any) -> None:
+    """The groups that were made at the start are connected; those of the optimizer are made anew."""
+    args[0].layers.make_half_groups()
+
+
+def repair(
+    step: int, need_rebuild: bool, error_ranks: list[int], repair_info: dict[str, Any], args: Any, ctx: Any
+) -> None:
+    """Send what the optimizer keeps, or receive it."""
+    state, kind = args[0], RepairType(repair_info["repair_type"])
+    if kind is RepairType.RT_UCE_LOWLEVEL:
+        return
+    if need_rebuild:
+        state.build()
+    if kind in (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD):
+        tft_report_load_ckpt_step(load(state))
+        return
+    group = dist.new_group(sorted(repair_info["rank_list"]), use_local_synchronization=True)
+    for source, target in zip(repair_info["src"], repair_info["dst"], strict=True):
+        for tensor in state.optimizer.tensors():
+            if kind is RepairType.RT_SEND:
+                dist.send(tensor, target, group=group)
+            else:
+                dist.recv(tensor, source, group=group)
+    state.device.clean(kept=state.optimizer.tensors())
+    dist.destroy_process_group(group)
+
+
+def rollback(step: int, args: Any, ctx: Any) -> None:
+    """Learning rate, data and weights are those of `step` again."""
+    state = args[0]
+    state.iteration = state.consumed = state.schedule.step = step
+    state.optimizer.gather_weights()
+
+
+def save_ckpt(step: int, save_info: list[dict[str, Any]], args: Any, ctx: Any) -> None:
+    """Write this rank's shard, if it was chosen to."""
+    state = args[0]
+    if state.layers.rank in save_info[0]["ranks"]:
+        write_shard(state, step)
+
+
+def write_shard(state: State, step: int) -> None:
+    """Write what this rank's optimizer keeps."""
+    folder = Path(state.options.out) / f"iter_{step:07d}_tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state.optimizer.tensors(), folder / shard_file(state.layers))
+
+
+def rename(step: int, args: Any) -> None:
+    """All shards are there."""
+    out = Path(args[0].options.out)
+    (out / f"iter_{step:07d}_tmp").rename(out / f"iter_{step:07d}")
+    (out / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
+
+
+def shard_file(layers: Layers) -> str:
+    """Ranks that hold the same have the same file."""
+    return f"tp_{layers.tp_rank}_shard_{layers.shard}.pt"
+
+
+def load(state: State) -> int:
+    """Read this rank's shard of the newest checkpoint; returns its step."""
+    out = Path(state.options.load or state.options.out)
+    step = int((out / "latest_checkpointed_iteration.txt").read_text())
+    saved = torch.load(out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True)
+    for tensor, found in zip(state.optimizer.tensors(), saved, strict=True):
+        tensor.copy_(found)
+    return step
+
+
+def register(state: State) -> None:
+    """Declare where the copies are, and register all callbacks."""
+    layers = state.layers
+    replica = {"rank_list": layers.dp_ranks, "replica_cnt": REPLICAS, "replica_shift": 0}
+    tft_set_optimizer_replica(layers.rank, [replica])
+    tft_set_dp_group_info(layers.rank, layers.dp_ranks)
+    tft_register_stop_handler(stop)
+    tft_register_clean_handler(clean)
+    tft_register_rebuild_group_handler(rebuild_group)
+    tft_register_repair_handler(repair)
+    tft_register_rollback_handler(rollback)
+    tft_register_save_ckpt_handler(save_ckpt)
+    tft_register_rename_handler(rename)
+    tft_register_stream_sync_handler(lambda: state.device.module.npu.synchronize(0))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="megatron_like_out", help="folder for checkpoints and final.pt")
+    parser.add_argument("--load", help="folder to go on from")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--tensor-parallel", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
+    options = parser.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        tft_init_controller(rank, world, False, True)
+        tft_start_controller("127.0.0.1", 8000, False)
+    tft_init_processor(rank, world, False, False, "", True, True)
+    tft_start_processor("127.0.0.1", 8000)
+    dist.init_process_group("gloo")
+    layers = Layers(rank, world, options.tensor_parallel, options.dropout)
+    layers.make_groups()
+    state = State(options, layers, tft_is_reboot_node())
+    torch.manual_seed(1234 + layers.dp_rank)
+    if options.load:
+        state.iteration = state.consumed = state.schedule.step = load(state)
+        state.optimizer.gather_weights()
+    register(state)
+    train(state)
+    weights = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()
+    print(f"rank {rank} sha256 {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}", flush=True)
+    if rank == 0:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        torch.save(weights, Path(options.out) / "final.pt")
+    dist.destroy_process_group()
+
+
+def uce_of(text: str) -> tuple[int, int, str]:
+    """ "20:1:high" -> (20, 1, "high")"""
+    step, rank, kind = text.split(":")
+    if kind not in ("low", "high", "fatal"):
+        raise argparse.ArgumentTypeError(f"'{kind}' is no kind of fault; use low, high or fatal")
+    return int(step), int(rank), kind
+
+
+if __name__ == "__main__":
+    main()

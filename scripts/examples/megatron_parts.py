@@ -1,0 +1,191 @@
+"""What megatron_like.py trains: a GPT cut over tensor-parallel ranks, and an optimizer whose state is kept twice.
+
+The optimizer's state is one flat piece of float32 (weights, and Adam's two averages). A data-parallel group is cut in
+two halves; inside each half the piece is cut into shards, one a rank. So rank i of the first half holds what rank i of
+the second holds: that is the copy from which a lost rank is repaired.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+VOCABULARY, WIDTH, HEADS, CONTEXT, LAYERS = 64, 32, 4, 16, 2
+REPLICAS = 2
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Behind it each tensor-parallel rank computes its own part: the gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum of what the tensor-parallel ranks have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+class Layers:
+    """Where this rank stands in its world: tensor-parallel neighbours are next to each other.
+
+    half, shard   ranks in one half of the data-parallel group, and this rank's place in its half
+    """
+
+    def __init__(self, rank: int, world: int, tensor_parallel: int, dropout: float) -> None:
+        self.dropout = dropout
+        self.rank, self.world, self.tp = rank, world, tensor_parallel
+        self.tp_rank, self.dp_rank, self.dp = rank % tensor_parallel, rank // tensor_parallel, world // tensor_parallel
+        self.dp_ranks = list(range(self.tp_rank, world, tensor_parallel))
+        self.half = self.dp // REPLICAS
+        self.shard = self.dp_rank % self.half
+        self.tp_group = self.dp_group = self.half_group = None
+
+    def make_groups(self) -> None:
+        """Every rank makes every group, in the same order."""
+        for at in range(0, self.world, self.tp):
+            ranks = list(range(at, at + self.tp))
+            group = dist.new_group(ranks)
+            self.tp_group = group if self.rank in ranks else self.tp_group
+        for at in range(self.tp):
+            ranks = list(range(at, self.world, self.tp))
+            group = dist.new_group(ranks)
+            self.dp_group = group if self.rank in ranks else self.dp_group
+        self.make_half_groups()
+
+    def make_half_groups(self) -> None:
+        """The groups that the optimizer holds: a rebuild makes them anew."""
+        for at in range(self.tp):
+            ranks = list(range(at, self.world, self.tp))
+            for part in (ranks[: self.half], ranks[self.half :]):
+                group = dist.new_group(part)
+                self.half_group = group if self.rank in part else self.half_group
+
+
+class Block(nn.Module):
+    """Attention and a perceptron; a rank holds its heads, and its part of the perceptron's width."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.layers, self.heads = layers, HEADS // layers.tp
+        part = WIDTH // layers.tp
+        self.before_attention, self.before_perceptron = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query_key_value = nn.Linear(WIDTH, 3 * part, bias=False)
+        self.out = nn.Linear(part, WIDTH, bias=False)
+        self.widen = nn.Linear(WIDTH, 4 * part, bias=False)
+        self.narrow = nn.Linear(4 * part, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = self.layers.tp_group
+        split = self.query_key_value(_SumOfGradients.apply(self.before_attention(x), group))
+        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in split.chunk(3, dim=2))
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = _SumOfParts.apply(self.out(seen.transpose(1, 2).flatten(2)), group)
+        x = x + functional.dropout(seen, self.layers.dropout, self.training)
+        wide = functional.gelu(self.widen(_SumOfGradients.apply(self.before_perceptron(x), group)))
+        return x + functional.dropout(_SumOfParts.apply(self.narrow(wide), group), self.layers.dropout, self.training)
+
+
+class Gpt(nn.Module):
+    """Made from one seed for what all tensor-parallel ranks hold alike, and one for each rank's own part."""
+
+    def __init__(self, layers: Layers) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.place = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block(layers) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        alike, own = torch.Generator().manual_seed(7), torch.Generator().manual_seed(100 + layers.tp_rank)
+        for name, parameter in self.named_parameters():
+            is_part = any(part in name for part in ("query_key_value", "out.", "widen", "narrow"))
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.05, generator=own if is_part else alike)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens[:, :-1]) + self.place.weight[: tokens.shape[1] - 1]
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Schedule:
+    """Learning rate by step: up in ten steps, then down along a cosine."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.step = steps, 0
+
+    @property
+    def rate(self) -> float:
+        """Of the step that comes next."""
+        up = min(1.0, (self.step + 1) / 10)
+        return 3e-3 * up * 0.5 * (1 + math.cos(math.pi * self.step / max(self.steps, 1)))
+
+
+class Optimizer:
+    """Adam on one shard of the flat weights.
+
+    main, exp_avg, exp_avg_sq   [n] float32, n the same in all ranks of a data-parallel group
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers) -> None:
+        self.parameters, self.layers = list(model.parameters()), layers
+        flat = nn.utils.parameters_to_vector(self.parameters).detach()
+        self.length = flat.numel()
+        self.size = math.ceil(self.length / layers.half)
+        padded = functional.pad(flat, (0, self.size * layers.half - self.length))
+        self.main = padded[layers.shard * self.size :][: self.size].clone()
+        self.exp_avg, self.exp_avg_sq = torch.zeros(self.size), torch.zeros(self.size)
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept: what a repair sends, and a checkpoint holds."""
+        return [self.main, self.exp_avg, self.exp_avg_sq]
+
+    def reduce_gradients(self) -> Tensor:
+        """Mean over the data-parallel group of this rank's shard of the gradients."""
+        flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None])
+        dist.all_reduce(flat, group=self.layers.dp_group)
+        padded = functional.pad(flat / self.layers.dp, (0, self.size * self.layers.half - self.length))
+        return padded[self.layers.shard * self.size :][: self.size]
+
+    def update(self, gradient: Tensor, rate: float, step: int) -> None:
+        """One step of Adam, number `step` from 1 on: nothing else changes what is kept."""
+        self.exp_avg.lerp_(gradient, 0.1)
+        self.exp_avg_sq.lerp_(gradient * gradient, 0.05)
+        mean, square = self.exp_avg / (1 - 0.9**step), self.exp_avg_sq / (1 - 0.95**step)
+        self.main.sub_(rate * mean / (square.sqrt() + 1e-8))
+
+    def gather_weights(self) -> None:
+        """Write the weights of the model from the shards of this rank's half."""
+        shards = [torch.empty(self.size) for _ in range(self.layers.half)]
+        dist.all_gather(shards, self.main, group=self.layers.half_group)
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(torch.cat(shards)[: self.length], self.parameters)
+
+
+def batch_of(layers: Layers, iteration: int, size: int = 4) -> Tensor:
+    """Tokens of one iteration; tensor-parallel ranks read the same."""
+    generator = torch.Generator().manual_seed(10_000 * iteration + layers.dp_rank)
+    start = torch.randint(VOCABULARY, (size, 1), generator=generator)
+    return (start + torch.arange(CONTEXT + 1)) % VOCABULARY

@@ -1,0 +1,155 @@
+"""A framework that owns its train function: its callbacks have lost ranks replaced, and failed memory filled again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import (
+    Launch,
+    Run,
+    assert_recovered_by,
+    assert_survivors_kept_their_pids,
+)
+
+RunTtprun = Callable[..., Run]
+StartTtprun = Callable[..., Launch]
+
+PAIR = "mindio_pair.py"
+MEGATRON = "../../scripts/examples/megatron_like.py"
+STEPS = ("--steps", "30")
+MINDIO = ("--mindio",)
+
+
+class Undisturbed:
+    """What undisturbed ranks print of their weights, found out once for a script and its arguments."""
+
+    def __init__(self, new_folder: Callable[[str], Path]) -> None:
+        self._new_folder = new_folder
+        self._known: dict[tuple[str, ...], dict[int, list[str]]] = {}
+
+    def __call__(self, script: str, ranks: int, *arguments: str) -> dict[int, list[str]]:
+        key = (script, str(ranks), *arguments)
+        if key not in self._known:
+            folder = self._new_folder("undisturbed")
+            run = folder / "run"
+            options = ["--run-dir", str(run), *MINDIO]
+            result = Launch("ttprun", script, ranks, folder, options, [*STEPS, *arguments], run).finish()
+            assert result.exit_code == 0, result.story()
+            self._known[key] = result.hashes
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """`weights(script, ranks, ...)`: the hashes of a run that nothing disturbs."""
+    return Undisturbed(tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("phase", ["backward", "before_step", "in_step", "after_step"])
+def test_a_rank_killed_in_a_frameworks_train_function_is_replaced_and_weights_are_identical(
+    run_ttprun: RunTtprun, weights: Undisturbed, phase: str
+) -> None:
+    result = run_ttprun(PAIR, 2, faults=[f"kill:rank=1,step=12,phase={phase}"], options=MINDIO, script_args=STEPS)
+
+    assert_recovered_by(result, ["replace"])
+    assert_survivors_kept_their_pids(result)
+    assert result.hashes == weights(PAIR, 2), result.story()
+    assert result.exit_code == 0, result.story()
+
+
+def test_a_tensor_parallel_rank_is_repaired_from_the_rank_that_holds_its_shard(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(MEGATRON, 4, faults=["kill:rank=1,step=12,phase=backward"], options=MINDIO, script_args=STEPS)
+
+    assert_recovered_by(result, ["replace"])
+    assert_survivors_kept_their_pids(result)
+    assert parts_of(result) == [{"3": ["send"], "1": ["receive"]}]
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_half_of_the_ranks_are_lost_one_of_them_during_the_repair_of_the_other(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    faults = ["kill:rank=0,step=10,phase=after_step", "kill:rank=1,phase=rebuild"]
+
+    result = run_ttprun(MEGATRON, 4, faults=faults, options=MINDIO, script_args=STEPS)
+
+    assert_recovered_by(result, ["replace"])
+    assert parts_of(result)[-1] == {"2": ["send"], "3": ["send"], "0": ["receive"], "1": ["receive"]}, result.story()
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_copies(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,step=12,phase=backward"]
+
+    result = run_ttprun(
+        MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, "--dropout=0", "--save-every=5"]
+    )
+
+    (incident,) = result.incidents
+    assert (incident["outcome"], incident["boundary"], incident["steps_lost"]) == ("recovered", 10, 2), result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--dropout=0"), result.story()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rungs", "parts"),
+    [
+        ("high", ["rerun"], [{"2": ["send"], "0": ["receive in place"]}]),
+        ("low", ["rerun"], [{"0": ["keep"]}]),
+        ("fatal", ["replace"], [{"2": ["send"], "0": ["receive"]}]),
+    ],
+)
+def test_failed_memory_is_repaired_in_the_same_process_unless_it_is_no_tensors(
+    run_ttprun: RunTtprun, weights: Undisturbed, kind: str, rungs: Sequence[str], parts: list[dict[str, list[str]]]
+) -> None:
+    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, "--uce", f"12:0:{kind}"])
+
+    assert_recovered_by(result, rungs)
+    assert parts_of(result) == parts, result.story()
+    assert {rank: len(pids) for rank, pids in result.pids.items()} == {0: 2 if kind == "fatal" else 1, 1: 1, 2: 1, 3: 1}
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    dumped = run_ttprun(
+        MEGATRON,
+        4,
+        faults=["kill:rank=1,step=12,phase=backward"],
+        options=[*MINDIO, "--rungs", "persist"],
+        script_args=[*STEPS, "--dropout=0"],
+    )
+    out = dumped.folder / "out"
+    gone_on = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, "--dropout=0", f"--load={out}"])
+
+    assert dumped.exit_code not in (0, None), dumped.story()
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12\n", dumped.story()
+    assert {path.name for path in (out / "iter_0000012").iterdir()} == {"tp_0_shard_0.pt", "tp_1_shard_0.pt"}
+    assert gone_on.hashes == weights(MEGATRON, 4, "--dropout=0"), gone_on.story()
+
+
+def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
+    result = run_ttprun(
+        PAIR,
+        2,
+        faults=["kill:rank=1,step=0,phase=collective"],
+        options=[*MINDIO, "--max-restarts=1"],
+        script_args=STEPS,
+    )
+
+    assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
+    assert "no update of the optimizer has ended yet" in result.incidents[0]["reason"], result.story()
+    assert result.exit_code == 0, result.story()
+    assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
+
+
+def parts_of(result: Run) -> list[dict[str, list[str]]]:
+    """Who did what in each repair."""
+    return [event["parts"] for event in result.events if event["event"] == "repair_planned"]

@@ -1,0 +1,1 @@
+"""MindIO's interface, without launcher."""

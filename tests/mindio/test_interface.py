@@ -1,0 +1,217 @@
+"""Names, signatures, enums and return codes are those of MindIO, so that a framework written for it runs unchanged."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+from mindio_ttp import controller_ttp, framework_ttp
+
+from tests.rank.fakes import become
+from ttprun.rank.framework import codes
+from ttprun.rank.session import Session
+
+FRAMEWORK = {
+    "tft_init_controller": "(rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False)",
+    "tft_start_controller": "(bind_ip, port, enable_tls=True, tls_info='')",
+    "tft_destroy_controller": "()",
+    "tft_init_processor": "(rank, world_size, enable_local_copy, enable_tls=True, tls_info='', enable_uce=True, "
+    "enable_arf=False, enable_zit=False)",
+    "tft_start_processor": "(master_ip, port, local_ip='')",
+    "tft_destroy_processor": "()",
+    "tft_is_reboot_node": "()",
+    "tft_get_reboot_type": "()",
+    "tft_set_optimizer_replica": "(rank, replica_info)",
+    "tft_set_dp_group_info": "(rank, dp_rank_list)",
+    "tft_set_step_args": "(args)",
+    "tft_start_copy_os": "()",
+    "tft_start_updating_os": "(backup_step=-1)",
+    "tft_end_updating_os": "(step)",
+    "tft_exception_handler": "(func)",
+    "tft_report_error": "(error_type, error_code='')",
+    "tft_wait_next_action": "()",
+    "tft_wait_repair_action": "()",
+    "tft_get_repair_step": "()",
+    "tft_get_repair_type": "()",
+    "tft_reset_limit_step": "()",
+    "tft_report_load_ckpt_step": "(step)",
+    "tft_pause_train": "(cur_step)",
+    "tft_can_do_uce_repair": "(hbm_error_time, start_time=None, end_time=None)",
+    "tft_register_exception_handler": "(fault_pattern, fault_type, fault_handle)",
+    "tft_register_decrypt_handler": "(decryptor)",
+    "set_mindio_export_version": "(framework_type)",
+    "ttp_init_controller": "(rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False)",
+    "ttp_start_processor": "(master_ip, port, local_ip='')",
+} | {
+    f"tft_register_{name}_handler": "(func, ctx=None)"
+    for name in (
+        "stop",
+        "clean",
+        "repair",
+        "rollback",
+        "rebuild_group",
+        "save_ckpt",
+        "rename",
+        "exit",
+        "stream_sync",
+        "zit_upgrade_rollback",
+        "zit_upgrade_repair",
+        "zit_upgrade_rebuild",
+        "zit_downgrade_rebuild",
+    )
+}
+CONTROLLER = {
+    "tft_register_mindx_callback": "(action, func)",
+    "tft_notify_controller_stop_train": "(fault_ranks, stop_type='stop', timeout=None)",
+    "tft_notify_controller_on_global_rank": "(fault_ranks, time=1)",
+    "tft_notify_controller_change_strategy": "(strategy, params='')",
+    "tft_notify_controller_prepare_action": "(action, fault_ranks=None)",
+    "tft_notify_controller_dump": "()",
+    "tft_query_high_availability_switch": "()",
+    "tft_init_controller": "(rank, world_size, enable_local_copy, enable_arf=False, enable_zit=False)",
+    "tft_start_controller": "(bind_ip, port, enable_tls=True, tls_info='')",
+    "tft_destroy_controller": "()",
+}
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """Without types: those are nobody's business at run time."""
+    plain = inspect.signature(function)
+    untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in plain.parameters.values()]
+    return str(plain.replace(parameters=untyped, return_annotation=inspect.Signature.empty))
+
+
+@pytest.mark.parametrize("name", FRAMEWORK)
+def test_a_function_of_the_framework_can_be_called_as_in_mindio(name: str) -> None:
+    assert signature_of(getattr(framework_ttp, name)) == FRAMEWORK[name]
+
+
+@pytest.mark.parametrize("name", CONTROLLER)
+def test_a_function_of_the_scheduler_can_be_called_as_in_mindio(name: str) -> None:
+    assert signature_of(getattr(controller_ttp, name)) == CONTROLLER[name]
+
+
+@pytest.mark.parametrize(
+    ("enum", "numbers"),
+    [
+        (framework_ttp.Action, {"RETRY": 0, "EXIT": 1}),
+        (framework_ttp.OptimizerType, {"ATTENTION": 0, "MOE": 1}),
+        (framework_ttp.PauseType, {"PAUSE": 1, "RAISE": 2}),
+        (codes.OptimizerStatus, {"UPDATED": 0, "UPDATING": 1, "COPYING": 2}),
+        (
+            framework_ttp.ReportState,
+            {
+                "RS_NORMAL": 0,
+                "RS_RETRY": 1,
+                "RS_UCE": 2,
+                "RS_UCE_CORRUPTED": 3,
+                "RS_HCCL_FAILED": 4,
+                "RS_INIT_FINISH": 5,
+                "RS_PREREPAIR_FINISH": 6,
+                "RS_STEP_FINISH": 7,
+                "RS_UNKNOWN": 8,
+            },
+        ),
+        (
+            framework_ttp.RepairType,
+            {
+                "RT_SEND": 0,
+                "RT_UCE_HIGHLEVEL": 1,
+                "RT_UCE_LOWLEVEL": 2,
+                "RT_RECV_REPAIR": 3,
+                "RT_ROLLBACK": 4,
+                "RT_LOAD_CKPT": 5,
+                "RT_LOAD_REBUILD": 6,
+            },
+        ),
+    ],
+)
+def test_an_enum_has_the_numbers_of_mindio(enum: type[Enum], numbers: dict[str, int]) -> None:
+    assert {member.name: member.value for member in enum} == numbers
+
+
+def test_return_codes_are_those_of_mindio() -> None:
+    found = (codes.RET_OK, codes.RET_ERROR, codes.RET_K8S, codes.RET_PASS, codes.RET_EXCEPTION, codes.RET_NO_REBUILD)
+
+    assert found == (0, 1, 2, 3, 4, 2)
+
+
+def test_modules_that_frameworks_import_are_there() -> None:
+    from mindio_ttp.framework_ttp.ttp_decorator import tft_report_load_ckpt_step
+    from mindio_ttp.utils import tft_can_do_uce_repair
+
+    assert callable(tft_report_load_ckpt_step)
+    assert callable(tft_can_do_uce_repair)
+
+
+def test_outside_of_a_job_the_train_function_says_how_to_start_it() -> None:
+    become(None)
+
+    @framework_ttp.tft_exception_handler
+    def train() -> None: ...
+
+    with pytest.raises(RuntimeError, match="start the script with: ttprun --mindio"):
+        train()
+
+
+def test_only_a_function_can_be_decorated() -> None:
+    with pytest.raises(TypeError, match="callable"):
+        framework_ttp.tft_exception_handler(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (lambda: framework_ttp.tft_init_controller(0, 100_001, False), "world_size is 100001"),
+        (lambda: framework_ttp.tft_init_controller(2, 2, False), "rank is 2; give 0 to 1"),
+        (lambda: framework_ttp.tft_start_controller("127.0.0.1", 80), "port is 80; give 1024 to 65535"),
+        (lambda: framework_ttp.tft_start_controller("0.0.0.0", 8000), "no address of one machine"),
+        (lambda: framework_ttp.tft_init_processor(1, 2, False), "rank 0 of 2, and not rank 1 of 2"),
+        (lambda: framework_ttp.tft_end_updating_os(0), "step is 0; give 1 or more"),
+        (lambda: framework_ttp.set_mindio_export_version("Megatron"), "no framework 'Megatron'"),
+        (
+            lambda: framework_ttp.tft_set_optimizer_replica(
+                0, [{"rank_list": [0, 1, 2], "replica_cnt": 2, "replica_shift": 0}]
+            ),
+            "2 copies cannot lie in ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_reason(session: Session, call: Callable[[], None], cause: str) -> None:
+    with pytest.raises(ValueError, match=cause):
+        call()
+
+
+def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:
+    framework_ttp.tft_init_controller(-1, 8, False)
+
+
+def test_replicas_are_declared_to_the_agent(session: Session) -> None:
+    framework_ttp.tft_set_optimizer_replica(0, [{"rank_list": [0, 2], "replica_cnt": 2, "replica_shift": 0}])
+
+    assert session.channel.sent == [  # type: ignore[attr-defined]
+        {"op": "replicas", "groups": [{"ranks": [0, 2], "copies": 2, "shift": 0}]}
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["retry", "recover", "dump", "continue", "exit"])
+def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
+    assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 0
+    assert session.channel.sent == [{"op": "notified", "what": strategy}]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "migration", "?"])
+def test_a_strategy_that_needs_another_world_size_is_refused(session: Session, strategy: str) -> None:
+    assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 1
+    assert session.channel.sent == []  # type: ignore[attr-defined]
+
+
+def test_a_scheduler_can_register_four_callbacks_and_no_other(session: Session) -> None:
+    actions = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result", "report_weather")
+
+    found = [controller_ttp.tft_register_mindx_callback(action, print) for action in actions]
+
+    assert found == [0, 0, 0, 0, 1]

@@ -1,0 +1,39 @@
+"""The controller: the agent of `ttprun --mindio` is it, so that these functions have little left to do."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from ttprun.rank.framework.access import has_framework
+from ttprun.rank.framework.limits import check_port, check_rank
+
+OUTSIDE_OF_THE_JOB = -1
+
+
+def tft_init_controller(
+    rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
+) -> None:
+    """Make the controller. Nothing is made: the agent is there already, and it can do all that it is asked for here.
+
+    rank   -1: outside of the job
+
+    Raises ValueError for a rank that cannot be.
+    """
+    if rank != OUTSIDE_OF_THE_JOB:
+        check_rank("tft_init_controller", rank, world_size)
+
+
+def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
+    """Listen. Nothing listens: ranks and agent talk on a line of their own. Raises ValueError for a wrong address."""
+    check_port("tft_start_controller", port)
+    if ipaddress.ip_address(bind_ip).is_unspecified:
+        raise ValueError(f"tft_start_controller: {bind_ip} is no address of one machine")
+
+
+def tft_destroy_controller() -> None:
+    """End the controller. The agent ends with the job."""
+
+
+def tft_query_high_availability_switch() -> bool:
+    """Whether faults are recovered from."""
+    return has_framework()

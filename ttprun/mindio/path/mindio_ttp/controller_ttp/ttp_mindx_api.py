@@ -1,0 +1,48 @@
+"""What a scheduler calls. All return 0 if it was passed on to the agent, and 1 if it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.rank.framework import scheduler
+from ttprun.rank.framework.codes import RET_ERROR
+
+
+def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
+    """Have a function called: report_fault_ranks(ranks, codes), report_stop_complete(code, msg, ranks),
+    report_strategies(ranks, strategies), report_result(code, msg, ranks, strategy). Ranks are {rank: kind of fault}.
+    """
+    return scheduler.register(action, func)
+
+
+def tft_notify_controller_stop_train(
+    fault_ranks: dict[int, int], stop_type: str = "stop", timeout: int | None = None
+) -> int:
+    """Ranks have failed ({rank: 0 memory of the device, 1 anything else}), or with "pause" all are to wait.
+
+    timeout   seconds that a pause lasts at most; None: till "continue"
+    """
+    if stop_type not in scheduler.STOPS:
+        return RET_ERROR
+    return scheduler.notify(stop_type, ranks=fault_ranks, timeout_s=timeout)
+
+
+def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int = 1) -> int:
+    """The final list of all that have failed."""
+    return scheduler.notify("stop", ranks=fault_ranks, timeout_s=None)
+
+
+def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
+    """Say how to go on. "retry" and "recover" the agent decides by itself; 1 for what needs another world size."""
+    return scheduler.notify(strategy) if strategy in scheduler.STRATEGIES else RET_ERROR
+
+
+def tft_notify_controller_prepare_action(action: str, fault_ranks: dict[int, int] | None = None) -> int:
+    """ "hot switch" and "stop switch" are not there: 1."""
+    return RET_ERROR
+
+
+def tft_notify_controller_dump() -> int:
+    """End the job, with a checkpoint."""
+    return scheduler.notify("dump")

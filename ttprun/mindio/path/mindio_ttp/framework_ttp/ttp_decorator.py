@@ -1,0 +1,289 @@
+"""The functions that a framework calls in every rank, as MindIO names them; what they do is `ttprun.rank.framework`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
+
+from ttprun.rank.framework.access import this_rank
+from ttprun.rank.framework.codes import ReportState, value_of
+from ttprun.rank.framework.errors import now_us
+from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
+
+FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
+_export_version = ""
+
+
+# Start and end.
+
+
+def tft_init_processor(
+    rank: int,
+    world_size: int,
+    enable_local_copy: bool,
+    enable_tls: bool = True,
+    tls_info: str = "",
+    enable_uce: bool = True,
+    enable_arf: bool = False,
+    enable_zit: bool = False,
+) -> None:
+    """Make this rank's processor.
+
+    enable_uce   errors of devices are answered in the same process (retry)
+    enable_arf   lost processes are replaced; here that is for `ttprun --rungs` to say
+
+    Raises ValueError if this is not that rank of the job.
+    """
+    check_rank("tft_init_processor", rank, world_size)
+    session, framework = this_rank()
+    if (rank, world_size) != (session.rank, session.world_size):
+        told = f"rank {session.rank} of {session.world_size}"
+        raise ValueError(f"tft_init_processor: this process is {told}, and not rank {rank} of {world_size}")
+    framework.errors.is_retried = enable_uce
+
+
+def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
+    """Connect to the controller. The line to the agent is open already. Raises ValueError for a wrong port."""
+    check_port("tft_start_processor", port)
+    this_rank()
+
+
+def tft_destroy_processor() -> None:
+    """Leave the controller. The agent sees the end of the process."""
+
+
+def tft_is_reboot_node() -> bool:
+    """Whether this process has joined a job that was running already, in the place of a lost one."""
+    return this_rank()[1].was_rebooted
+
+
+def tft_get_reboot_type() -> str:
+    """ "arf": a lost process was replaced. There is no "hot switch" here."""
+    return "arf"
+
+
+def set_mindio_export_version(framework_type: str) -> None:
+    """Say which framework this is. Raises ValueError for one that MindIO does not know."""
+    global _export_version
+    if framework_type not in FRAMEWORKS:
+        raise ValueError(f"there is no framework '{framework_type}'; use one of {', '.join(FRAMEWORKS)}")
+    _export_version = framework_type
+    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
+
+
+# What the optimizer's state is, and where copies of it are.
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
+    """Declare the groups over which this rank's optimizer is spread, in the order of OptimizerType.
+
+    replica_info   [{rank_list, replica_cnt, replica_shift}]: replica_cnt whole copies of the state lie in rank_list
+
+    Raises ValueError for what cannot be.
+    """
+    session, framework = this_rank()
+    if rank != session.rank:
+        raise ValueError(f"tft_set_optimizer_replica: this is rank {session.rank}, and not {rank}")
+    groups = []
+    for info in replica_info:
+        ranks, copies, shift = info.get("rank_list"), info.get("replica_cnt"), info.get("replica_shift")
+        is_list = isinstance(ranks, list) and all(type(member) is int for member in ranks)
+        if not is_list or type(copies) is not int or type(shift) is not int:
+            raise ValueError("tft_set_optimizer_replica: give a list of ranks, and two numbers")
+        assert isinstance(ranks, list)
+        if rank not in ranks or not 0 < copies <= len(ranks) or len(ranks) % copies:
+            raise ValueError(f"tft_set_optimizer_replica: {copies} copies cannot lie in ranks {ranks}")
+        groups.append({"ranks": ranks, "copies": copies, "shift": shift})
+    framework.replicas = replica_info
+    session.channel.send({"op": "replicas", "groups": groups})
+
+
+def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
+    """Declare the data-parallel group; used when ranks leave and join for good, which is not done here."""
+    if not 0 <= rank < MOST_RANKS or not all(type(member) is int for member in dp_rank_list):
+        raise ValueError(f"tft_set_dp_group_info: rank {rank} in {dp_rank_list} cannot be")
+    this_rank()[1].dp_ranks = list(dp_rank_list)
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What each callback is given as `args`; without it, the list of the train function's arguments."""
+    if args is not None and _export_version not in FRAMEWORKS:
+        this_rank()[1].handlers.args = args
+
+
+def tft_start_copy_os() -> None:
+    """The optimizer's state is about to be copied, in local-copy mode: it can be used as it is meanwhile."""
+    this_rank()[1].admit()
+
+
+def tft_start_updating_os(backup_step: int = -1) -> None:
+    """The optimizer's state is about to change: waits for all ranks. Raises RuntimeError (FORCE STOP)."""
+    this_rank()[1].start_updating()
+
+
+def tft_end_updating_os(step: int) -> None:
+    """The optimizer's state is that of `step`, from 1 on. Raises ValueError."""
+    if step < 1:
+        raise ValueError(f"tft_end_updating_os: step is {step}; give 1 or more")
+    this_rank()[1].end_updating(step)
+
+
+def tft_reset_limit_step() -> None:
+    """Take back the step up to which ranks may go; it ends with the recovery anyhow."""
+
+
+def tft_set_update_start_time(start_time: int | None = None) -> None:
+    """When the newest update of the optimizer began, in microseconds of the device's clock; None: now."""
+    this_rank()[1].times.start_us = now_us() if start_time is None else start_time
+
+
+def tft_set_update_end_time(end_time: int | None = None) -> None:
+    """When it ended."""
+    this_rank()[1].times.end_us = now_us() if end_time is None else end_time
+
+
+def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:
+    """Whether memory that failed at that time can be repaired."""
+    return this_rank()[1].times.can_repair(hbm_error_time, start_time, end_time)
+
+
+# The train function.
+
+
+def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the train function: an error that a recovery answers is waited out, and the function called again.
+
+    It is called with the same arguments, in the list that callbacks are given: what they put there it gets.
+    """
+    if not callable(func):
+        raise TypeError("tft_exception_handler: func must be a callable")
+
+    @wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return this_rank()[1].run(func, list(args), kwargs)
+
+    return wrapper
+
+
+def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
+    """Report what has happened to this rank. Raises RuntimeError if that is answered by no recovery."""
+    this_rank()[1].report(ReportState(value_of(error_type)), error_code)
+
+
+def tft_wait_next_action() -> int:
+    """Block until stop and clean are over; returns Action.RETRY's value, or Action.EXIT's."""
+    return int(this_rank()[1].wait_next_action().value)
+
+
+def tft_wait_repair_action() -> int:
+    """Block until repair and rollback are over."""
+    return int(this_rank()[1].wait_repair_action().value)
+
+
+def tft_get_repair_step() -> int:
+    """The step from which all go on; 0: not known."""
+    return this_rank()[1].repair_step
+
+
+def tft_get_repair_type() -> str:
+    """ "retry", "recover", "dump", or "unknow"."""
+    return this_rank()[1].repair_type
+
+
+def tft_report_load_ckpt_step(step: int) -> None:
+    """A repair handler has loaded a checkpoint of that step, from which all go on then."""
+    if step < 1:
+        raise ValueError(f"tft_report_load_ckpt_step: step is {step}; give 1 or more")
+    this_rank()[1].loaded_step = step
+
+
+def tft_pause_train(cur_step: int) -> None:
+    """Once an iteration: waits, or raises RuntimeError (STEP FINISH), if a scheduler has asked for it."""
+    this_rank()[1].pause_if_asked(cur_step)
+
+
+def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Callable[[str], str]) -> None:
+    """Add a row to the table of errors.
+
+    fault_type     name of a ReportState, for the kind of fault that is called like the pattern
+    fault_handle   given the error's text; returns a kind of fault
+    """
+    this_rank()[1].errors.add(fault_pattern, fault_type, fault_handle)
+
+
+# Callbacks: args is what tft_set_step_args or the train function was given, ctx what is given here.
+
+
+def tft_register_stop_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(args, ctx)"""
+    this_rank()[1].handlers.register("stop", func, ctx)
+
+
+def tft_register_clean_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(is_uce_error, args, ctx) -> 0, 1 (failed), or 2 (nothing that is kept was lost)"""
+    this_rank()[1].handlers.register("clean", func, ctx)
+
+
+def tft_register_rebuild_group_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(fault_ranks, args, ctx)"""
+    this_rank()[1].handlers.register("rebuild_group", func, ctx)
+
+
+def tft_register_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, need_rebuild, error_ranks, repair_info, args, ctx)"""
+    this_rank()[1].handlers.register("repair", func, ctx)
+
+
+def tft_register_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, args, ctx)"""
+    this_rank()[1].handlers.register("rollback", func, ctx)
+
+
+def tft_register_save_ckpt_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, save_info, args, ctx), save_info = [{type, ranks}]"""
+    this_rank()[1].handlers.register("save_ckpt", func, ctx)
+
+
+def tft_register_rename_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, args), in one rank"""
+    this_rank()[1].handlers.register("rename", func, ctx)
+
+
+def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(ctx); kept, and never called: the agent ends the processes."""
+    this_rank()[1].handlers.register("exit", func, ctx)
+
+
+def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(), in front of a pause"""
+    this_rank()[1].handlers.register("stream_sync", func, ctx)
+
+
+def tft_register_zit_upgrade_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, args, params); kept, and not called yet: the world keeps its size."""
+    this_rank()[1].handlers.register("zit_upgrade_rollback", func, ctx)
+
+
+def tft_register_zit_upgrade_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(step, need_rebuild, error_ranks, repair_info, args, params); kept, and not called yet"""
+    this_rank()[1].handlers.register("zit_upgrade_repair", func, ctx)
+
+
+def tft_register_zit_upgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(rank_list, args, params); kept, and not called yet"""
+    this_rank()[1].handlers.register("zit_upgrade_rebuild", func, ctx)
+
+
+def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
+    """func(comm_groups, fault_ranks, args, params); kept, and not called yet"""
+    this_rank()[1].handlers.register("zit_downgrade_rebuild", func, ctx)
+
+
+def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:
+    """The password of a TLS key; nothing here is encrypted, since nothing leaves the machine."""
+    if not callable(decryptor):
+        raise TypeError("tft_register_decrypt_handler: give a function")

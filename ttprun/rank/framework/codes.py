@@ -1,0 +1,72 @@
+"""The numbers of MindIO's interface: enums and return codes. Standard library only."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+RET_OK = 0
+RET_ERROR = 1
+RET_NO_REBUILD = 2  # of a clean handler: the memory that failed holds nothing, so nothing needs to be sent
+RET_K8S = 2  # exit code of a process after recovery was given up
+RET_PASS = 3
+RET_EXCEPTION = 4
+
+
+class Action(Enum):
+    """What a main thread does that has waited."""
+
+    RETRY = 0
+    EXIT = 1
+
+
+class OptimizerType(Enum):
+    """Place of a group in what tft_set_optimizer_replica is given."""
+
+    ATTENTION = 0
+    MOE = 1
+
+
+class PauseType(Enum):
+    """What tft_pause_train does when it is time."""
+
+    PAUSE = 1
+    RAISE = 2
+
+
+class ReportState(Enum):
+    """What a rank reports of itself."""
+
+    RS_NORMAL = 0
+    RS_RETRY = 1
+    RS_UCE = 2
+    RS_UCE_CORRUPTED = 3
+    RS_HCCL_FAILED = 4
+    RS_INIT_FINISH = 5
+    RS_PREREPAIR_FINISH = 6
+    RS_STEP_FINISH = 7
+    RS_UNKNOWN = 8
+
+
+class RepairType(Enum):
+    """A rank's part in a repair."""
+
+    RT_SEND = 0
+    RT_UCE_HIGHLEVEL = 1
+    RT_UCE_LOWLEVEL = 2
+    RT_RECV_REPAIR = 3
+    RT_ROLLBACK = 4
+    RT_LOAD_CKPT = 5
+    RT_LOAD_REBUILD = 6
+
+
+class OptimizerStatus(Enum):
+    """Whether the optimizer's state can be used."""
+
+    UPDATED = 0
+    UPDATING = 1
+    COPYING = 2
+
+
+def value_of(code: Enum | int) -> int:
+    """Both are taken where MindIO takes a number."""
+    return int(code.value) if isinstance(code, Enum) else int(code)

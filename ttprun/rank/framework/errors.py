@@ -1,0 +1,115 @@
+"""Which error of the train function means what: one table of short texts, in the order of MindIO's.
+
+Texts are searched for in `str(error)` of a RuntimeError; the first that is found wins. A framework may add rows. Read
+`ErrorTable.classify` first.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+from ttprun.rank.framework.codes import ReportState
+
+FORCE_STOP = "FORCE STOP"
+ARF_FINISH = "ARF FINISH"
+STEP_FINISH = "STEP FINISH"
+OTHER = "OTHER"
+_ERROR_CODE = re.compile(r"\bdevice error type\s*([0-9a-fA-F]+)\b", re.IGNORECASE)
+_ERROR_CODE_LENGTH = 15
+_HBM_TIME = re.compile(r"time us=\s*(\d+)")  # torch_npu's own pattern has a space there, MindIO's has none
+REPAIRABLE, CORRUPTED = "HBM MULTI BIT ECC can repair", "HBM MULTI BIT ECC can't repair"
+
+
+class UpdateTimes:
+    """When the newest update of the optimizer began and ended, by the device's clock in microseconds; 0: not yet."""
+
+    def __init__(self) -> None:
+        self.start_us = 0
+        self.end_us = 0
+
+    def can_repair(self, error_us: int | None, start_us: int | None = None, end_us: int | None = None) -> bool:
+        """Whether memory that failed then can be repaired: nothing wrong has got into a state that is kept.
+
+        error_us   when it failed; None: not known
+        """
+        start = self.start_us if start_us is None else start_us
+        end = self.end_us if end_us is None else end_us
+        if not error_us or not start:
+            return False
+        return error_us > max(start, end) or start <= error_us <= end
+
+
+def now_us() -> int:
+    """The clock that stands for the device's."""
+    return time.time_ns() // 1000
+
+
+class ErrorTable:
+    """The rows: text -> function that is given the error's text and returns a kind; and kind -> state to report.
+
+    is_retried   errors of devices are answered in the same process; else they are like any other error
+    """
+
+    def __init__(self, times: UpdateTimes) -> None:
+        self.is_retried = True
+        self._times = times
+        self.kinds: dict[str, Callable[[str], str]] = {
+            "UCE ERROR": lambda text: self._if_retried("UCE ERROR"),
+            "HBM MULTI BIT ECC": self._of_hbm_error,
+            FORCE_STOP: lambda text: FORCE_STOP,
+            ARF_FINISH: lambda text: ARF_FINISH,
+            STEP_FINISH: lambda text: STEP_FINISH,
+            "HCCL OP RETRY FAILED": lambda text: self._if_retried("HCCL OP RETRY FAILED"),
+            "SUSPECT REMOTE ERROR": lambda text: self._if_retried("SUSPECT REMOTE ERROR"),
+            "UB LINK ERROR": lambda text: self._if_retried("UB LINK ERROR"),
+            "HCCS LINK ERROR": lambda text: self._if_retried("HCCS LINK ERROR"),
+        }
+        self.states: dict[str, str] = {
+            FORCE_STOP: "RS_NORMAL",
+            "UCE ERROR": "RS_UCE",
+            REPAIRABLE: "RS_UCE",
+            CORRUPTED: "RS_UCE_CORRUPTED",
+            ARF_FINISH: "RS_PREREPAIR_FINISH",
+            STEP_FINISH: "RS_STEP_FINISH",
+            "HCCL OP RETRY FAILED": "RS_HCCL_FAILED",
+            "SUSPECT REMOTE ERROR": "RS_HCCL_FAILED",
+            "UB LINK ERROR": "RS_HCCL_FAILED",
+            "HCCS LINK ERROR": "RS_HCCL_FAILED",
+            OTHER: "RS_UNKNOWN",
+        }
+
+    def add(self, pattern: str, state: str, kind_of: Callable[[str], str]) -> None:
+        """One more row, behind the others.
+
+        state     name of a ReportState, for the kind that is called like the pattern
+        kind_of   given the error's text; returns a kind
+        """
+        if state not in ReportState.__members__:
+            raise ValueError(f"'{state}' is no state to report; use one of {', '.join(ReportState.__members__)}")
+        self.states[pattern] = state
+        self.kinds[pattern] = kind_of
+
+    def classify(self, error: BaseException) -> ReportState:
+        """What a rank reports of an error; RS_UNKNOWN for whatever is not in the table."""
+        if not isinstance(error, RuntimeError):
+            return ReportState.RS_UNKNOWN
+        text = str(error)
+        kind = next((kind_of(text) for pattern, kind_of in self.kinds.items() if pattern in text), OTHER)
+        return ReportState[self.states.get(kind, "RS_UNKNOWN")]
+
+    def _if_retried(self, kind: str) -> str:
+        return kind if self.is_retried else OTHER
+
+    def _of_hbm_error(self, text: str) -> str:
+        if not self.is_retried:
+            return OTHER
+        found = _HBM_TIME.search(text)
+        return REPAIRABLE if self._times.can_repair(int(found.group(1)) if found else None) else CORRUPTED
+
+
+def error_code_of(error: BaseException) -> str:
+    """The device's own number of an error, "" if its text has none."""
+    found = _ERROR_CODE.search(str(error))
+    return found.group(1)[:_ERROR_CODE_LENGTH] if found else ""

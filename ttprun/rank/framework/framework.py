@@ -1,0 +1,374 @@
+"""The main thread's side: the decorated train function, how it is left by force, and how it is entered again.
+
+The recovery thread (`recovery.py`) tells this object to stop, and to go on; the main thread meets that in its next
+collective, in front of its next update of the optimizer, or where it waits. Read `Framework.run` first.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from ttprun.board import FINISHED, Field, Phase
+from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
+from ttprun.rank import faults
+from ttprun.rank.boundary import commit
+from ttprun.rank.framework import randomness
+from ttprun.rank.framework.codes import Action, ReportState
+from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable, UpdateTimes
+from ttprun.rank.framework.handlers import Handlers
+from ttprun.rank.journal import TELL_AFTER_S
+from ttprun.rank.session import Session
+
+_LOOK_AGAIN_S = 0.1
+_ORDER_LIMIT_S = 30.0  # for the agent to answer a fault that a rank has reported, or has heard of by its connections
+
+
+class Place(Enum):
+    """Where the main thread is."""
+
+    OUTSIDE = "outside the train function"
+    TRAINING = "in the train function"
+    WAITING = "in the decorator, for a repair"
+
+
+class Framework:
+    """What this rank knows of its framework, and what its framework may ask.
+
+    joins_at      boundary at which a replacement takes its place; None in a rank that was there from the start
+    is_joining    a replacement that has not come to its train function yet: its collectives meet nobody
+    is_stopping   the main thread is to leave its train function
+    settled_in    generation in which it was last agreed at which step all stand
+    is_past_setup  the train function has been entered; what the script does before, a replacement does too
+    fault         what this rank has reported of itself since it last trained
+    repair_type   "retry", "recover", "dump" or "unknow"
+    repair_step   step from which all go on; 0: not known
+    was_cleaned   stop and clean are over
+    is_torn       an update of the optimizer has begun and not ended
+    is_told_of_uce  a scheduler says that memory of this rank's device has failed
+    loaded_step   of a checkpoint that a repair handler has loaded; 0: none
+    replicas      as declared: [{rank_list, replica_cnt, replica_shift}]
+    dp_ranks      as declared
+    """
+
+    def __init__(self, session: Session, joins_at: int | None) -> None:
+        self._session = session
+        self.joins_at = joins_at
+        self.is_joining = joins_at is not None
+        self.was_rebooted = self.is_joining
+        self.is_stopping = False
+        self.settled_in = -1
+        self.place = Place.OUTSIDE
+        self.is_past_setup = False
+        self.fault = ReportState.RS_NORMAL
+        self.repair_type = "unknow"
+        self.repair_step = joins_at or 0
+        self.was_cleaned = False
+        self.is_torn = False
+        self.is_told_of_uce = False
+        self.times = UpdateTimes()
+        self.errors = ErrorTable(self.times)
+        self.handlers = Handlers(session.options["device_errors"])
+        self.loaded_step = 0
+        self.replicas: list[dict[str, Any]] = []
+        self.dp_ranks: list[int] = []
+        self.paused_at: int | None = None
+        self.pause_raises = False
+        self._callback_thread = 0
+        self._check_overtaken: Callable[[], None] = lambda: None
+
+    # The recovery thread's side of it.
+
+    def serve_callbacks(self, check_overtaken: Callable[[], None]) -> None:
+        """From now on the calling thread is the one that runs callbacks: it may communicate while others must stop.
+
+        check_overtaken   raises if a newer recovery has begun
+        """
+        self._callback_thread = threading.get_ident()
+        self._check_overtaken = check_overtaken
+
+    def order_stop(self, repair_type: str) -> None:
+        """The main thread is to leave its train function; does not wait."""
+        with self._session.changed:
+            self.is_stopping = True
+            self.was_cleaned = False
+            self.loaded_step = 0
+            self.repair_type = repair_type
+            self._session.changed.notify_all()
+
+    def wait_until_stopped(self, check_overtaken: Callable[[], None]) -> None:
+        """Block until the main thread waits in the decorator; ended by it, or by what `check_overtaken` raises."""
+        with self._session.changed:
+            while self.place is not Place.WAITING:
+                self._session.changed.wait(_LOOK_AGAIN_S)
+                check_overtaken()
+
+    def note_cleaned(self) -> None:
+        """Stop and clean are over."""
+        with self._session.changed:
+            self.was_cleaned = True
+            self._session.changed.notify_all()
+
+    def release(self, step: int) -> None:
+        """The repair is over: this rank stands at `step`, and its main thread enters the train function again."""
+        session = self._session
+        with session.changed:
+            self._stand_at(step)
+            self.repair_step = step
+            self.is_stopping = self.is_torn = session.is_holding = False
+            session.settle_at = 0
+            self.fault = ReportState.RS_NORMAL
+            self.joins_at = None
+            self.loaded_step = 0
+            self.paused_at = None
+            if self.place is Place.WAITING:
+                self.place = Place.TRAINING
+            session.changed.notify_all()
+
+    def _stand_at(self, step: int) -> None:
+        session = self._session
+        session.applied = step
+        session.is_applying = False
+        session.board.set(session.local_rank, Field.APPLIED, step)
+        session.board.announce(session.local_rank, Field.RECORDED, step)
+        session.board.set(session.local_rank, Field.MEETINGS, 0)
+
+    def fail_memory(self) -> None:
+        """A scheduler says that memory of this rank's device has failed: the main thread meets that error."""
+        self.is_told_of_uce = True
+
+    # What stops a thread of the script.
+
+    def admit(self) -> None:
+        """Called wherever a thread would communicate or wait. Raises RuntimeError: FORCE STOP, or ARF FINISH.
+
+        The thread that runs callbacks is let through, unless a newer recovery has begun.
+        """
+        if threading.get_ident() == self._callback_thread:
+            self._check_overtaken()
+        elif self.is_stopping and self.place is not Place.OUTSIDE:
+            raise RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)")
+        elif self.is_told_of_uce and self.place is Place.TRAINING:
+            self.is_told_of_uce = False
+            raise RuntimeError("UCE ERROR. The scheduler says that memory of this rank's device has failed (ttprun)")
+        elif self.is_joining and self.place is Place.TRAINING:
+            raise RuntimeError(f"{ARF_FINISH}. A replacement enters the train function after its repair (ttprun)")
+
+    def may_connect_again(self) -> bool:
+        """A connection could not be made: whether the calling thread may wait for the next generation, as in set-up.
+
+        Raises RuntimeError as `admit`.
+        """
+        self.admit()
+        return threading.get_ident() != self._callback_thread
+
+    # The optimizer's update.
+
+    def start_updating(self) -> None:
+        """The optimizer's state is about to change: wait until every rank has come so far.
+
+        No rank begins before all stand here, so all that live through a fault can come to one step. Raises RuntimeError
+        (FORCE STOP) if a recovery has begun, and this rank is not needed to end the step.
+        """
+        session = self._session
+        faults.reached("before_step")
+        self.admit()
+        boundary = session.applied + 1
+        randomness.keep(session, boundary)
+        session.board.announce(session.local_rank, Field.RECORDED, boundary)
+        commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
+        self.is_torn = True
+        session.is_applying = True
+        session.touch(Phase.STEPPING)
+        faults.reached("in_step")
+
+    def _leave_if_settled(self) -> None:
+        session = self._session
+        with session.changed:
+            if self.settled_in == session.generation and session.is_holding and session.settle_at <= session.applied:
+                raise RuntimeError(f"{FORCE_STOP}. By mindio-ttp BeginUpdating (ttprun)")
+
+    def end_updating(self, step: int) -> None:
+        """The optimizer's state is that of `step` now. Raises ValueError if that is no step behind the last one."""
+        session = self._session
+        if step <= session.applied:
+            raise ValueError(f"tft_end_updating_os: step {step} does not follow on step {session.applied}")
+        faults.reached_step_end()
+        is_first = session.applied == 0
+        if step != session.applied + 1:  # the framework has gone on from a checkpoint of its own
+            randomness.keep(session, step)
+        with session.changed:
+            self._stand_at(step)
+            self.is_torn = False
+            session.changed.notify_all()
+        session.journal.forget_completed()
+        session.touch(Phase.COMPUTING)
+        if is_first:
+            session.tell_modules()
+        faults.reached("after_step")
+
+    # The train function.
+
+    def run(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the train function, as often as it is left by an error that a repair answers; with the same arguments.
+
+        args   the very list is what callbacks get: what they put into it the next call gets
+        """
+        self.handlers.args = args
+        while True:
+            self._enter()
+            try:
+                result = function(*args, **kwargs)
+                self._wait_for_all()
+            except RuntimeError as error:
+                state = self._state_of(error)
+                if not self._report(state, error):
+                    self._leave()
+                    raise
+            except BaseException:
+                self._leave()
+                raise
+            else:
+                self._leave()
+                return result
+            gc.collect()
+            self.wait_next_action()
+            self.wait_repair_action()
+            gc.collect()
+
+    def _enter(self) -> None:
+        session = self._session
+        with session.changed:
+            self.place = Place.TRAINING
+            self.is_past_setup = True
+            session.changed.notify_all()
+        session.board.announce(session.local_rank, Field.LEAVING, 0)
+        session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
+
+    def _leave(self) -> None:
+        with self._session.changed:
+            self.place = Place.OUTSIDE
+
+    def _wait_for_all(self) -> None:
+        """The train function is over here: stay within reach until it is in every rank, since till then each may be
+        needed to repair another. Raises RuntimeError (FORCE STOP) if it is.
+        """
+        session = self._session
+        self.admit()
+        faults.reached("exit")
+        board = session.board
+        board.announce(session.local_rank, Field.LEAVING, 1)
+        session.touch(Phase.FINISHED)
+        for row in range(board.n_ranks):
+            while not (left := board.get(row, Field.LEAVING)) and board.get(row, Field.RECORDED) != FINISHED:
+                board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
+                self.admit()
+
+    # Reports.
+
+    def report(self, state: ReportState, error: str) -> None:
+        """tft_report_error: say what has happened to this rank. Raises RuntimeError if no recovery answers it."""
+        if not self._report(state, RuntimeError(error or state.name)):
+            raise RuntimeError(f"{state.name} ({error}) is answered by no recovery in this process")
+
+    def _state_of(self, error: RuntimeError) -> ReportState:
+        state = self.errors.classify(error)
+        is_link = state is ReportState.RS_UNKNOWN and self.is_of_connection(error)
+        return ReportState.RS_HCCL_FAILED if is_link else state
+
+    def is_of_connection(self, error: BaseException) -> bool:
+        """Whether an error says no more than that another rank is not to be reached."""
+        return DeviceErrors(self._session.options["device_errors"]).diagnose(error).rung == "reconnect"
+
+    def _report(self, state: ReportState, error: BaseException) -> bool:
+        """Tell the agent, and come to a stand; False if the error is not to be answered in this process."""
+        session = self._session
+        match state:
+            case ReportState.RS_NORMAL | ReportState.RS_INIT_FINISH | ReportState.RS_STEP_FINISH:
+                if not self._hears_of_recovery(_ORDER_LIMIT_S):
+                    return False
+            case ReportState.RS_PREREPAIR_FINISH:
+                if not self.is_joining:
+                    return False
+                self.is_joining = False
+            case ReportState.RS_UCE if session.is_repairable():
+                pass
+            case ReportState.RS_HCCL_FAILED if session.is_repairable():
+                if not self._hears_of_recovery(TELL_AFTER_S):
+                    session.tell_broken(session.generation, in_one_line(error), TELL_AFTER_S)
+                    if not self._hears_of_recovery(_ORDER_LIMIT_S):
+                        return False
+            case _:
+                return False
+        with session.changed:
+            self.place = Place.WAITING
+            self.is_stopping = True
+            if state is not ReportState.RS_NORMAL:
+                self.fault = state
+            session.changed.notify_all()
+        session.touch(Phase.REPAIRING)
+        if state is ReportState.RS_UCE:
+            self._tell_fault(error)
+        elif state is ReportState.RS_PREREPAIR_FINISH:
+            assert session.recovery is not None
+            session.recovery.take({"op": "joined", "generation": session.generation})
+        return True
+
+    def _tell_fault(self, error: BaseException) -> None:
+        diagnosis = DeviceErrors(self._session.options["device_errors"]).diagnose(error)
+        told = {
+            "error": in_one_line(error),
+            "detail": "".join(traceback.format_exception(error)),
+            "device_fault": diagnosis.name if diagnosis.can_stay else str(DeviceFault.MEMORY_PERSISTENT),
+        }
+        self._session.channel.send({"op": "faulted", **told})
+
+    def _hears_of_recovery(self, limit_s: float) -> bool:
+        session = self._session
+        with session.changed:
+            return session.changed.wait_for(lambda: self.is_stopping, timeout=limit_s)
+
+    def wait_next_action(self) -> Action:
+        """Block until stop and clean are over; EXIT if the state is saved, and the job ends."""
+        session = self._session
+        with session.changed:
+            while not self.was_cleaned and self.place is Place.WAITING:
+                session.changed.wait(_LOOK_AGAIN_S)
+        return Action.EXIT if self.repair_type == "dump" else Action.RETRY
+
+    def wait_repair_action(self) -> Action:
+        """Block until the repair is over. The agent ends the process if there is none."""
+        session = self._session
+        with session.changed:
+            while self.place is Place.WAITING:
+                session.changed.wait(_LOOK_AGAIN_S)
+        return Action.RETRY
+
+    # A pause between two steps, as a scheduler asks for.
+
+    def pause(self, at_step: int | None, raises: bool = False) -> None:
+        """From that step on tft_pause_train waits, or raises; None: it goes on."""
+        with self._session.changed:
+            self.paused_at, self.pause_raises = at_step, raises
+            self._session.changed.notify_all()
+
+    def pause_if_asked(self, step: int) -> None:
+        """tft_pause_train, once each iteration. Raises RuntimeError (STEP FINISH, or FORCE STOP)."""
+        session = self._session
+        with session.changed:
+            is_first = True
+            while (at := self.paused_at) is not None and at <= step:
+                if is_first:
+                    self.handlers.sync_stream()
+                is_first = False
+                if self.pause_raises:
+                    self.paused_at = None
+                    raise RuntimeError(f"{STEP_FINISH} (ttprun)")
+                self.admit()
+                session.touch(Phase.SAVING)
+                session.changed.wait(_LOOK_AGAIN_S)
+        session.touch(Phase.COMPUTING)

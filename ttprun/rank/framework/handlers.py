@@ -1,0 +1,116 @@
+"""What is done in each phase of a recovery: the framework's callbacks, or ours where it has registered none.
+
+Our own stop and clean drive the device layer; our repair sends what the optimizers hold to a rank that has lost it; our
+rebuild connects the process groups (that is done always, before the framework's own). Begin with `Handlers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ttprun.device import registry
+from ttprun.device.interface import MemoryCheck
+from ttprun.rank.framework.codes import RET_ERROR, RET_NO_REBUILD, RET_OK
+
+STOP, CLEAN, REBUILD, REPAIR, ROLLBACK = "stop", "clean", "rebuild_group", "repair", "rollback"
+SAVE, RENAME, EXIT, SYNC = "save_ckpt", "rename", "exit", "stream_sync"
+ELASTIC = ("zit_upgrade_rollback", "zit_upgrade_repair", "zit_upgrade_rebuild", "zit_downgrade_rebuild")
+NAMES = (STOP, CLEAN, REBUILD, REPAIR, ROLLBACK, SAVE, RENAME, EXIT, SYNC, *ELASTIC)
+
+
+class CallbackFailedError(RuntimeError):
+    """A callback of the framework has said that it failed."""
+
+
+class Handlers:
+    """The callbacks of one rank.
+
+    args   what each callback is given: the decorated function's own arguments, or what tft_set_step_args says
+    """
+
+    def __init__(self, device_errors: Mapping[str, str]) -> None:
+        self.args: Any = None
+        self._device_errors = device_errors
+        self._registered: dict[str, tuple[Callable[..., Any], Any]] = {}
+
+    def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
+        """Take a callback of the framework; a second one of the same name takes the first one's place."""
+        if name not in NAMES:
+            raise ValueError(f"there is no handler '{name}'")
+        if not callable(function):
+            raise TypeError(f"the {name} handler must be a function, and not {type(function).__name__}")
+        self._registered[name] = (function, ctx)
+
+    def has(self, name: str) -> bool:
+        """Whether the framework has registered such a callback."""
+        return name in self._registered
+
+    def stop(self) -> None:
+        """End whatever runs on the device. Raises what the callback raises."""
+        if self.has(STOP):
+            function, ctx = self._registered[STOP]
+            function(self.args, ctx)
+        else:
+            registry.current(self._device_errors).stop()
+
+    def clean(self, is_uce: bool) -> int:
+        """Make the device ready for work again; returns RET_OK or RET_NO_REBUILD.
+
+        is_uce   memory of this rank's device has failed
+
+        Raises CallbackFailedError if it returns anything else, and what it raises.
+        """
+        if self.has(CLEAN):
+            function, ctx = self._registered[CLEAN]
+            code = function(is_uce, self.args, ctx)
+        else:
+            code = self._clean_device(is_uce)
+        if code not in (RET_OK, RET_NO_REBUILD):
+            raise CallbackFailedError(f"the clean handler returned {code!r}")
+        return int(code)
+
+    def _clean_device(self, is_uce: bool) -> int:
+        device = registry.current(self._device_errors)
+        found = device.check_memory() if is_uce else MemoryCheck.NONE
+        if found is MemoryCheck.OUTSIDE_POOL:
+            return RET_ERROR
+        device.clean()
+        device.restart()
+        return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
+
+    def rebuild_group(self, fault_ranks: list[int]) -> None:
+        """Build again what the framework itself holds of process groups; ours are connected already."""
+        if self.has(REBUILD):
+            function, ctx = self._registered[REBUILD]
+            function(fault_ranks, self.args, ctx)
+
+    def repair(self, step: int, needs_rebuild: bool, error_ranks: list[int], info: dict[str, Any]) -> None:
+        """This rank's part in a repair, as `info` says. Only called if `has(REPAIR)`."""
+        function, ctx = self._registered[REPAIR]
+        function(step, needs_rebuild, error_ranks, info, self.args, ctx)
+
+    def rollback(self, step: int) -> None:
+        """Put back what depends on the step: learning rate, data, weights from the optimizer's own."""
+        if self.has(ROLLBACK):
+            function, ctx = self._registered[ROLLBACK]
+            function(step, self.args, ctx)
+
+    def save(self, step: int, save_info: list[dict[str, Any]]) -> None:
+        """Write this rank's part of a checkpoint. Raises CallbackFailedError if the framework cannot do that."""
+        if not self.has(SAVE):
+            raise CallbackFailedError("no save_ckpt handler is registered, so nothing can be saved")
+        function, ctx = self._registered[SAVE]
+        function(step, save_info, self.args, ctx)
+
+    def rename(self, step: int) -> None:
+        """All have written their parts: make a checkpoint of them."""
+        if self.has(RENAME):
+            function, _ = self._registered[RENAME]
+            function(step, self.args)
+
+    def sync_stream(self) -> None:
+        """Wait for whatever runs on the device."""
+        if self.has(SYNC):
+            function, _ = self._registered[SYNC]
+            function()

@@ -1,0 +1,256 @@
+"""The recovery thread of a rank whose framework owns its train function: the agent's orders, answered by callbacks.
+
+The orders are those of any recovery (see `ttprun.rank.recovery`), and come in the same order:
+
+    freeze    all that live come to one step; stop handler; the main thread leaves its train function
+    replay    to a rank whose device has failed: stop and clean handlers. A replacement runs the script, up to that
+              function
+    repair    in place of send_state and fetch_state, to all: clean handler, groups are connected, rebuild and repair
+              handlers
+    dump      save_ckpt handler; `rename` follows to one rank, once all have written
+    resume    rollback handler, and the train function is entered again
+
+A newer generation overtakes an older one: it cuts the connections on which a callback waits. Begin with
+`CallbackRecovery`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ttprun.board import Field
+from ttprun.channel import Message
+from ttprun.rank import faults, repair
+from ttprun.rank.framework import randomness, scheduler
+from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
+from ttprun.rank.framework.errors import FORCE_STOP
+from ttprun.rank.framework.framework import Framework, Place
+from ttprun.rank.framework.handlers import REPAIR
+from ttprun.rank.recovery import LOOK_AGAIN_S, Recovery
+from ttprun.rank.replicated import NotRepairableError
+from ttprun.rank.session import Session
+
+SENDS, LOADS = RepairType.RT_SEND.value, (RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value)
+REBUILDS = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
+RECEIVES = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_RECV_REPAIR.value)
+
+
+class CallbackRecovery(Recovery):
+    """Carries out the agent's orders by the callbacks of `framework`."""
+
+    def __init__(self, session: Session, framework: Framework) -> None:
+        super().__init__(session)
+        self._framework = framework
+        self._rebuilt_in = -1
+        self._is_calling = False
+
+    def take(self, message: Message) -> None:
+        """As for any rank; but a callback that waits for another rank must hear of a newer recovery at once."""
+        op = message["op"]
+        if op == "heard":
+            return
+        if op == "pause":
+            self._framework.pause(message["step"], message["raises"])
+            return
+        if op == "scheduler_call":
+            scheduler.call(message)
+            return
+        if op == "uce":
+            self._framework.fail_memory()
+            return
+        super().take(message)
+        if op == "freeze":
+            self._framework.order_stop(message["repair_type"])
+            if self._is_calling:
+                for group in list(self._session.groups.values()):
+                    group.cut()
+
+    def _work(self) -> None:
+        self._framework.serve_callbacks(self._check_overtaken)
+        super()._work()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """A callback may wait for another rank in here; a newer recovery ends that."""
+        self._check_overtaken()
+        self._is_calling = True
+        try:
+            yield
+        finally:
+            self._is_calling = False
+        self._check_overtaken()
+
+    # Stop.
+
+    def _on_freeze(self, message: Message) -> None:
+        session, framework = self._session, self._framework
+        faults.reached("freeze")
+        with session.changed:
+            session.generation = message["generation"]
+            session.is_holding = True
+            session.settle_at = 0
+            session.changed.notify_all()
+            while session.is_applying:
+                session.changed.wait(LOOK_AGAIN_S)
+                self._check_overtaken()
+        self._settle(message["survivors"])
+        framework.settled_in = session.generation
+        why_not = self._why_not()
+        if why_not:
+            raise NotRepairableError(why_not)
+        with self._calling():
+            framework.handlers.stop()
+        self._leave_collectives()
+        framework.wait_until_stopped(self._check_overtaken)
+        if framework.is_torn:
+            raise NotRepairableError("its train function was left in the middle of an update of the optimizer")
+        framework.repair_step = session.applied
+        session.board.set(session.local_rank, Field.RECORDED, session.applied)
+        session.channel.send(
+            {
+                "op": "frozen",
+                "generation": session.generation,
+                "boundary": session.applied,
+                "digest": "",
+                "has_group": torch.distributed.is_initialized(),
+                "journal": self._signatures(),
+            }
+        )
+
+    def _why_not(self) -> str:
+        """Why this rank cannot be brought to a repair; "" if it can."""
+        place = self._framework.place
+        if place is Place.OUTSIDE:
+            return "it is not in the function that tft_exception_handler decorates"
+        return "" if self._session.applied else "no update of the optimizer has ended yet"
+
+    def _leave_collectives(self) -> None:
+        """Fail whatever waits for a collective, and begin a new set of names for groups made from now on."""
+        session = self._session
+        unfinished = list(session.journal.unfinished())
+        self._break_connections()
+        for entry in unfinished:
+            if not entry.is_done:
+                entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))
+        session.journal.clear()
+        session.groups_made.clear()
+
+    def _signatures(self) -> dict[str, Any]:
+        """By group: its ranks. What was issued is not issued again."""
+        return {group.group_name: {"ranks": group.ranks, "issued": []} for group in self._groups()}
+
+    def _on_replay(self, message: Message) -> None:
+        """Memory of this rank's device has failed, and all others stand still."""
+        session, framework = self._session, self._framework
+        session.generation = message["generation"]
+        framework.repair_type = message["repair_type"]
+        is_behind = session.applied != message["boundary"] or framework.is_torn
+        with self._calling():
+            framework.handlers.stop()
+        self._leave_collectives()
+        with self._calling():
+            code = framework.handlers.clean(framework.fault is ReportState.RS_UCE)
+        framework.note_cleaned()
+        level = RepairType.RT_UCE_LOWLEVEL if code == RET_NO_REBUILD and not is_behind else RepairType.RT_UCE_HIGHLEVEL
+        self._tell_ready(message["boundary"], level)
+
+    def _on_joined(self, message: Message) -> None:
+        """A replacement has come to its train function."""
+        framework = self._framework
+        assert framework.joins_at is not None
+        framework.note_cleaned()
+        self._tell_ready(framework.joins_at, RepairType.RT_RECV_REPAIR)
+
+    def _tell_ready(self, boundary: int, part: RepairType) -> None:
+        session = self._session
+        told = {"generation": session.generation, "boundary": boundary, "setup_s": 0.0, "part": part.value}
+        session.channel.send({"op": "replayed", "journal": self._signatures(), **told})
+
+    # Rebuild and repair.
+
+    def _on_repair(self, message: Message) -> None:
+        session, framework = self._session, self._framework
+        step: int = message["boundary"]
+        framework.repair_step = step
+        framework.repair_type = message["repair_type"]
+        self._rebuild(message)
+        faults.reached("transfer")
+        for part in message["parts"]:
+            needs_rebuild = part["repair_type"] in REBUILDS
+            with self._calling():
+                if framework.handlers.has(REPAIR):
+                    framework.handlers.repair(step, needs_rebuild, part["dst"], part)
+                else:
+                    self._repair_by_ourselves(part, message["limit_s"])
+        op = "repaired" if session.rank in message["lost"] else "state_sent"
+        told = {"generation": session.generation, "digest": "", "loaded": framework.loaded_step}
+        session.channel.send({"op": op, **told})
+
+    def _rebuild(self, message: Message) -> None:
+        """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
+        session, framework = self._session, self._framework
+        faults.reached("rebuild")
+        if not framework.was_cleaned:
+            with self._calling():
+                framework.handlers.clean(False)
+            framework.note_cleaned()
+        for name in message["groups"]:
+            group = session.groups.get(name)
+            if group is not None:
+                group.connect_in(session.generation)
+                group.is_joined = True
+        with self._calling():
+            framework.handlers.rebuild_group(message["fault_ranks"])
+        self._rebuilt_in = session.generation
+
+    def _repair_by_ourselves(self, part: dict[str, Any], limit_s: float) -> None:
+        """Pass on what the optimizers hold, as between replicas without a framework."""
+        session, kind = self._session, part["repair_type"]
+        if kind == SENDS:
+            name = f"state-{session.generation}-{session.rank}.sock"
+            repair.serve(session.run_dir, name, len(part["dst"]), limit_s, self._check_overtaken)
+        elif kind in RECEIVES:
+            for source in part["src"]:
+                repair.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
+        elif kind in LOADS:
+            raise NotRepairableError("no repair handler is registered that could load a checkpoint")
+
+    # Dump.
+
+    def _on_dump(self, message: Message) -> None:
+        framework = self._framework
+        faults.reached("persist")
+        if not framework.was_cleaned:
+            with self._calling():
+                framework.handlers.clean(False)
+            framework.note_cleaned()
+        with self._calling():
+            framework.handlers.save(message["step"], message["save_info"])
+        self._session.channel.send({"op": "dumped", "generation": message["generation"]})
+
+    def _on_rename(self, message: Message) -> None:
+        with self._calling():
+            self._framework.handlers.rename(message["step"])
+        self._session.channel.send({"op": "renamed", "generation": message["generation"]})
+
+    # Rollback and release.
+
+    def _on_resume(self, message: Message) -> None:
+        session, framework = self._session, self._framework
+        if framework.loaded_step != message["loaded"]:
+            other = f"others one of step {message['loaded']}"
+            raise NotRepairableError(f"it has loaded a checkpoint of step {framework.loaded_step}, and {other}")
+        step: int = message["boundary"]
+        framework.repair_step = step
+        if self._rebuilt_in != session.generation:
+            self._rebuild(message)
+        with self._calling():
+            framework.handlers.rollback(step)
+        randomness.restore(session, step)
+        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        framework.release(step)
+        session.channel.send({"op": "reissued", "generation": session.generation, "took_s": 0.0})

@@ -1,0 +1,50 @@
+"""A scheduler that has a say in recovery (MindCluster's taskd), in the process of one rank.
+
+It registers callbacks, by which the agent tells it of faults, and it notifies: both go over the rank's line to the
+agent. The agent decides by itself and waits for nobody, so that recovery needs no scheduler. Begin with `notify`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.channel import Message
+from ttprun.rank.framework.access import this_rank
+from ttprun.rank.framework.codes import RET_ERROR, RET_OK
+
+ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+# What can be asked for; the others need a world that changes its size, which is not there yet.
+STRATEGIES = ("retry", "recover", "dump", "continue", "exit")
+STOPS = ("stop", "pause")
+
+_callbacks: dict[str, Callable[..., Any]] = {}
+
+
+def register(action: str, function: Callable[..., Any]) -> int:
+    """Take a callback; returns RET_ERROR if there is no such action, or it is no function."""
+    if action not in ACTIONS or not callable(function):
+        return RET_ERROR
+    _callbacks[action] = function
+    this_rank()[0].channel.send({"op": "scheduler"})
+    return RET_OK
+
+
+def call(message: Message) -> None:
+    """The agent reports. On a thread of its own, since a callback may notify, and may take its time."""
+    function = _callbacks.get(message["action"])
+    if function is not None:
+        arguments = [_with_ranks_as_numbers(argument) for argument in message["arguments"]]
+        threading.Thread(target=function, args=arguments, name="ttprun-scheduler", daemon=True).start()
+
+
+def _with_ranks_as_numbers(argument: Any) -> Any:
+    """JSON has made texts of them."""
+    return {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
+
+
+def notify(what: str, **fields: Any) -> int:
+    """Tell the agent; returns RET_OK once it is sent."""
+    this_rank()[0].channel.send({"op": "notified", "what": what, **fields})
+    return RET_OK

@@ -1,0 +1,186 @@
+"""Who holds the same shard of the optimizer's state as whom, and so who sends what to whom: pure, for `--mindio`.
+
+A framework declares for each rank the groups over which its optimizer is spread: ranks, and how many copies of the
+whole state they hold together. With two copies the group is cut in two halves, and rank i of the one holds what rank i
+of the other holds. Begin with `plan_repair`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """Ranks that hold an optimizer's state together.
+
+    ranks    in the group's order
+    copies   of the whole state that they hold together; a divisor of their number
+    shift    places from a rank to the next that holds the same; 0: a whole copy further
+    """
+
+    ranks: tuple[int, ...]
+    copies: int
+    shift: int = 0
+
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The other ranks that hold the same shard, the nearest behind it first."""
+        size = len(self.ranks)
+        offset = self.shift or size // self.copies
+        place = self.ranks.index(rank)
+        found = (self.ranks[(place + turn * offset) % size] for turn in range(1, self.copies))
+        return tuple(other for other in dict.fromkeys(found) if other != rank)
+
+    def whole_copy(self, living: Sequence[int]) -> tuple[int, ...] | None:
+        """Living ranks that hold the whole state together, one for each shard; None if a shard has none."""
+        chosen: list[int] = []
+        seen: set[int] = set()
+        for rank in self.ranks:
+            if rank in seen:
+                continue
+            alike = (rank, *self.holders(rank))
+            seen.update(alike)
+            holder = next((other for other in alike if other in living), None)
+            if holder is None:
+                return None
+            chosen.append(holder)
+        return tuple(chosen)
+
+
+class Loss(Enum):
+    """What a lost rank needs."""
+
+    PROCESS = "process"  # another process sits there, and holds nothing
+    MEMORY = "memory"  # the same process, whose device has lost memory that held state
+    NOTHING = "nothing"  # the same process, which has lost nothing that is kept
+
+
+class Role(Enum):
+    """A rank's part in a repair."""
+
+    SEND = "send"
+    RECEIVE = "receive"
+    RECEIVE_IN_PLACE = "receive in place"
+    KEEP = "keep"
+    LOAD = "load"
+    LOAD_IN_PLACE = "load in place"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank does.
+
+    kinds, sources, targets   of each transfer: place of the group among those declared, who sends, who receives
+    ranks                     all that send or receive in this repair
+    """
+
+    role: Role
+    kinds: tuple[int, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A repair.
+
+    parts     by rank
+    missing   ranks whose shards no living rank holds: all load a checkpoint then
+    """
+
+    parts: Mapping[int, tuple[Part, ...]]
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    kind: int
+    source: int
+    target: int
+
+
+def plan_repair(groups: Mapping[int, Sequence[ReplicaGroup]], lost: Mapping[int, Loss], world_size: int) -> Plan:
+    """Say who sends what to whom.
+
+    groups   declared by each rank; a rank that has declared nothing holds what all the others hold
+    lost     what each lost rank needs
+    """
+    transfers: list[_Transfer] = []
+    missing: list[int] = []
+    for rank, loss in lost.items():
+        if loss is Loss.NOTHING:
+            continue
+        for kind, group in enumerate(groups_of(groups, rank, world_size)):
+            source = next((other for other in group.holders(rank) if other not in lost), None)
+            if source is None:
+                missing.append(rank)
+            else:
+                transfers.append(_Transfer(kind, source, rank))
+    if missing:
+        return Plan(_all_load(lost, world_size), tuple(dict.fromkeys(missing)))
+    ranks = tuple(sorted({transfer.source for transfer in transfers} | {transfer.target for transfer in transfers}))
+    parts: dict[int, tuple[Part, ...]] = {}
+    for source in sorted({transfer.source for transfer in transfers}):
+        parts[source] = (_part(Role.SEND, [one for one in transfers if one.source == source], ranks),)
+    for rank, loss in lost.items():
+        of_rank = [one for one in transfers if one.target == rank]
+        if loss is Loss.NOTHING:
+            kinds = range(len(groups_of(groups, rank, world_size)))
+            of_rank = [_Transfer(kind, rank, rank) for kind in kinds]
+            parts[rank] = (_part(Role.KEEP, of_rank, (rank,)),)
+        elif of_rank:
+            role = Role.RECEIVE if loss is Loss.PROCESS else Role.RECEIVE_IN_PLACE
+            parts[rank] = (_part(role, of_rank, ranks),)
+    return Plan(parts)
+
+
+def groups_of(groups: Mapping[int, Sequence[ReplicaGroup]], rank: int, world_size: int) -> Sequence[ReplicaGroup]:
+    """What a rank has declared, or else that all ranks hold the same."""
+    return groups.get(rank) or (ReplicaGroup(tuple(range(world_size)), world_size),)
+
+
+def plan_dump(
+    groups: Mapping[int, Sequence[ReplicaGroup]], living: Sequence[int], world_size: int
+) -> dict[int, list[tuple[int, tuple[int, ...]]]] | str:
+    """Say who saves what: rank -> [(place of the group among those declared, ranks that save it)]; or why not."""
+    saves: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    of_all = {
+        (kind, group) for rank in range(world_size) for kind, group in enumerate(groups_of(groups, rank, world_size))
+    }
+    for kind, group in sorted(of_all, key=lambda found: (found[0], found[1].ranks)):
+        chosen = group.whole_copy(living)
+        if chosen is None:
+            return f"of a shard of ranks {', '.join(map(str, group.ranks))} no copy is left"
+        for rank in chosen:
+            saves.setdefault(rank, []).append((kind, chosen))
+    return saves
+
+
+def _part(role: Role, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) -> Part:
+    found = tuple(transfers)
+    return Part(
+        role,
+        kinds=tuple(one.kind for one in found),
+        sources=tuple(one.source for one in found),
+        targets=tuple(one.target for one in found),
+        ranks=ranks,
+    )
+
+
+def _all_load(lost: Mapping[int, Loss], world_size: int) -> dict[int, tuple[Part, ...]]:
+    ranks = tuple(range(world_size))
+    return {
+        rank: (
+            Part(
+                Role.LOAD_IN_PLACE if lost.get(rank) is Loss.MEMORY else Role.LOAD,
+                kinds=(0,),
+                sources=(rank,),
+                targets=(rank,),
+                ranks=ranks,
+            ),
+        )
+        for rank in ranks
+    }
