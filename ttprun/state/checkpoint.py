@@ -78,8 +78,8 @@ def inspect(path: Path) -> Checkpoint:
 def verify(checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -> Checkpoint:
     """Read all files and compare their digests; returns the checkpoint with what is wrong as its reason. Never raises.
 
-    One that is known to be invalid comes back as it is. Takes as long as the disk needs for all its bytes; `progress` is
-    called on other threads, by one at a time.
+    One that is known to be invalid comes back as it is. Takes as long as the disk needs for all its bytes.
+    `progress` is called on other threads, by one at a time.
     """
     manifest = checkpoint.manifest
     if manifest is None or checkpoint.reason:
