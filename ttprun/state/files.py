@@ -20,7 +20,7 @@ Buffer = bytes | bytearray | memoryview
 # Puts the next bytes of a file's content into a buffer, as many as it likes; returns how many, 0 at the end.
 Fill = Callable[[memoryview], int]
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 1 << 20
 _BUFFER_BYTES = 8 << 20
 # Copied and hashed by so much at a time, so that the second of the two finds it in the processor's cache.
 _SLICE_BYTES = 256 << 10
