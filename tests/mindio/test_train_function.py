@@ -30,6 +30,7 @@ from ttprun.device.sim import SimulatedNpu
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import CallbackFailedError
+from ttprun.rank.framework.hooks import wrap_process_group_name
 from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.session import Session
@@ -189,6 +190,22 @@ def test_random_states_go_back_to_those_of_the_step(session: Session) -> None:
     assert was_kept
     assert torch.equal(torch.rand(4), expected)
     assert not randomness.restore(session, 6)
+
+
+def test_a_group_that_is_made_in_a_repair_has_the_same_name_however_many_a_rank_has_made(
+    session: Session, framework: Framework
+) -> None:
+    made = iter(range(100))
+    names = [wrap_process_group_name(lambda ranks, use_hashed_name: str(next(made))) for _ in range(2)]
+    setup = [names[0]([0, 1], False), names[0]([0, 1], True), names[1]([0, 1], False)]
+    framework.is_past_setup = True
+    session.generation = 3
+
+    one, other = ([name([0, 1], True), name([0, 1], False), name([0, 1], True)] for name in names)
+
+    assert setup == ["0", "1", "2"]
+    assert one == other
+    assert len(set(one)) == 3
 
 
 # Callbacks and what stands for them.

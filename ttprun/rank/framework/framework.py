@@ -246,7 +246,6 @@ class Framework:
             self.place = Place.TRAINING
             self.is_past_setup = True
             session.changed.notify_all()
-        session.board.announce(session.local_rank, Field.LEAVING, 0)
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 
     def _leave(self) -> None:

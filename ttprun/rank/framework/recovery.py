@@ -89,6 +89,8 @@ class CallbackRecovery(Recovery):
     def _on_freeze(self, message: Message) -> None:
         session, framework = self._session, self._framework
         faults.reached("freeze")
+        framework.order_stop(message["repair_type"])  # once more: the repair before this one may just have released it
+        session.board.announce(session.local_rank, Field.LEAVING, 0)
         with session.changed:
             session.generation = message["generation"]
             session.is_holding = True
