@@ -134,10 +134,12 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
 
 
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
-    """One rank less to wait for; after the last one the group is restarted."""
+    """One rank less to wait for; after the last one the group is restarted, unless all have finished."""
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
     if job.survivors:
         return job, ()
+    if not job.lost:
+        return enter(job, Phase.DONE, event.at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
     return restart_without_survivors(job, event.at_s)
 
 

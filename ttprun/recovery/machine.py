@@ -189,7 +189,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.PERSISTING, RankStarted): row(persist.on_started_to_persist, P.PERSISTING),
     (P.PERSISTING, RankProtected): row(faults.on_protected, P.PERSISTING),
     (P.PERSISTING, RankUnprotected): row(faults.on_unprotected, P.PERSISTING),
-    (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
     (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, P.FAILED),
     (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
@@ -203,7 +203,7 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.PERSISTING, "the repair was given up", RankRebuilt, RankReissued),
     #
     (P.DRAINING, RankStarted): row(faults.on_started_while_draining, P.DRAINING),
-    (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import KillRank, Persist, Resume
+from ttprun.recovery.actions import FinishJob, KillRank, Persist, Resume
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -120,10 +120,13 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
     """One rank less: if the job ends the others write without it, else it comes first."""
     if event.is_finish:
         job = mark_finished(job, event)
-        if job.ending is not None or not job.survivors:
+        if job.ending is not None:
             return go_on(job, event.at_s, f"rank {event.rank} has finished")
-        why = f"rank {event.rank} finished while a checkpoint was to be written, so the group cannot be built again"
-        return drain(job, event.at_s, why)
+        if not job.survivors:
+            return enter(job, Phase.DONE, event.at_s, (FinishJob(),))
+        fault = f"rank {event.rank} finished while a checkpoint was to be written"
+        job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
+        return drain(job, event.at_s, "the group cannot be built again without the rank that has finished")
     if job.ending is None:
         return answer_fault(job, event)
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
