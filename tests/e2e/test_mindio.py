@@ -139,7 +139,7 @@ def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: Run
     result = run_ttprun(
         PAIR,
         2,
-        faults=["kill:rank=1,step=0,phase=collective"],
+        faults=["kill:rank=1,step=0,phase=backward"],
         options=[*MINDIO, "--max-restarts=1"],
         script_args=STEPS,
     )

@@ -52,6 +52,7 @@ CALLS: dict[str, Call] = {
     "torch.distributed.distributed_c10d.init_process_group": (("nccl", None), {"rank": 0}),
     "torch.distributed.distributed_c10d.new_group": (([0], None, "mpi"), {"pg_options": None}),
     "torch.distributed.distributed_c10d.destroy_process_group": ((None,), {}),
+    "torch.distributed.distributed_c10d._process_group_name": (([0, 1], True), {}),
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
     "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
