@@ -16,8 +16,8 @@ def test_a_rank_whose_weights_differ_is_named_and_gets_those_of_the_majority(run
     run = run_ttprun("epochs_dataloader.py", 3, faults=[FLIP], options=["--verify-every", "1"])
 
     assert run.exit_code == 0, run.story()
-    # Twice, if collectives of the running step had been completed with what the diverged rank gave: its replacement gives
-    # something else, steps with another sum, and is found in its turn.
+    # Twice, if collectives of the running step had been completed with what the diverged rank gave: its replacement
+    # gives something else, steps with another sum, and is found in its turn.
     assert 1 <= len(run.incidents) <= 2, run.story()
     for incident in run.incidents:
         assert (incident["kind"], incident["ranks"]) == ("divergence", [1]), run.story()
