@@ -63,6 +63,7 @@ class Injections:
         self._armed: dict[int, tuple[Fault, Order]] = {}
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
+        self._preempted: Seat | None = None
 
     def begin(self) -> None:
         """The ranks of the first group have been started: the configuration's orders hold from now on."""
@@ -107,9 +108,17 @@ class Injections:
             self._strike_agent(message["number"], fault)
         elif fault.kind == "stop":
             self._wake_later(seat.pid, fault)
-        if fault.kind in ("term", *AGENT_KINDS):
+        if fault.kind == "preempt":
+            self._preempted = seat  # it stays where it is till the signal has been answered
+        elif fault.kind in ("term", *AGENT_KINDS):
             seat.handler.channel.send({"op": "fault_done"})
         self._after(order)
+
+    def answered(self) -> None:
+        """The job's end has been asked for, and the ranks know: one that was held back for that goes on."""
+        if self._preempted is not None:
+            self._preempted.handler.channel.send({"op": "fault_done"})
+            self._preempted = None
 
     def failed(self, seat: Seat, message: Message) -> None:
         """A rank says that it could not cause a fault."""

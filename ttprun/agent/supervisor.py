@@ -181,7 +181,12 @@ class Supervisor:
         grace_s   seconds that the ranks have afterwards to end by themselves
         """
         self.log("ending", reason=reason, grace_s=grace_s)
-        self.call(lambda: self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason)))
+
+        def stop() -> None:
+            self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            self.injections.answered()
+
+        self.call(stop)
         while self.verdict is None and not self._is_paused and self._thread.is_alive():
             time.sleep(_LOOK_AGAIN_S)  # every phase of saving has its deadline; a second signal ends the ranks
 
