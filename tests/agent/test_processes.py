@@ -452,6 +452,10 @@ class FakeSupervisor:
     selector: Any = None
     welcomed: list[int] = field(default_factory=list)
 
+    @property
+    def watch(self) -> FakeSupervisor:
+        return self
+
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
         assert is_replacement
         self.welcomed.append(seat.pid)

@@ -26,6 +26,11 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"
+EPOCHS = "epochs_dataloader.py"  # 42 steps
+WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
+TRAINER = "trainer_class.py"
+TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
+PLAIN = "plain_tensors.py"  # 40 steps
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
@@ -217,6 +222,12 @@ class Launch:
             final=hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None,
             shared_memory=set(os.listdir("/dev/shm")) - self._shared_memory,
         )
+
+
+# What the fixtures `run_ttprun`, `start_ttprun` and `undisturbed` are.
+RunTtprun = Callable[..., Run]
+StartTtprun = Callable[..., Launch]
+Undisturbed = Callable[..., Run]
 
 
 def start_ttprun(

@@ -15,17 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS, Launch, Run, assert_same_outcome, environment
-
-RunTtprun = Callable[..., Run]
-StartTtprun = Callable[..., Launch]
-Undisturbed = Callable[..., Run]
-
-EPOCHS = "epochs_dataloader.py"
-WHILE_TRUE = "while_true_get_batch.py"
-TRAINER = "trainer_class.py"
-TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
-PLAIN = "plain_tensors.py"
+from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    SCRIPTS,
+    TRAINER,
+    TWO_OPTIMIZERS,
+    WHILE_TRUE,
+    Run,
+    RunTtprun,
+    StartTtprun,
+    Undisturbed,
+    assert_same_outcome,
+    environment,
+)
 
 
 class Series:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
-
-RunTtprun = Callable[..., Run]
-Undisturbed = Callable[..., Run]
-
-EPOCHS = "epochs_dataloader.py"
-PLAIN = "plain_tensors.py"
+from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    Run,
+    RunTtprun,
+    Undisturbed,
+    assert_recovered_by,
+    assert_same_outcome,
+)
 
 
 def meaning(fault: str, tmp_path: Path) -> list[str]:

@@ -6,19 +6,22 @@ longer than a run; what limits are learnt from is tested on a fake clock in test
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome, assert_survivors_kept_their_pids
+from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    WHILE_TRUE,
+    Run,
+    RunTtprun,
+    Undisturbed,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
 
-RunTtprun = Callable[..., Run]
-Undisturbed = Callable[..., Run]
-
-WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
-EPOCHS = "epochs_dataloader.py"  # 42 steps
-PLAIN = "plain_tensors.py"  # 40 steps
 LIMIT_S = 2.0
 LIMIT = ["--hang-timeout", "2"]
 

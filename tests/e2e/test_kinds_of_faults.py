@@ -16,21 +16,19 @@ import psutil
 import pytest
 
 from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    WHILE_TRUE,
     Launch,
     Run,
+    RunTtprun,
+    StartTtprun,
+    Undisturbed,
     assert_no_orphans,
     assert_only_replaced,
     assert_same_outcome,
     assert_survivors_kept_their_pids,
 )
-
-RunTtprun = Callable[..., Run]
-StartTtprun = Callable[..., Launch]
-Undisturbed = Callable[..., Run]
-
-EPOCHS = "epochs_dataloader.py"
-WHILE_TRUE = "while_true_get_batch.py"
-PLAIN = "plain_tensors.py"
 
 
 def injected(result: Run) -> list[tuple[str, str | None, int | None]]:

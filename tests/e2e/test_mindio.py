@@ -10,12 +10,10 @@ import pytest
 from tests.e2e.harness import (
     Launch,
     Run,
+    RunTtprun,
     assert_recovered_by,
     assert_survivors_kept_their_pids,
 )
-
-RunTtprun = Callable[..., Run]
-StartTtprun = Callable[..., Launch]
 
 PAIR = "mindio_pair.py"
 MEGATRON = "../../scripts/examples/megatron_like.py"

@@ -14,13 +14,16 @@ import msgpack
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.harness import Launch, Run, start_ttprun
+from tests.e2e.harness import (
+    Launch,
+    Run,
+    RunTtprun,
+    Undisturbed,
+    start_ttprun,
+)
 from ttprun.state.checkpoint import inspect
 from ttprun.state.files import read_entry
 from ttprun.state.manifest import MANIFEST_NAME, Manifest
-
-RunTtprun = Callable[..., Run]
-Undisturbed = Callable[..., Run]
 
 SCRIPT = "epochs_dataloader.py"
 STEP = 20

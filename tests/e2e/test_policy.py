@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.e2e.harness import Run
-
-RunTtprun = Callable[..., Run]
+from tests.e2e.harness import (
+    RunTtprun,
+)
 
 
 @pytest.mark.parametrize("when", ["early", "late"])

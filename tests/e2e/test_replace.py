@@ -13,28 +13,23 @@ their sizes, for choosing moments:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
 from tests.e2e.harness import (
-    Launch,
-    Run,
+    EPOCHS,
+    PLAIN,
+    TRAINER,
+    TWO_OPTIMIZERS,
+    WHILE_TRUE,
+    RunTtprun,
+    StartTtprun,
+    Undisturbed,
     assert_no_orphans,
     assert_only_replaced,
     assert_same_outcome,
     assert_survivors_kept_their_pids,
 )
-
-RunTtprun = Callable[..., Run]
-StartTtprun = Callable[..., Launch]
-Undisturbed = Callable[..., Run]
-
-EPOCHS = "epochs_dataloader.py"
-WHILE_TRUE = "while_true_get_batch.py"
-TRAINER = "trainer_class.py"
-TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
-PLAIN = "plain_tensors.py"
 
 ONE_KILL = [
     # script, ranks, rank that is lost, step, phase

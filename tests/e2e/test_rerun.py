@@ -5,18 +5,19 @@ The moments are those of test_replace.py, where the scripts' sizes are told too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
+from tests.e2e.harness import (
+    EPOCHS,
+    PLAIN,
+    WHILE_TRUE,
+    Run,
+    RunTtprun,
+    Undisturbed,
+    assert_recovered_by,
+    assert_same_outcome,
+)
 
-RunTtprun = Callable[..., Run]
-Undisturbed = Callable[..., Run]
-
-EPOCHS = "epochs_dataloader.py"
-WHILE_TRUE = "while_true_get_batch.py"
-PLAIN = "plain_tensors.py"
 TRACES = "leaves_traces.py"
 RETRY = ("--retry-on", "^InjectedFaultError: injected")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import Launch, assert_no_orphans
-
-StartTtprun = Callable[..., Launch]
+from tests.e2e.harness import (
+    StartTtprun,
+    assert_no_orphans,
+)
 
 WAITS = "waits.py"
 LOST = "kill:rank=1,step=3,phase=backward"  # its replacement then stays in its replay, and the recovery with it

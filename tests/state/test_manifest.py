@@ -29,7 +29,7 @@ def test_a_manifest_says_what_was_written_and_by_what(tmp_path: Path) -> None:
     draft = locked(tmp_path, run_id="night").begin(120)
     entry = draft.add("rank-00000.msgpack", b"records")
     model = {"self.model": {"w": ("tensors-00000.safetensors", "model/w")}}
-    taken = draft.commit(Description(world_size=2, cause="signal", script="train.py", model=model, ended=True))
+    taken = draft.commit(Description(world_size=2, cause="signal", script="train.py", model=model))
 
     manifest = read_manifest(taken.path)
 
@@ -37,7 +37,6 @@ def test_a_manifest_says_what_was_written_and_by_what(tmp_path: Path) -> None:
     assert (manifest.run_id, manifest.boundary, manifest.cause, manifest.world_size) == ("night", 120, "signal", 2)
     assert manifest.files == {"rank-00000.msgpack": entry}
     assert manifest.model == model
-    assert manifest.ended
     assert manifest.created_at.endswith("+00:00")
     assert set(manifest.versions) == {"ttprun", "torch", "python"}
 
@@ -50,7 +49,7 @@ def test_a_manifest_says_what_was_written_and_by_what(tmp_path: Path) -> None:
         ({"boundary": None}, "boundary: field required"),
         ({"boundary": "120"}, "boundary: input should be a valid integer"),
         ({"boundary": 121}, "is damaged: its checksum does not match"),
-        ({"ended": None}, "is damaged: its checksum does not match"),
+        ({"missing": None}, "is damaged: its checksum does not match"),
         ({"checksum": None}, "is damaged: its checksum does not match"),
         ({"mood": "good"}, "mood: extra inputs are not permitted"),
         ({"files": {"../../etc/passwd": {"bytes": 1, "xxh3": "0" * 32}}}, "files.../../etc/passwd"),

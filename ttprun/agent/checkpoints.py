@@ -6,11 +6,13 @@ nothing else: a reason is told, and older checkpoints stay. Begin with `Checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from ttprun.agent.processes import command_of
 from ttprun.agent.stored import STATE_FILE, rank_file
 from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
+from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.shares import file_of
@@ -39,8 +42,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttprun")
 
-_TELL_AFTER_S = 2.0
-_TELL_EVERY_S = 5.0
 ENDED_NAME = "ended"
 
 
@@ -69,13 +70,19 @@ class Checkpoints:
         self._supervisor = supervisor
         self._store = store
         self._is_locked = False
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttprun-checkpoint")
+        self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a disk that does not answer must not keep the launcher from its end.
+        self._worker = threading.Thread(target=self._work, name="ttprun-checkpoint", daemon=True)
+        self._worker.start()
         self._writing: _Writing | None = None
-        self._folder: Path | None = None  # that is being filled, to tell how far it is
-        self._began_s = self._told_s = 0.0
+        self._filling: tuple[Path, ProgressLog] | None = None
         self.is_busy = False
         self.status: CheckpointStatus | None = None
         self._count = 0
+
+    def _work(self) -> None:
+        while (work := self._works.get()) is not None:
+            work()
 
     def lock(self) -> None:
         """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
@@ -86,7 +93,11 @@ class Checkpoints:
 
     def end(self, is_done: bool) -> None:
         """Wait for what is being written; note it if the script has come to its end: nothing goes on from there."""
-        self._worker.shutdown(wait=True)
+        self._works.put(None)
+        limit_s = self._supervisor.config.persist_timeout_s
+        self._worker.join(limit_s)
+        if self._worker.is_alive():
+            logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): given up", limit_s)
         if self._is_locked:
             if is_done:
                 (self._store.save_dir / ENDED_NAME).write_text(f"{self._supervisor.config.run_id}\n", encoding="utf-8")
@@ -227,7 +238,7 @@ class Checkpoints:
             self._supervisor.call(lambda: end(checkpoint, why_not))
 
         def end(checkpoint: Checkpoint | None, why_not: str) -> None:
-            self.is_busy, self._folder = False, None
+            self.is_busy, self._filling = False, None
             if checkpoint is None:
                 self._note_failure(draft.boundary, cause, why_not)
             else:
@@ -235,19 +246,17 @@ class Checkpoints:
             done(checkpoint, why_not)
 
         self.is_busy = True
-        self._worker.submit(work)
+        self._works.put(work)
 
     def _begin(self, folder: Path) -> None:
-        self._folder, self._began_s = folder, time.monotonic()
-        self._told_s = self._began_s + _TELL_AFTER_S - _TELL_EVERY_S
+        self._filling = folder, ProgressLog("writing a checkpoint")
 
     def look(self) -> None:
         """Say how far it is, if a checkpoint takes long."""
-        now = time.monotonic()
-        if self._folder is not None and now - self._told_s > _TELL_EVERY_S:
-            self._told_s = now
-            written = sum(entry.stat().st_size for entry in os.scandir(self._folder)) if self._folder.is_dir() else 0
-            logger.warning("writing a checkpoint: %d MiB in %.0f s", written >> 20, now - self._began_s)
+        if self._filling is not None and self._filling[1].is_due:
+            folder, progress = self._filling
+            with contextlib.suppress(OSError):  # it has just become a checkpoint, or has been given up
+                progress.tell(sum(entry.stat().st_size for entry in os.scandir(folder)))
 
     def _note(self, checkpoint: Checkpoint, cause: str, took_s: float) -> None:
         size = checkpoint.manifest.size_bytes if checkpoint.manifest is not None else 0

@@ -71,7 +71,7 @@ class Orders:
         )
         self._supervisor.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
-        self._supervisor.welcome(seat, is_replacement=True)
+        self._supervisor.watch.welcome(seat, is_replacement=True)
 
     def spawn_those_that_wait(self) -> None:
         """A process is gone, or a standby has become ready, or has died."""
@@ -88,7 +88,7 @@ class Orders:
         lost = self._recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
         source = self._recorded(self._supervisor.seats[source_rank], action.boundary)
-        is_alike = seat.has_diverged or lost.get("weights") == source.get("weights")
+        is_alike = bool(seat.divergence) or lost.get("weights") == source.get("weights")
         if not lost or not is_alike:
             reason = (
                 f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
@@ -228,7 +228,7 @@ class Orders:
         seat = self._supervisor.seats[action.rank]
         stack = self._supervisor.lookout.stack_of_late(seat)
         self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack=stack)
-        self._supervisor.forget(seat)
+        self._supervisor.watch.forget(seat)
         seat.is_lost = True
         kill_session(seat.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -245,13 +245,13 @@ class Orders:
 
     def finish_job(self, action: recovery.FinishJob) -> None:
         """All ranks have finished."""
-        self._supervisor.verdict = Verdict("done")
+        self._supervisor.conclude(Verdict("done"))
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
         if self._supervisor.verdict is None:  # what led here comes first, and explains the rest
             logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job ends", reason)
             self._supervisor.log("group_given_up", kind=kind, reason=reason)
-            self._supervisor.verdict = Verdict(kind, reason, has_progress)
+            self._supervisor.conclude(Verdict(kind, reason, has_progress))
 
     def record_incident(self, action: recovery.RecordIncident) -> None:
         """Tell the status, the log and the operator how an incident stands."""
@@ -273,8 +273,8 @@ class Orders:
         if incident.outcome == "recovered":
             for seat in self._supervisor.seats:
                 seat.journal = {}
-                seat.has_diverged = False
-            self._supervisor.standbys.refill(self._supervisor.watch_standby)
+                seat.divergence = ""
+            self._supervisor.standbys.refill(self._supervisor.watch.standby)
 
 
 def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:

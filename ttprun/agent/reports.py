@@ -55,7 +55,7 @@ class Reports:
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()
-            self._supervisor.watch_life(seat)
+            self._supervisor.watch.greeted(seat)
             self._supervisor.injections.greeted(seat)
         elif op == "broken":
             self._supervisor.lookout.take_broken(seat, message)
@@ -82,6 +82,8 @@ class Reports:
             self._supervisor.checkpoints.take_dumped(seat, message)
         elif op == "digest":
             self._compare(seat, message["boundary"], message["digest"])
+        elif op == "aside":
+            self._on_aside(seat)
         elif op == "nan":
             self._on_nan(seat, message)
         elif op == "note":
@@ -105,15 +107,29 @@ class Reports:
             self._supervisor.log("replicas_not_alike", boundary=boundary)
         if divergence is None:
             return
+        new = [odd for odd in (self._supervisor.seats[rank] for rank in divergence.ranks) if not odd.divergence]
+        if not new and divergence.ranks:
+            return  # it has been told to stand aside, and is on its way there
         self._supervisor.log("replicas_diverged", **asdict(divergence))
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "reason": divergence.sentence}
         if not divergence.ranks:
-            generation = self._supervisor.job.generation
-            self._supervisor.advance(recovery.MismatchFound(rank=seat.rank, generation=generation, **fields))
-        for odd in (self._supervisor.seats[rank] for rank in divergence.ranks):
-            odd.has_diverged = True
-            recorded = self._supervisor.board.get(odd.local_rank, Field.RECORDED)
-            self._supervisor.advance(recovery.RankDiverged(rank=odd.rank, pid=odd.pid, boundary=recorded, **fields))
+            self._supervisor.advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(),
+                    rank=seat.rank,
+                    generation=self._supervisor.job.generation,
+                    reason=divergence.sentence,
+                )
+            )
+        for odd in new:
+            odd.divergence = divergence.sentence
+            odd.tell({"op": "stand_aside"})
+
+    def _on_aside(self, seat: Seat) -> None:
+        """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
+        recorded = self._supervisor.board.get(seat.local_rank, Field.RECORDED)
+        at_s, reason = time.monotonic(), seat.divergence
+        diverged = recovery.RankDiverged(at_s=at_s, rank=seat.rank, pid=seat.pid, boundary=recorded, reason=reason)
+        self._supervisor.advance(diverged)
 
     def _on_faulted(self, seat: Seat, message: Message) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""

@@ -12,15 +12,14 @@ from ttprun.agent.checkpoints import ENDED_NAME
 from ttprun.agent.stored import Stored, open_checkpoint
 from ttprun.config import Config
 from ttprun.errors import ConfigError
+from ttprun.observe.progress import ProgressLog
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
-from ttprun.state.files import Progress
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
 
-_TELL_AFTER_S = 2.0
-_TELL_EVERY_S = 5.0
+_CHECKING = "checking a checkpoint"
 
 
 def find(config: Config, store: CheckpointStore, world_size: int, arguments: Sequence[str]) -> Stored | None:
@@ -59,7 +58,7 @@ def find(config: Config, store: CheckpointStore, world_size: int, arguments: Seq
 
 
 def _newest(store: CheckpointStore) -> Checkpoint | None:
-    checkpoint, skipped = store.newest_valid(_progress())
+    checkpoint, skipped = store.newest_valid(ProgressLog(_CHECKING).tell)
     for name, reason in skipped:
         logger.warning("checkpoint %s in '%s' is passed over: %s", name, store.save_dir, reason)
     if checkpoint is not None and (store.save_dir / ENDED_NAME).exists():
@@ -74,22 +73,7 @@ def _newest(store: CheckpointStore) -> Checkpoint | None:
 def _named(path: Path) -> Checkpoint:
     checkpoint = inspect(path.expanduser().absolute())
     if checkpoint.is_valid:
-        checkpoint = verify(checkpoint, _progress())
+        checkpoint = verify(checkpoint, ProgressLog(_CHECKING).tell)
     if not checkpoint.is_valid:
         raise ConfigError(f"--resume: '{path}' is no valid checkpoint ({checkpoint.reason})", "name another, or 'auto'")
     return checkpoint
-
-
-def _progress() -> Progress:
-    """Says how far the reading is, if it takes long."""
-    started_s = told_s = time.monotonic()
-    told_s += _TELL_AFTER_S - _TELL_EVERY_S
-
-    def tell(done: int, of: int) -> None:
-        nonlocal told_s
-        now = time.monotonic()
-        if now - told_s > _TELL_EVERY_S:
-            told_s = now
-            logger.warning("checking a checkpoint: %d of %d MiB in %.0f s", done >> 20, of >> 20, now - started_s)
-
-    return tell

@@ -32,7 +32,7 @@ class Seat:
     held            an order that waits for the greeting; a newer one takes its place
     held_puts       what other ranks have told all meanwhile
     device_fault    what has happened to its device, if that has ended its script
-    has_diverged    it was lost because its weights are not the others'
+    divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     lost_lines      lines of stdout and stderr that the lost process had written since boundary 0 or its newest record
     """
 
@@ -57,7 +57,7 @@ class Seat:
     main_thread: int = 0
     told_in: int = -1
     journal: dict[str, Any] = field(default_factory=dict)
-    has_diverged: bool = False
+    divergence: str = ""
     lost_lines: tuple[int, int] = (0, 0)
     lost_boundary: int = 0
 
@@ -160,7 +160,7 @@ class Seat:
         self.lost_boundary = boundary
         self.lost_lines = lines
         self.is_finished = False
-        self.has_diverged = False
+        self.divergence = ""
         self.journal = {}
 
     def _cause(self, of_signal: str | None) -> str:

@@ -21,17 +21,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent import dying, stacks
-from ttprun.agent.causes import Causes
+from ttprun.agent import requests, stacks
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
-from ttprun.agent.failures import Failure, FirstFailure
+from ttprun.agent.failures import FirstFailure
 from ttprun.agent.frameworks import Frameworks
 from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
-from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.processes import RankHandler, kill_session
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshots import Snapshots
@@ -39,10 +38,9 @@ from ttprun.agent.standbys import Standbys
 from ttprun.agent.status import StatusPublisher
 from ttprun.agent.stored import Stored
 from ttprun.agent.verdict import Verdict
-from ttprun.board import FINISHED, Board, Field
-from ttprun.channel import Message
+from ttprun.agent.watch import Watch
+from ttprun.board import Board, Field
 from ttprun.config import Config
-from ttprun.faults import parse_fault
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.rank.recorder import Recorder
@@ -50,7 +48,7 @@ from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
-_LOOK_AGAIN_S = 0.02
+_LOOK_AGAIN_S = 1.0
 
 
 class Supervisor:
@@ -72,6 +70,7 @@ class Supervisor:
     ) -> None:
         self.config = config
         self.verdict: Verdict | None = None
+        self._is_settled = threading.Event()  # there is a verdict, or nobody who would come to one
         self.is_python = is_python
         self.run = run
         self.first_failure = FirstFailure()
@@ -83,19 +82,19 @@ class Supervisor:
         self._deadlines: list[tuple[float, int, int, str]] = []
         self._count = itertools.count()
         self._board: Board | None = None
-        self._board_fd = -1
+        self.board_fd = -1
         self.seats: list[Seat] = []
         self.replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
         self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
         self.reports = Reports(self)
+        self.watch = Watch(self)
         self.frameworks = Frameworks(self)
         self.lookout = Lookout(self)
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
         self.stored = resume_from
         self._is_resumed = resume_from is not None
-        self._causes = Causes()
         self._is_stopping = False
         self._is_paused = False
         self._is_broken = False
@@ -128,7 +127,7 @@ class Supervisor:
     def start(self) -> None:
         """Begin to supervise; no rank is there yet."""
         self.selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
-        self._control = ControlSocket(self.run, self._answer_control)
+        self._control = ControlSocket(self.run, lambda request: requests.answer(self, request))
         self.selector.register(self._control.listener, selectors.EVENT_READ, self._control.accept)
         self._thread.start()
 
@@ -137,9 +136,9 @@ class Supervisor:
         for seat in self.seats:
             os.close(seat.record_fd)
             os.close(seat.stack_fd)
-        if self._board_fd >= 0:
-            os.close(self._board_fd)
-        self._board_fd, self._board = Board.create(len(ranks))
+        if self.board_fd >= 0:
+            os.close(self.board_fd)
+        self.board_fd, self._board = Board.create(len(ranks))
         slot_bytes = self.config.record_limit_mib << 20
         unsat: Any = None
         self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes), stacks.create()) for rank, local in ranks]
@@ -149,6 +148,7 @@ class Supervisor:
         self.frameworks.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
+        self._is_settled.clear()
         self.first_failure = FirstFailure()
 
     def sit(self, local_rank: int, handler: RankHandler) -> None:
@@ -170,8 +170,8 @@ class Supervisor:
                 self.advance(event)
             self.injections.begin()
             for seat in self.seats:
-                self.welcome(seat, is_replacement=is_resumed)
-            self.standbys.refill(self.watch_standby)
+                self.watch.welcome(seat, is_replacement=is_resumed)
+            self.standbys.refill(self.watch.standby)
 
         self.call(begin)
 
@@ -187,8 +187,9 @@ class Supervisor:
             self.injections.answered()
 
         self.call(stop)
-        while self.verdict is None and not self._is_paused and self._thread.is_alive():
-            time.sleep(_LOOK_AGAIN_S)  # every phase of saving has its deadline; a second signal ends the ranks
+        # Every phase of saving has its deadline, and a second signal ends the ranks.
+        while not self._is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
+            pass
 
     def pause(self) -> None:
         """The group is about to be ended on purpose: exits are no faults from now on."""
@@ -196,8 +197,9 @@ class Supervisor:
 
         def pause() -> None:
             self._is_paused = True
+            self._is_settled.set()
             for seat in self.seats:
-                self.forget(seat)
+                self.watch.forget(seat)
             done.set()
 
         self.call(pause)
@@ -263,184 +265,27 @@ class Supervisor:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
                 self.log("supervisor_failed", error=repr(error))
                 self._is_broken = self._is_paused = True
+                self._is_settled.set()
             if self._is_broken and self.verdict is None:
-                self.verdict = self._verdict_of_processes()
+                self._conclude_from_processes()
 
-    def _verdict_of_processes(self) -> Verdict | None:
+    def _conclude_from_processes(self) -> None:
         codes = [seat.handler.proc.poll() for seat in self.seats]
         if any(codes):
-            return Verdict("restart", "a rank has failed and ttprun cannot repair it")
-        return Verdict("done") if all(code == 0 for code in codes) else None
+            self.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
+        elif all(code == 0 for code in codes):
+            self.conclude(Verdict("done"))
+
+    def conclude(self, verdict: Verdict) -> None:
+        """This group has come to its end; torch's agent asks for the verdict."""
+        self.verdict = verdict
+        self._is_settled.set()
 
     def _pass_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             at_s, _, generation, name = heapq.heappop(self._deadlines)
             silent = self.lookout.silent_ranks() if generation == self.job.generation else ()
             self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name, silent=silent))
-
-    # What happens to ranks.
-
-    def welcome(self, seat: Seat, is_replacement: bool) -> None:
-        """Tell a process who it is, and listen to it."""
-        config = self.config
-        message: Message = {
-            "op": "welcome",
-            "rank": seat.rank,
-            "local_rank": seat.local_rank,
-            "world_size": len(self.seats),
-            "local_world_size": len(self.seats),
-            "generation": self.job.generation,
-            "run_dir": str(self.run.path),
-            "is_replacement": is_replacement,
-            "arguments": command_of(seat.handler.start) if self.is_python else [],
-            "faults": self.injections.waiting_in(seat.rank),
-            "options": {
-                "allow_faults": config.allow_faults,
-                "keeps_state": not self.job.settings.rungs.isdisjoint(("rewind", "persist")),
-                "shelves": self.snapshots.paths_for(seat.local_rank),
-                "snapshot_every_steps": self.snapshots.every_steps,
-                "record_limit_mib": config.record_limit_mib,
-                "journal_limit_mib": config.journal_limit_mib,
-                "commit_timeout_s": config.commit_timeout_s,
-                "is_replaced": "replace" in self.job.settings.rungs,
-                "verify_every": config.verify_every,
-                "on_nan": config.on_nan,
-                "user_paths": config.user_paths,
-                "may_rerun": "rerun" in self.job.settings.rungs,
-                "retry_on": config.retry_on,
-                "device_errors": config.device_errors,
-                "mindio": config.mindio,
-                "prints_traceback": bool(seat.handler.start["stderr"]),
-            },
-        }
-        fds = [self._board_fd, seat.record_fd, seat.stack_fd]
-        handler = seat.handler
-        if isinstance(handler, StandbyHandler):
-            message["env"] = rank_environment(dict(os.environ) | handler.start["env"], str(self.run.path))
-            message["env"].pop("PYTHONPATH")
-            if "PYTHONPATH" in os.environ:
-                message["env"]["PYTHONPATH"] = os.environ["PYTHONPATH"]
-            fds += handler.outputs()
-        handler.channel.send(message, fds)
-        self.selector.register(handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler))
-        self.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
-        self.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
-        self.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
-
-    def _on_message(self, seat: Seat, handler: RankHandler) -> None:
-        try:
-            messages = handler.channel.read_available()
-        except (EOFError, OSError):
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(handler.channel.sock)
-            return
-        for message in messages:
-            if seat.handler is handler:
-                self.reports.take(seat, message)
-
-    def watch_life(self, seat: Seat) -> None:
-        """A process has greeted: from now on the first sign of its end is looked out for, too."""
-        handler = seat.handler
-
-        def on_dying(code: int) -> None:
-            if seat.handler is handler and seat.pidfd >= 0 and code != 0:  # one that finishes is not urgent
-                seat.is_dying = True
-                self._on_end(seat, code)
-
-        dying.watch(self.board, seat.local_rank, seat.pid, lambda code: self.call(lambda: on_dying(code)))
-
-    def _on_exit(self, seat: Seat) -> None:
-        """A process is gone; mostly that is known already."""
-        self.selector.unregister(seat.pidfd)
-        was_dying, code = seat.is_dying, seat.bury()
-        if not was_dying:
-            self._on_end(seat, code)
-        self.orders.spawn_those_that_wait()
-
-    def _on_end(self, seat: Seat, code: int) -> None:
-        self._drain(seat)
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(seat.handler.channel.sock)
-        event = seat.leave(code, self.board, self._causes.of_signal)
-        if seat.is_finished:
-            self.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
-        else:
-            kill_session(seat.pid)  # its DataLoader workers
-            exit_code = -event.signal if event.signal is not None else event.code or 0
-            failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
-            self.first_failure.note(failure, is_new_incident=self.job.incident is None)
-        self.log(
-            "rank_exited",
-            rank=seat.rank,
-            pid=event.pid,
-            code=event.code,
-            signal=event.signal,
-            boundary=event.boundary,
-            reason=event.reason,
-            at_s=event.at_s,
-        )
-        self.advance(event)
-
-    def _drain(self, seat: Seat) -> None:
-        """What a process has sent comes before its exit."""
-        channel = seat.handler.channel
-        with contextlib.suppress(EOFError, OSError):
-            channel.sock.setblocking(False)
-            while True:
-                for message in channel.read_available():
-                    self.reports.take(seat, message)
-
-    def forget(self, seat: Seat) -> None:
-        for watched in (seat.pidfd, seat.handler.channel.sock):
-            with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(watched)
-        seat.is_dying, seat.spawn = False, None
-        if seat.pidfd >= 0:
-            os.close(seat.pidfd)
-            seat.pidfd = -1
-
-    def watch_standby(self, standby: Standby) -> None:
-        def on_message() -> None:
-            try:
-                standby.read()
-            except (EOFError, OSError):
-                self.selector.unregister(standby.channel.sock)
-                self.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
-                standby.bury()
-                if not standby.is_ready:
-                    self.standbys.forget_modules()
-                if standby.has_started:  # one that could not start would not start the next time either
-                    self.standbys.refill(self.watch_standby)
-            self.orders.spawn_those_that_wait()
-
-        self.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
-
-    def _answer_control(self, request: Message) -> Message:
-        """A request of `ttprun inject-fault` or `ttprun checkpoint now`."""
-        if request["op"] == "checkpoint":
-            return self._answer_checkpoint()
-        if not self.config.allow_faults:
-            return {"ok": False, "error": "this run was started without --allow-faults"}
-        if self.verdict is not None:
-            return {"ok": False, "error": "the run has ended"}
-        return {"ok": True, "message": self.injections.order(parse_fault(str(request["fault"])), "inject-fault")}
-
-    def _answer_checkpoint(self) -> Message:
-        job = self.job
-        why_not = ""
-        if self.verdict is not None:
-            why_not = "the run has ended"
-        elif self.config.mindio:
-            why_not = "the framework writes its own checkpoints (--mindio)"
-        elif job.phase is not recovery.Phase.RUNNING:
-            why_not = f"the job is {job.phase}; ask again"
-        elif not recovery.may_persist(job):
-            why_not = job.unprotected_reason or "the ranks cannot be saved (yet); see `ttprun status`"
-        if why_not:
-            return {"ok": False, "error": why_not}
-        number = 0 if self.checkpoints.status is None else self.checkpoints.status.number
-        self.advance(recovery.CheckpointAsked(at_s=time.monotonic()))
-        return {"ok": True, "message": "", "after": number}
 
     # Decisions, and what they order.
 

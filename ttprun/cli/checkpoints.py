@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ttprun.cli.control import ask
-from ttprun.cli.progress import SILENT_S, ProgressLine, told_bytes
 from ttprun.cli.status import load
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, one_line, suggestion
+from ttprun.observe.progress import SILENT_S, ProgressLine, told_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
 from ttprun.state.checkpoint import Checkpoint, inspect, verify

@@ -8,8 +8,8 @@ from datetime import datetime
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.cli.progress import told_bytes
 from ttprun.cli.terminal import new_table
+from ttprun.observe.progress import told_bytes
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.manifest import Manifest
 
@@ -32,8 +32,7 @@ def draw_one(console: Console, one: Checkpoint, latest: str | None) -> Renderabl
     if one.manifest is None:
         return Group(*parts)
     manifest = one.manifest
-    end = " · the script came to its end" if manifest.ended else ""
-    parts.append(Text(f"step {manifest.boundary} of run {manifest.run_id} · {manifest.world_size} ranks{end}"))
+    parts.append(Text(f"step {manifest.boundary} of run {manifest.run_id} · {manifest.world_size} ranks"))
     parts.append(Text(f"written {_when(manifest)} ({manifest.cause}) · script {manifest.script}"))
     parts.append(Text(" · ".join(f"{name} {version}" for name, version in manifest.versions.items())))
     files = new_table(console, "file", "bytes", "xxh3", right=("bytes",))

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.cli.progress import told_bytes
 from ttprun.cli.terminal import new_table
+from ttprun.observe.progress import told_bytes
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, RunStatus
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}

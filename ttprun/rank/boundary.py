@@ -172,6 +172,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, sys._getframe(1))
     pass_boundary(session)
+    session.verifier.step_aside_if_odd()
     faults.reached("after_step")
 
 

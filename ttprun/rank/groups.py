@@ -128,6 +128,7 @@ def leave_together(session: Session) -> None:
     """
     if not session.groups:
         return
+    session.verifier.step_aside_if_odd()
     session.times_left += 1
     board, times = session.board, session.times_left
     board.announce(session.local_rank, Field.LEAVING, times)

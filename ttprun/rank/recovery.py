@@ -85,6 +85,8 @@ class Recovery:
             faults.arm(message["number"], parse_fault(message["fault"]))
         elif op == "fault_done":
             damage.done_by_agent()
+        elif op == "stand_aside":
+            session.verifier.stand_aside()
         elif op == "unprotected":
             with session.changed:
                 session.unprotected = session.unprotected or message["reason"]

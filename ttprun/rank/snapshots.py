@@ -16,6 +16,7 @@ import msgpack
 
 from ttprun.board import Board, Field, Phase
 from ttprun.rank import replicated, shares
+from ttprun.rank.boundary import optimizers, weights_sample
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
 
@@ -88,6 +89,7 @@ class Snapshots:
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
             told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
+            told["weights"] = weights_sample(boundary, optimizers()).hex()
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"

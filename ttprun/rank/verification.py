@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ttprun.channel import Channel
     from ttprun.rank.journal import Entry, Journal
 
+_KILL_LIMIT_S = 60.0
+
 
 class Verifier:
     """Looks at gradients and weights in front of each step, and tells the agent.
@@ -37,6 +39,7 @@ class Verifier:
         self._every = every
         self._is_strict = is_strict
         self._had_nan = False
+        self._is_odd = False
         self._copies: list[torch.Tensor] = []
         self._work: queue.Queue[int | None] = queue.Queue()
         self._is_idle = threading.Event()
@@ -59,6 +62,21 @@ class Verifier:
             self._copy(list(weights))
             self._is_idle.clear()
             self._work.put(boundary)
+
+    def stand_aside(self) -> None:
+        """The agent has found that this rank's weights are not the others'."""
+        self._is_odd = True
+
+    def step_aside_if_odd(self) -> None:
+        """Behind a boundary: a rank that is odd stops here, and the agent ends its process.
+
+        Not in the middle of a step: collectives that the others have completed would hold what this rank gave, its
+        replacement would give something else, get other results than they, and diverge in its turn.
+        """
+        if self._is_odd:
+            self._is_odd = False
+            self._channel.send({"op": "aside"})
+            threading.Event().wait(_KILL_LIMIT_S)
 
     def end(self) -> None:
         """The run of the script is over: the thread ends."""

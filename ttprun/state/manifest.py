@@ -26,7 +26,6 @@ class Description(BaseModel):
     cause       why it was taken: "signal", "dying gasp", "asked", "periodic", ...
     script      the user's script, as it was named
     model       variable that holds a module ("model", "self.model") -> name in its state_dict -> file, key in the file
-    ended       whether the script came to its end after this
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -35,7 +34,6 @@ class Description(BaseModel):
     cause: str
     script: str
     model: dict[str, dict[str, tuple[FileName, str]]] = {}
-    ended: bool = False
 
 
 class Manifest(Description):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ttprun.cli.progress import ProgressLine, told_bytes
+from ttprun.observe.progress import ProgressLine, ProgressLog, told_bytes
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_work_tells_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttprun.cli.progress.SILENT_S", 0.01)
+    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.01)
     asked = threading.Event()
 
     def count() -> int:
@@ -35,3 +35,21 @@ def test_long_work_tells_how_far_it_is(capsys: pytest.CaptureFixture[str], monke
         assert asked.wait(10)
 
     assert capsys.readouterr().err.startswith("verifying step-00000120: 500 kB of 2.0 MB (25 %), ")
+
+
+def test_the_log_says_how_far_long_work_is_and_not_at_every_step(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
+    progress = ProgressLog("writing a checkpoint")
+
+    progress.tell(500_000, 2_000_000)
+    progress.tell(600_000, 2_000_000)
+
+    assert [record.message for record in caplog.records] == ["writing a checkpoint: 500 kB of 2.0 MB in 0 s"]
+
+
+def test_the_log_says_nothing_of_short_work(caplog: pytest.LogCaptureFixture) -> None:
+    ProgressLog("writing a checkpoint").tell(500_000)
+
+    assert not caplog.records

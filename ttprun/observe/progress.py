@@ -1,17 +1,21 @@
-"""A line on stderr that says how far a long piece of work is; nothing for a short one."""
+"""How far a long piece of work is: a line on stderr for who waits for it, or in the log; nothing for a short one."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
+logger = logging.getLogger("ttprun")
+
 SILENT_S = 2.0
 # Between two lines: on a terminal one line is written over the last, elsewhere each stays.
 _TERMINAL_S = 0.5
 _PIPE_S = 10.0
+_LOG_S = 5.0
 
 
 def told_bytes(size: float) -> str:
@@ -64,3 +68,28 @@ class ProgressLine:
     def _text(self, done: int, took_s: float) -> str:
         share = f" ({100 * done // self._of} %)" if self._of else ""
         return f"{self._what}: {told_bytes(done)} of {told_bytes(self._of)}{share}, {told_bytes(done / took_s)}/s"
+
+
+class ProgressLog:
+    """Says in the log how far a piece of work is that began when this was made, if it takes more than SILENT_S seconds.
+
+    what   the work, as "writing a checkpoint"
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began_s = time.monotonic()
+        self._next_s = self._began_s + SILENT_S
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `tell` would say something now."""
+        return time.monotonic() >= self._next_s
+
+    def tell(self, done: int, of: int = 0) -> None:
+        """So many bytes are done; `of` is 0 if nobody knows how many there are."""
+        if self.is_due:
+            now = time.monotonic()
+            self._next_s = now + _LOG_S
+            total = f" of {told_bytes(of)}" if of else ""
+            logger.warning("%s: %s%s in %.0f s", self._what, told_bytes(done), total, now - self._began_s)

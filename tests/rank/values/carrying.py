@@ -1,0 +1,65 @@
+"""Carry variables from a lost rank to its replacement, through what the recorder writes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from tests.rank import user_values
+from ttprun.rank import frames, values
+from ttprun.rank.values import CannotRestoreError, Restore, Snapshot
+
+frames.add_user_directory(user_values.__file__)
+frames._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
+
+Scope = dict[str, Any]
+LONG = 100_010  # more items than are recorded one by one
+LARGE = 40_000  # elements: more than are recorded, so that they are compared
+
+
+def record(scope: Scope, stepped: set[int] | None = None) -> tuple[Any, list[memoryview]]:
+    """A scope as it comes out of the recorder."""
+    snapshot = Snapshot(dict.fromkeys(stepped or (), 0))
+    packed = values.pack(snapshot.variables(scope))
+    blobs = as_the_recorder_writes_them(snapshot.blobs)
+    return values.unpack(packed), blobs
+
+
+def as_the_recorder_writes_them(blobs: list[torch.Tensor]) -> list[memoryview]:
+    """What lies in memory where a blob says that it begins."""
+    return [memoryview(ctypes.string_at(blob.data_ptr(), blob.nbytes)) for blob in blobs]
+
+
+def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str]:
+    """Put the lost rank's variables into the replacement's; returns the mismatches."""
+    recorded, blobs = record(lost, stepped)
+    restore = Restore(blobs, is_comparing=True)
+    restore.module(here, recorded, "")
+    return restore.mismatches
+
+
+def is_refused(lost: Scope, here: Scope) -> bool:
+    """Whether the recovery would end here with a reason."""
+    try:
+        return bool(carry(lost, here))
+    except CannotRestoreError:
+        return True
+
+
+# Plain values of any form.
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(alphabet=st.characters(codec="utf-8"))
+    | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.tuples(inner, inner)
+    | st.dictionaries(st.text(alphabet="abc", max_size=2) | st.integers(0, 5), inner, max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+
+
+def big(fill: float) -> torch.Tensor:
+    """A tensor of LARGE elements."""
+    return torch.full((LARGE,), fill)

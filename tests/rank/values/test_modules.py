@@ -1,0 +1,118 @@
+"""Modules in variables: buffers, modes, and what is left to the repair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.rank.user_values import (
+    Net,
+)
+from tests.rank.values.carrying import (
+    Scope,
+    carry,
+    is_refused,
+    record,
+)
+from ttprun.rank import values
+from ttprun.rank.values import CannotRestoreError, Restore
+
+
+def trained(steps: int) -> Net:
+    torch.manual_seed(steps)
+    net = Net()
+    for _ in range(steps):
+        net(torch.randn(4, 3))
+        net.seen += 1
+    return net
+
+
+def parameters_of(net: torch.nn.Module) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in net.parameters()}
+
+
+def test_buffers_of_a_module_come_back_and_its_weights_are_left_to_the_repair() -> None:
+    lost, live = trained(5), trained(1)
+    weights = live.inner.weight.detach().clone()
+
+    carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
+
+    assert all(torch.equal(a, b) for a, b in zip(live.buffers(), lost.buffers(), strict=True))
+    assert torch.equal(live.inner.weight, weights)
+    assert (live.calls, list(live.recent)) == (5, [3, 4, 5])
+
+
+def test_an_averaged_copy_of_a_model_comes_back_with_its_weights() -> None:
+    lost = torch.optim.swa_utils.AveragedModel(trained(2))
+    lost.update_parameters(trained(3))
+    lost.update_parameters(trained(4))
+    live = torch.optim.swa_utils.AveragedModel(trained(1))
+
+    carry({"ema": lost}, {"ema": live})
+
+    assert all(torch.equal(a, b) for a, b in zip(live.state_dict().values(), lost.state_dict().values(), strict=True))
+
+
+def test_a_part_of_a_model_under_a_name_of_its_own_is_recorded_once() -> None:
+    lost, live = trained(5), trained(1)
+    recorded, blobs = record({"norm": lost.norm, "model": lost, "again": lost})
+
+    Restore(blobs, is_comparing=True).module({"norm": live.norm, "model": live, "again": live}, recorded, "")
+
+    assert len(blobs) == len(list(lost.buffers())) + len(list(lost.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(live.state_dict().values(), lost.state_dict().values(), strict=True))
+
+
+def test_a_module_with_a_buffer_of_another_shape_is_refused_with_its_name() -> None:
+    lost = Net(3)
+
+    with pytest.raises(CannotRestoreError, match=r"model\.norm\.running_mean of shape \[3\] is not in the replacement"):
+        carry({"model": lost}, {"model": Net(4)}, stepped=parameters_of(lost))
+
+
+def test_a_layer_that_was_set_to_evaluation_on_the_way_is_in_evaluation_or_refused() -> None:
+    lost, live = Net(), Net()
+    lost.norm.eval()
+
+    refused = is_refused({"model": lost}, {"model": live})
+
+    assert refused or (live.training, live.norm.training) == (True, False)
+
+
+def test_a_layer_that_was_frozen_on_the_way_is_frozen_or_refused() -> None:
+    lost, live = Net(), Net()
+    lost.inner.requires_grad_(False)
+
+    refused = is_refused({"model": lost}, {"model": live})
+
+    assert refused or not live.inner.weight.requires_grad
+
+
+def test_a_dropout_rate_that_was_changed_on_the_way_comes_back_or_is_refused() -> None:
+    lost, live = Net(), Net()
+    lost.drop.p = 0.1
+
+    refused = is_refused({"model": lost}, {"model": live})
+
+    assert refused or live.drop.p == 0.1
+
+
+def test_the_attributes_of_a_library_module_that_change_each_step_come_back_each_time() -> None:
+    lost = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
+    live = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(2, 2))
+    for step in range(4):
+        values.begin_boundary()
+        lost[0].p = 0.1 * step
+        lost.train(step % 2 == 0)
+        carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
+
+        assert (live[0].p, live.training, live[1].training) == (lost[0].p, lost.training, lost.training)
+
+
+def test_a_submodule_under_a_name_of_its_own_is_the_one_of_the_model() -> None:
+    lost, live = Net(), Net()
+    here: Scope = {"model": live, "head": live.norm}
+
+    carry({"model": lost, "head": lost.inner}, here)
+
+    assert here["head"] is live.inner

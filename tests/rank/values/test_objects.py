@@ -1,0 +1,217 @@
+"""Objects, classes, functions and their attributes: what a replacement gets back of them."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import datetime
+import decimal
+import fractions
+import functools
+import io
+import math
+import pathlib
+import queue
+import re
+import time
+import types
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rank import user_values
+from tests.rank.user_values import (
+    FrozenState,
+    Meter,
+    NamedCounts,
+    SlottedState,
+    Stage,
+    State,
+    Trainer,
+)
+from tests.rank.values.carrying import (
+    Scope,
+    carry,
+    is_refused,
+    record,
+)
+from ttprun.rank.values import CannotRestoreError, Restore
+
+
+def test_attributes_several_levels_deep_come_back_into_the_same_objects() -> None:
+    lost, live = Trainer(), Trainer()
+    lost.epoch = 4
+    lost.state.history += [0.5, 0.25]
+    lost.meters["loss"].update(3.0)
+    meter = live.meters["loss"]
+
+    carry({"trainer": lost}, {"trainer": live})
+
+    assert (live.epoch, live.state) == (4, State(history=[0.5, 0.25]))
+    assert live.meters["loss"] is meter
+    assert (meter.total, meter.count, meter.values) == (3.0, 1, [3.0])
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
+def test_a_namespace_comes_back(kind: Any) -> None:
+    here = {"args": kind(lr=0.1, resume=None)}
+
+    carry({"args": kind(lr=0.05, resume="a.pt", seen=3)}, here)
+
+    assert here["args"] == kind(lr=0.05, resume="a.pt", seen=3)
+
+
+def test_an_object_of_another_class_is_refused_with_its_name() -> None:
+    with pytest.raises(CannotRestoreError, match="best is a State in the lost rank and Meter in the replacement"):
+        carry({"best": State()}, {"best": Meter()})
+
+
+def test_an_object_that_the_replacement_has_not_made_is_refused() -> None:
+    with pytest.raises(CannotRestoreError, match="meter is a Meter"):
+        carry({"meter": Meter()}, {"meter": None})
+
+
+@pytest.mark.parametrize(
+    ("lost", "live"),
+    [(SlottedState(3, 0.5), SlottedState()), (FrozenState(3, 99), FrozenState())],
+    ids=["slots", "frozen"],
+)
+def test_a_dataclass_of_any_kind_comes_back_or_is_refused(lost: Any, live: Any) -> None:
+    here = {"state": live}
+
+    refused = is_refused({"state": lost}, here)
+
+    assert refused or here["state"] == lost
+
+
+def test_a_frozen_object_that_is_shared_does_not_change_under_its_other_name() -> None:
+    first = FrozenState(0, 0)
+    here = {"start": first, "present": first}
+
+    refused = is_refused({"start": FrozenState(0, 0), "present": FrozenState(5, 50)}, here)
+
+    assert refused or here == {"start": FrozenState(0, 0), "present": FrozenState(5, 50)}
+
+
+def test_counters_on_a_class_come_back() -> None:
+    class_of_user = user_values.Meter
+    recorded, _ = record({"Meter": class_of_user})
+    recorded["Meter"][3]["total_made"] = 41
+
+    Restore([], is_comparing=True).module({"Meter": class_of_user}, recorded, "")
+    found, class_of_user.total_made = class_of_user.total_made, 0
+
+    assert found == 41
+
+
+def test_attributes_of_a_users_container_come_back() -> None:
+    lost, live = NamedCounts(), NamedCounts()
+    lost.updates = 5
+
+    refused = is_refused({"counts": lost}, {"counts": live})
+
+    assert refused or live.updates == 5
+
+
+OTHER_KINDS = {
+    "enum": (Stage.MAIN, Stage.WARM_UP),
+    "path": (pathlib.Path("best-12.pt"), None),
+    "another path": (pathlib.Path("b"), pathlib.Path("a")),
+    "datetime": (datetime.datetime(2026, 1, 2), datetime.datetime(2026, 1, 1)),
+    "timedelta": (datetime.timedelta(seconds=9), datetime.timedelta(0)),
+    "decimal": (decimal.Decimal("1.5"), decimal.Decimal("0.5")),
+    "fraction": (fractions.Fraction(1, 3), fractions.Fraction(0)),
+    "range": (range(5), range(3)),
+    "slice": (slice(0, 9), slice(0, 3)),
+    "bytearray": (bytearray(b"new"), bytearray(b"old")),
+    "dtype": (torch.bfloat16, torch.float32),
+    "device": (torch.device("meta"), torch.device("cpu")),
+    "user dict": (collections.UserDict(a=1), collections.UserDict(a=0)),
+    "function": (math.cos, math.sin),
+    "class": (State, Meter),
+    "object array": (np.array([1, "a"], dtype=object), np.array([0, "b"], dtype=object)),
+    "sparse tensor": (torch.eye(2).to_sparse(), torch.zeros(2, 2).to_sparse()),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_variable_of_another_kind_that_has_changed_is_carried_or_refused_but_never_stale(kind: str) -> None:
+    lost, live = OTHER_KINDS[kind]
+    here = {"x": live}
+
+    refused = is_refused({"x": lost}, here)
+
+    assert refused or repr(here["x"]) == repr(lost)
+
+
+def test_a_value_nested_deeper_than_is_recorded_is_not_silently_stale() -> None:
+    def nest(value: int) -> Any:
+        return functools.reduce(lambda inner, _: {"in": inner}, range(12), value)
+
+    here = {"config": nest(1)}
+
+    refused = is_refused({"config": nest(2)}, here)
+
+    assert refused or here["config"] == nest(2)
+
+
+CARRIED: dict[str, tuple[Any, Any]] = {
+    "time zone": (datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), None),
+    "flags": (re.IGNORECASE | re.DOTALL, re.IGNORECASE),
+    "uuid": (uuid.UUID(int=7), None),
+    "ellipsis": (..., None),
+    "number of a class of its own": (np.float64(2.5), 1.5),
+    "buffer": (io.StringIO("abc"), io.StringIO()),
+    "array": (array.array("d", [1.0, 2.0]), array.array("d")),
+    "chain map": (collections.ChainMap({"a": 1}), collections.ChainMap({"a": 0})),
+    "queue": (queue.SimpleQueue, queue.Queue),
+    "local time": (time.gmtime(5), time.gmtime(0)),
+    "slice": (slice(1, None), slice(None)),
+    "bound method": (math.cos, "text"),
+}
+
+
+@pytest.mark.parametrize("kind", CARRIED)
+def test_a_value_of_the_standard_library_comes_back(kind: str) -> None:
+    lost, live = CARRIED[kind]
+    here: Scope = {"x": live}
+
+    carry({"x": lost}, here)
+
+    assert type(here["x"]) is type(lost)
+    assert getattr(here["x"], "getvalue", lambda: here["x"])() == getattr(lost, "getvalue", lambda: lost)()
+
+
+def test_a_counter_in_a_closure_comes_back() -> None:
+    lost, live = user_values.make_counter(), user_values.make_counter()
+    assert [lost(), lost(), lost()] == [1, 2, 3]
+
+    carry({"count": lost}, {"count": live})
+
+    assert live() == 4
+
+
+def test_a_counter_on_a_function_comes_back() -> None:
+    recorded_calls = user_values.make_counter()
+    recorded_calls.calls = 5
+    live = user_values.make_counter()
+    live.calls = 1
+
+    carry({"f": recorded_calls}, {"f": live})
+
+    assert live.calls == 5
+
+
+def test_a_bound_method_stays_bound_to_the_object_of_its_name() -> None:
+    lost, live = Meter(), Meter()
+    lost.update(2.0)
+    here = {"meter": live, "update": live.update}
+
+    carry({"meter": lost, "update": lost.update}, here)
+    here["update"](3.0)
+
+    assert here["meter"].values == [2.0, 3.0]

@@ -1,0 +1,324 @@
+"""Tensors and arrays in variables: carried, compared, or refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rank.user_values import (
+    Net,
+)
+from tests.rank.values.carrying import (
+    LARGE,
+    Scope,
+    as_the_recorder_writes_them,
+    big,
+    carry,
+    is_refused,
+    record,
+)
+from ttprun.rank import values
+from ttprun.rank.values import Restore, Snapshot, UnrecordedTensorError
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.5), torch.arange(6).reshape(2, 3), torch.zeros(0, 4), torch.tensor([True, False]),
+        torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.tensor([1 + 2j]), torch.tensor([1 + 2j]).conj(),
+        torch.arange(12.0).reshape(3, 4).t(), torch.tensor([1.0]).half(), torch.tensor([float("nan")]),
+    ],
+    ids=["0-d", "int", "empty", "bool", "bfloat16", "complex", "conj", "transposed", "half", "nan"],
+)  # fmt: skip
+def test_a_small_tensor_comes_back(tensor: torch.Tensor) -> None:
+    here: Scope = {"x": torch.full_like(tensor, 0), "new": None}
+
+    carry({"x": tensor, "new": tensor.clone()}, here)
+
+    for found in here.values():
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found.nan_to_num(7.0) if tensor.is_floating_point() else found, tensor.nan_to_num(7.0)
+                           if tensor.is_floating_point() else tensor)  # fmt: skip
+
+
+BATCHES = {
+    "plain": lambda: torch.randn(30, 50),
+    "transposed": lambda: torch.randn(30, 50).t(),
+    "all of its storage but the first": lambda: torch.randn(31, 50)[1:],
+    "a part of a large one": lambda: torch.randn(1000, 50)[3:33],
+    "columns of a large one": lambda: torch.randn(1000, 50)[:60, :25],
+    "conj": lambda: torch.randn(30, 50, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(30, 50, dtype=torch.complex64).conj().imag,
+    "bytes": lambda: torch.randint(256, (5000,), dtype=torch.uint8),
+    "learnt": lambda: torch.randn(30, 50, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_a_batch_of_some_kilobytes_comes_back_as_it_is_though_no_version_counter_tells_that_it_changed(
+    kind: str,
+) -> None:
+    lost, here, new = BATCHES[kind](), {"x": BATCHES[kind]()}, {"x": None}
+    record({"x": lost})
+    lost.data[-1] = 77
+
+    carry({"x": lost}, here)
+    carry({"x": lost}, new)
+
+    assert torch.equal(here["x"], lost)
+    assert torch.equal(new["x"], lost)
+
+
+def test_names_for_parts_of_one_batch_share_its_memory_in_the_replacement() -> None:
+    lost, live = torch.randn(40, 50), torch.zeros(40, 50)
+    here = {"batch": live, "half": live[:20], "again": live}
+
+    carry({"batch": lost, "half": lost[:20], "again": lost}, here)
+    here["batch"].fill_(8.0)
+
+    assert here["half"].eq(8.0).all()
+    assert here["again"] is here["batch"]
+
+
+def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
+    apart = Snapshot({}, is_apart=True)
+
+    first, second = (apart.node(torch.full((3000,), fill), 0) for fill in (0.0, 1.0))
+
+    assert first[5] != second[5]
+    assert not apart.blobs
+
+
+def test_a_loss_comes_back_as_a_plain_tensor() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    here = {"loss": (weight * 2).sum()}
+
+    carry({"loss": (weight * 5).sum()}, here)
+
+    assert here["loss"].item() == 5.0
+    assert not here["loss"].requires_grad
+
+
+def test_a_leaf_that_is_learnt_stays_one() -> None:
+    here = {"temperature": torch.zeros(1, requires_grad=True)}
+
+    carry({"temperature": torch.ones(1, requires_grad=True)}, here)
+
+    assert here["temperature"].requires_grad
+    assert here["temperature"].item() == 1.0
+
+
+def test_two_names_for_one_tensor_stay_two_names_for_one_tensor() -> None:
+    lost, live = torch.ones(3), torch.zeros(3)
+    here = {"running": live, "meter": {"running": live}}
+
+    carry({"running": lost, "meter": {"running": lost}}, here)
+
+    assert here["meter"]["running"] is here["running"]
+
+
+def test_a_view_of_a_small_tensor_stays_a_view_or_is_refused() -> None:
+    lost, live = torch.ones(4), torch.zeros(4)
+    here = {"stats": live, "first": live[:1]}
+
+    refused = is_refused({"stats": lost, "first": lost[:1]}, here)
+    if not refused:
+        here["stats"].fill_(8)
+
+    assert refused or here["first"].item() == 8.0
+
+
+def test_a_tensor_that_something_else_holds_too_is_changed_for_both() -> None:
+    """A closure, a library's object or a C++ object may hold the tensor: it must not stay behind."""
+    live = torch.zeros(3)
+    held_elsewhere = functools.partial(torch.sum, live)
+    here = {"counts": live}
+
+    carry({"counts": torch.ones(3)}, here)
+
+    assert held_elsewhere().item() == here["counts"].sum().item() == 3.0
+
+
+def test_a_tensor_that_an_optimizer_updates_is_left_to_the_repair() -> None:
+    weight, live = torch.ones(3), torch.zeros(3)
+
+    carry({"weight": weight}, {"weight": live}, stepped={weight.untyped_storage().data_ptr()})
+
+    assert live.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_large_data_that_the_replay_has_loaded_alike_is_accepted() -> None:
+    assert carry({"data": big(1.0)}, {"data": big(1.0)}) == []
+
+
+@pytest.mark.parametrize(
+    "live",
+    [big(2.0), torch.ones(LARGE // 2), torch.ones(LARGE, dtype=torch.float64), None],
+    ids=["data", "shape", "dtype", "none"],
+)
+def test_large_data_that_differs_is_a_mismatch(live: Any) -> None:
+    (mismatch,) = carry({"data": big(1.0)}, {"data": live})
+
+    assert mismatch.startswith("data ")
+
+
+def activation() -> torch.Tensor:
+    return big(1.0).requires_grad_() * 2
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda x: x.shape,
+    "method": lambda x: x.detach(),
+    "plus": lambda x: x + 1,
+    "right minus": lambda x: 1 - x,
+    "power": lambda x: x**2,
+    "matmul": lambda x: x @ x,
+    "index": lambda x: x[0],
+    "iteration": lambda x: list(x),
+    "truth": lambda x: bool(x),
+    "length": lambda x: len(x),
+    "float": lambda x: float(x),
+    "greater": lambda x: x > 0,
+    "function of torch": lambda x: torch.sum(x),
+    "int": lambda x: int(x),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_large_activation_of_the_step_before_says_so_when_it_is_used(use: str) -> None:
+    here = {"logits": activation()}
+
+    carry({"logits": activation()}, here)
+
+    with pytest.raises((UnrecordedTensorError, TypeError)):
+        USES[use](here["logits"])
+
+
+SILENT_USES: dict[str, Callable[[Any], Any]] = {
+    "equal": lambda x: x == 1,
+    "unequal": lambda x: x != 1,
+    "printed": lambda x: f"{x}",
+}
+
+
+@pytest.mark.parametrize("use", SILENT_USES)
+def test_a_large_activation_is_never_used_without_notice(use: str) -> None:
+    here = {"logits": activation()}
+
+    carry({"logits": activation()}, here)
+
+    with pytest.raises(UnrecordedTensorError, match="logits of shape"):
+        SILENT_USES[use](here["logits"])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3), np.array(3), np.float32(1.5), np.int64(7), np.bool_(True), np.zeros((0, 3)),
+        np.array(["ab", "c"]), np.datetime64("2026-01-01"), np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+    ],
+    ids=["float", "0-d", "float32 scalar", "int64 scalar", "bool scalar", "empty", "text", "datetime", "fortran", "records"],
+)  # fmt: skip
+def test_a_small_array_comes_back(array: Any) -> None:
+    here: Scope = {"x": None}
+
+    carry({"x": array}, here)
+
+    assert type(here["x"]) is type(array)
+    assert here["x"].dtype == array.dtype
+    assert np.array_equal(here["x"], array)
+
+
+def test_two_names_for_one_array_stay_two_names_for_one_array() -> None:
+    lost, live = np.ones(3), np.zeros(3)
+    here = {"confusion": live, "metrics": {"confusion": live}}
+
+    carry({"confusion": lost, "metrics": {"confusion": lost}}, here)
+    here["confusion"] += 1
+
+    assert here["metrics"]["confusion"].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_large_array_that_differs_is_a_mismatch() -> None:
+    assert carry({"x": np.ones(LARGE)}, {"x": np.ones(LARGE)}) == []
+    assert carry({"x": np.ones(LARGE)}, {"x": np.zeros(LARGE)}) == ["x holds other data than in the lost rank"]
+    assert carry({"x": np.ones(LARGE)}, {"x": None}) == ["x is another array than in the lost rank"]
+
+
+def test_a_checkpoint_of_the_weights_that_is_left_in_a_variable_is_made_of_the_replacements_own_weights() -> None:
+    """As nanoGPT leaves one behind: its tensors are the weights themselves, and go on changing with them."""
+    lost, live = Net(), Net()
+    storages = {p.untyped_storage().data_ptr(): i for i, p in enumerate(lost.parameters())}
+    snapshot = Snapshot(storages)
+    checkpoint = {"model": {n: p.detach() for n, p in lost.named_parameters()}, "iter": 5}
+    recorded = values.unpack(values.pack(snapshot.variables({"model": lost, "checkpoint": checkpoint})))
+    blobs = as_the_recorder_writes_them(snapshot.blobs)
+    here: Scope = {"model": live}
+
+    Restore(blobs, True, list(live.parameters())).module(here, recorded, "")
+    with torch.no_grad():
+        live.inner.weight.fill_(3.0)
+
+    assert here["checkpoint"]["iter"] == 5
+    assert here["checkpoint"]["model"]["inner.weight"].unique().tolist() == [3.0]
+
+
+def test_a_large_tensor_that_the_script_changes_is_carried() -> None:
+    lost, here = {"bank": big(0.0)}, {"bank": big(0.0)}
+    record(lost)
+    lost["bank"][100:200] = 7.0
+
+    assert carry(lost, here) == []
+
+    assert torch.equal(here["bank"], lost["bank"])
+
+
+def test_a_large_tensor_that_is_changed_behind_its_version_counter_is_carried_too() -> None:
+    lost, here = {"ema": big(1.0)}, {"ema": big(1.0)}
+    record(lost)
+    lost["ema"].data.mul_(0.5)
+
+    carry(lost, here)
+
+    assert torch.equal(here["ema"], lost["ema"])
+
+
+def test_a_large_array_that_the_script_changes_is_carried() -> None:
+    lost, here = {"buffer": np.zeros(LARGE)}, {"buffer": np.zeros(LARGE)}
+    record(lost)
+    lost["buffer"][17] = 4.0
+
+    carry(lost, here)
+
+    assert here["buffer"][17] == 4.0
+
+
+def test_a_single_element_of_large_data_that_differs_is_a_mismatch() -> None:
+    live = big(1.0)
+    live[12_345] = 2.0
+
+    assert carry({"data": big(1.0)}, {"data": live}) == ["data holds other data than in the lost rank"]
+
+
+def test_a_tensor_that_was_recorded_can_still_be_resized() -> None:
+    tensor = torch.zeros(4)
+
+    record({"x": tensor, "large": big(1.0)})
+
+    assert tensor.resize_(8).shape == (8,)
+
+
+def test_a_view_of_an_array_stays_a_view() -> None:
+    lost, live = np.ones(4), np.zeros(4)
+    here = {"stats": live, "first": live[:1], "other": None}
+
+    carry({"stats": lost, "first": lost[:1], "other": lost[2:]}, here)
+    here["stats"].fill(8)
+
+    assert (here["first"].tolist(), here["other"].tolist()) == ([8.0], [8.0, 8.0])

@@ -1,0 +1,47 @@
+"""What other commands of ttprun ask of a running job, by the control socket (`control.py`)."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ttprun import recovery
+from ttprun.faults import parse_fault
+
+if TYPE_CHECKING:
+    from ttprun.agent.supervisor import Supervisor
+    from ttprun.channel import Message
+
+
+def answer(supervisor: Supervisor, request: Message) -> Message:
+    """The reply to a request: {"ok": True, ...} or {"ok": False, "error": one line}."""
+    if request["op"] == "checkpoint":
+        return _checkpoint_now(supervisor)
+    return _inject_fault(supervisor, str(request["fault"]))
+
+
+def _inject_fault(supervisor: Supervisor, fault: str) -> Message:
+    if not supervisor.config.allow_faults:
+        return {"ok": False, "error": "this run was started without --allow-faults"}
+    if supervisor.verdict is not None:
+        return {"ok": False, "error": "the run has ended"}
+    return {"ok": True, "message": supervisor.injections.order(parse_fault(fault), "inject-fault")}
+
+
+def _checkpoint_now(supervisor: Supervisor) -> Message:
+    """The reply's "after" is the number of the checkpoint that was tried last; the one asked for has a higher one."""
+    job = supervisor.job
+    why_not = ""
+    if supervisor.verdict is not None:
+        why_not = "the run has ended"
+    elif supervisor.config.mindio:
+        why_not = "the framework writes its own checkpoints (--mindio)"
+    elif job.phase is not recovery.Phase.RUNNING:
+        why_not = f"the job is {job.phase}; ask again"
+    elif not recovery.may_persist(job):
+        why_not = job.unprotected_reason or "the ranks cannot be saved (yet); see `ttprun status`"
+    if why_not:
+        return {"ok": False, "error": why_not}
+    number = 0 if supervisor.checkpoints.status is None else supervisor.checkpoints.status.number
+    supervisor.advance(recovery.CheckpointAsked(at_s=time.monotonic()))
+    return {"ok": True, "message": "", "after": number}

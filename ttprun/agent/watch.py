@@ -1,0 +1,178 @@
+"""Watching the processes of ranks and standbys: what they send, the first sign of their end, and the end itself.
+
+Everything that is seen becomes an event of the state machine, or a report (`reports.py`). Begin with `Watch.welcome`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from typing import TYPE_CHECKING
+
+from ttprun import recovery
+from ttprun.agent import dying
+from ttprun.agent.causes import Causes
+from ttprun.agent.failures import Failure
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.board import FINISHED, Field
+from ttprun.channel import Message
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+
+
+class Watch:
+    """Watches the processes that a supervisor looks after, by its selector."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._causes = Causes()
+
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+        """Tell a process who it is, and listen to it."""
+        supervisor = self._supervisor
+        config = supervisor.config
+        message: Message = {
+            "op": "welcome",
+            "rank": seat.rank,
+            "local_rank": seat.local_rank,
+            "world_size": len(supervisor.seats),
+            "local_world_size": len(supervisor.seats),
+            "generation": supervisor.job.generation,
+            "run_dir": str(supervisor.run.path),
+            "is_replacement": is_replacement,
+            "arguments": command_of(seat.handler.start) if supervisor.is_python else [],
+            "faults": supervisor.injections.waiting_in(seat.rank),
+            "options": {
+                "allow_faults": config.allow_faults,
+                "keeps_state": not supervisor.job.settings.rungs.isdisjoint(("rewind", "persist")),
+                "shelves": supervisor.snapshots.paths_for(seat.local_rank),
+                "snapshot_every_steps": supervisor.snapshots.every_steps,
+                "record_limit_mib": config.record_limit_mib,
+                "journal_limit_mib": config.journal_limit_mib,
+                "commit_timeout_s": config.commit_timeout_s,
+                "is_replaced": "replace" in supervisor.job.settings.rungs,
+                "verify_every": config.verify_every,
+                "on_nan": config.on_nan,
+                "user_paths": config.user_paths,
+                "may_rerun": "rerun" in supervisor.job.settings.rungs,
+                "retry_on": config.retry_on,
+                "device_errors": config.device_errors,
+                "mindio": config.mindio,
+                "prints_traceback": bool(seat.handler.start["stderr"]),
+            },
+        }
+        fds = [supervisor.board_fd, seat.record_fd, seat.stack_fd]
+        handler = seat.handler
+        if isinstance(handler, StandbyHandler):
+            message["env"] = rank_environment(dict(os.environ) | handler.start["env"], str(supervisor.run.path))
+            message["env"].pop("PYTHONPATH")
+            if "PYTHONPATH" in os.environ:
+                message["env"]["PYTHONPATH"] = os.environ["PYTHONPATH"]
+            fds += handler.outputs()
+        handler.channel.send(message, fds)
+        supervisor.selector.register(
+            handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler)
+        )
+        supervisor.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
+        supervisor.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
+        supervisor.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+
+    def _on_message(self, seat: Seat, handler: RankHandler) -> None:
+        try:
+            messages = handler.channel.read_available()
+        except (EOFError, OSError):
+            with contextlib.suppress(KeyError, ValueError):
+                self._supervisor.selector.unregister(handler.channel.sock)
+            return
+        for message in messages:
+            if seat.handler is handler:
+                self._supervisor.reports.take(seat, message)
+
+    def greeted(self, seat: Seat) -> None:
+        """A process has greeted: from now on the first sign of its end is looked out for, too."""
+        handler = seat.handler
+
+        def on_dying(code: int) -> None:
+            if seat.handler is handler and seat.pidfd >= 0 and code != 0:  # one that finishes is not urgent
+                seat.is_dying = True
+                self._on_end(seat, code)
+
+        dying.watch(
+            self._supervisor.board,
+            seat.local_rank,
+            seat.pid,
+            lambda code: self._supervisor.call(lambda: on_dying(code)),
+        )
+
+    def _on_exit(self, seat: Seat) -> None:
+        """A process is gone; mostly that is known already."""
+        self._supervisor.selector.unregister(seat.pidfd)
+        was_dying, code = seat.is_dying, seat.bury()
+        if not was_dying:
+            self._on_end(seat, code)
+        self._supervisor.orders.spawn_those_that_wait()
+
+    def _on_end(self, seat: Seat, code: int) -> None:
+        supervisor = self._supervisor
+        self._drain(seat)
+        with contextlib.suppress(KeyError, ValueError):
+            supervisor.selector.unregister(seat.handler.channel.sock)
+        event = seat.leave(code, supervisor.board, self._causes.of_signal)
+        if seat.is_finished:
+            supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+        else:
+            kill_session(seat.pid)  # its DataLoader workers
+            exit_code = -event.signal if event.signal is not None else event.code or 0
+            failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
+            supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
+        supervisor.log(
+            "rank_exited",
+            rank=seat.rank,
+            pid=event.pid,
+            code=event.code,
+            signal=event.signal,
+            boundary=event.boundary,
+            reason=event.reason,
+            at_s=event.at_s,
+        )
+        supervisor.advance(event)
+
+    def _drain(self, seat: Seat) -> None:
+        """What a process has sent comes before its exit."""
+        channel = seat.handler.channel
+        with contextlib.suppress(EOFError, OSError):
+            channel.sock.setblocking(False)
+            while True:
+                for message in channel.read_available():
+                    self._supervisor.reports.take(seat, message)
+
+    def forget(self, seat: Seat) -> None:
+        for watched in (seat.pidfd, seat.handler.channel.sock):
+            with contextlib.suppress(KeyError, ValueError):
+                self._supervisor.selector.unregister(watched)
+        seat.is_dying, seat.spawn = False, None
+        if seat.pidfd >= 0:
+            os.close(seat.pidfd)
+            seat.pidfd = -1
+
+    def standby(self, standby: Standby) -> None:
+        supervisor = self._supervisor
+
+        def on_message() -> None:
+            try:
+                standby.read()
+            except (EOFError, OSError):
+                supervisor.selector.unregister(standby.channel.sock)
+                supervisor.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
+                standby.bury()
+                if not standby.is_ready:
+                    supervisor.standbys.forget_modules()
+                if standby.has_started:  # one that could not start would not start the next time either
+                    supervisor.standbys.refill(self.standby)
+            supervisor.orders.spawn_those_that_wait()
+
+        supervisor.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
