@@ -1,14 +1,17 @@
-"""A NaN in what a rank gives to a collective is found in the journal's copies."""
+"""A NaN in what a rank gives to a collective is found in the journal's copies; a rank that is odd stands aside."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 
+from ttprun import channel
+from ttprun.rank import verification
 from ttprun.rank.journal import Entry, Journal
-from ttprun.rank.verification import look_for_nan, nan_in
+from ttprun.rank.verification import Verifier, look_for_nan, nan_in
 
 NAN, INFINITE = float("nan"), float("inf")
 
@@ -57,3 +60,22 @@ def test_with_the_next_step_the_nan_is_forgotten() -> None:
     journal.clear()
 
     assert nan_in(journal) == ""
+
+
+def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_only_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
+    agent, rank = channel.pair()
+    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, is_strict=False)
+
+    verifier.step_aside_if_odd()
+    not_odd_s = time.monotonic()
+    verifier.stand_aside()
+    verifier.step_aside_if_odd()
+    odd_s = time.monotonic()
+
+    assert odd_s - not_odd_s >= 0.3
+    assert agent.read_available() == [{"op": "aside"}]
+    agent.close()
+    rank.close()
