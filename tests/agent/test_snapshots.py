@@ -284,6 +284,27 @@ def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
     assert one.supervisor.stored.boundary == 400
 
 
+@pytest.mark.parametrize(
+    ("every", "after_s", "is_taken"), [("20steps", 0, True), ("90s", 29, False), ("90s", 30, True)]
+)
+def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once(
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, every: str, after_s: float, is_taken: bool
+) -> None:
+    taken: list[tuple[int, int]] = []
+    monkeypatch.setattr(module.memory, "take_ahead", lambda files, size: taken.append((len(files), size)))
+    one = job(every)
+
+    one.now_s += after_s
+    one.look()
+    before_the_first_step = list(taken)
+    one.snapshots.share_bytes = 1000
+    one.look()
+    one.look()
+
+    assert before_the_first_step == []
+    assert taken == ([(4, 1000)] if is_taken else [])
+
+
 def test_what_a_rank_says_of_an_older_snapshot_is_void(job: Callable[[str], Job]) -> None:
     one = job("20steps")
     one.look()

@@ -72,6 +72,8 @@ class Reports:
             self._supervisor.injections.struck(seat, message)
         elif op == "fault_failed":
             self._supervisor.injections.failed(seat, message)
+        elif op == "snapshot_size":
+            self._supervisor.snapshots.share_bytes = message["bytes"]
         elif op == "snapshot":
             self._supervisor.snapshots.take(seat, message)
         elif op in ("replicas", "scheduler", "notified"):

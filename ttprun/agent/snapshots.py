@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
+from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
 from ttprun.board import Field
 from ttprun.state.interval import best_interval_s, parse_interval
@@ -26,6 +27,7 @@ logger = logging.getLogger("ttprun")
 
 _SHELVES = 2
 _LEADER = 0
+_ROOM_AHEAD_S = 60.0
 
 
 @dataclass
@@ -76,7 +78,8 @@ def path_of(fd: int) -> str:
 class Snapshots:
     """The snapshots of the ranks that a supervisor looks after.
 
-    newest   the newest complete one
+    newest       the newest complete one
+    share_bytes  about how large a rank's share will be; 0 before the first step
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -86,6 +89,8 @@ class Snapshots:
         self._is_off = self._interval.is_never
         self.shelves: list[Shelf] = []
         self.newest: Shelf | None = None
+        self.share_bytes = 0
+        self._has_room = False
         self._number = 0  # of the one that was asked for last
         self._is_pending = False
         self._began_s = self._last_s = time.monotonic()
@@ -103,6 +108,7 @@ class Snapshots:
             if not shelf.is_read:  # else its descriptors' numbers would be others' before it is on the disk
                 shelf.close()
         self.newest, self._is_pending, self._last_s = None, False, time.monotonic()
+        self.share_bytes, self._has_room = 0, False
         self.shelves = [
             Shelf([_new_memory() for _ in range(world_size)], [_new_memory() for _ in range(world_size)])
             for _ in range(_SHELVES)
@@ -118,6 +124,9 @@ class Snapshots:
         if self._is_off or job.phase is not recovery.Phase.RUNNING or job.unprotected_reason:
             self._is_pending = False  # a rank that has been replaced does not take it
             return
+        if self.share_bytes and not self._has_room and self._is_due(_ROOM_AHEAD_S):
+            self._has_room = True
+            memory.take_ahead([fd for shelf in self.shelves for fd in shelf.shares], self.share_bytes)
         if self._is_pending or not self._is_due():
             return
         number = self._next_number()
@@ -127,14 +136,14 @@ class Snapshots:
         self.shelves[number % _SHELVES].told = {}
         self._supervisor.board.set(_LEADER, Field.SNAPSHOT_ASKED, number)
 
-    def _is_due(self) -> bool:
+    def _is_due(self, ahead_s: float = 0.0) -> bool:
         if self._interval.steps is not None:
             return True  # the ranks themselves count the steps
         now = time.monotonic()
         wanted_s = self._interval.seconds
         if wanted_s is None:
             wanted_s = best_interval_s(self._cost_s, now - self._began_s, self._supervisor.job.incident_count)
-        return now - self._last_s >= wanted_s
+        return now - self._last_s >= wanted_s - ahead_s
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""

@@ -187,6 +187,7 @@ def pass_boundary(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if session.applied == 1:
         session.tell_modules()
+        session.snapshots.tell_size(session.channel)
 
 
 def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:

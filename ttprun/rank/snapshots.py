@@ -8,6 +8,7 @@ else changes the tensors; what is left to do, the agent does in the background.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -40,6 +41,13 @@ class Snapshots:
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
         self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
+
+    def tell_size(self, channel: Channel) -> None:
+        """After the first step: about how much each rank will copy, so that the agent can have memory for it ready."""
+        if self._is_leader:
+            with contextlib.suppress(replicated.NotRepairableError):  # it will be said when a snapshot is taken
+                size = sum(tensor.nbytes for _, tensor in replicated.describe()[1])
+                channel.send({"op": "snapshot_size", "bytes": size // self._board.n_ranks})
 
     def agree(self, channel: Channel, boundary: int) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
