@@ -185,7 +185,8 @@ def pass_boundary(session: Session) -> None:
         session.board.set(session.local_rank, Field.MEETINGS, 0)
         session.changed.notify_all()
     session.touch(Phase.COMPUTING)
-    if session.applied == 1:
+    if not session.has_stepped:
+        session.has_stepped = True
         session.tell_modules()
         session.snapshots.tell_size(session.channel)
 

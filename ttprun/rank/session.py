@@ -60,6 +60,7 @@ class Session:
     snapshots: Snapshots
     generation: int = 0
     applied: int = 0
+    has_stepped: bool = False  # in this process
     unprotected: str = ""
     is_holding: bool = False  # the recovery thread has stopped the main thread in front of its commit
     settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
