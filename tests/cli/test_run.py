@@ -150,6 +150,7 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
+        (["statuss"], "there is no script 'statuss'; did you mean the command 'status'?"),
         (["trian.py"], "there is no script 'trian.py'; did you mean 'train.py'?"),
         (["--no-python", "trian"], "there is no program 'trian'; name one on PATH"),
         (["--stanbys", "2", "train.py"], "unknown option --stanbys; did you mean '--standbys'?"),

@@ -11,22 +11,11 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from ttprun.cli.commands import COMMANDS
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-# Command -> module, function. The function's docstring and signature are the command's help and options. A command with
-# commands of its own has a typer app instead.
-COMMANDS = {
-    "status": ("ttprun.cli.status", "status"),
-    "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
-    "drill": ("ttprun.cli.drill", "drill"),
-    "checkpoints": ("ttprun.cli.checkpoints", "app"),
-    "checkpoint": ("ttprun.cli.checkpoints", "app"),
-    "doctor": ("ttprun.cli.doctor", "doctor"),
-    "explain": ("ttprun.cli.explain", "explain"),
-}
 
 DESCRIPTION = """\
 ttprun train.py runs like torchrun train.py. When a rank dies, that rank alone is replaced in the middle of the step,

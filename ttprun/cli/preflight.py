@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from ttprun import mindio
+from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
@@ -81,7 +82,13 @@ def check_script(torchrun: Namespace) -> None:
     if not path.exists():
         beside = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
         close = get_close_matches(path.name, beside, n=1, cutoff=0.75)
-        cure = f"did you mean '{path.parent / close[0]}'?" if close else f"it was looked for in {Path.cwd()}"
+        command = get_close_matches(script, COMMANDS, n=1, cutoff=0.75)
+        if close:
+            cure = f"did you mean '{path.parent / close[0]}'?"
+        elif command:
+            cure = f"did you mean the command '{command[0]}'?"
+        else:
+            cure = f"it was looked for in {Path.cwd()}"
         raise ConfigError(f"there is no script '{script}'", cure)
 
 

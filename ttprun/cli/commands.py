@@ -1,0 +1,15 @@
+"""The commands of ttprun, beside running a script."""
+
+from __future__ import annotations
+
+# Command -> module, function. The function's docstring and signature are the command's help and options. A command with
+# commands of its own has a typer app instead.
+COMMANDS = {
+    "status": ("ttprun.cli.status", "status"),
+    "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
+    "drill": ("ttprun.cli.drill", "drill"),
+    "checkpoints": ("ttprun.cli.checkpoints", "app"),
+    "checkpoint": ("ttprun.cli.checkpoints", "app"),
+    "doctor": ("ttprun.cli.doctor", "doctor"),
+    "explain": ("ttprun.cli.explain", "explain"),
+}
