@@ -58,7 +58,7 @@ def forget() -> None:
     _optimizers.clear()
     _wrapped_models.clear()
     _running = None
-    _stepped = (None, {})
+    _stepped = (None, {}, [])
     _samples.clear()
 
 
@@ -72,7 +72,7 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
-_stepped: tuple[Any, dict[int, int]] = (None, {})
+_stepped: tuple[Any, dict[int, int], list[torch.Tensor]] = (None, {}, [])
 
 
 def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
@@ -87,8 +87,15 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
         found: dict[int, int] = {}
         for index, tensor in enumerate(stepped_tensors()):
             found.setdefault(tensor.untyped_storage().data_ptr(), index)
-        _stepped = (seen, found)
+        _stepped = (seen, found, list(_weights()))
     return _stepped[1]
+
+
+def weights() -> list[torch.Tensor]:
+    """The parameters of all optimizers, as they were when they were asked for their storages last."""
+    if _stepped[0] is None:
+        stepped_storages(optimizers())
+    return _stepped[2]
 
 
 def stepped_tensors() -> list[torch.Tensor]:
@@ -169,6 +176,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session.replay.after_step()
         return
     faults.reached_step_end()
+    if session.is_recorded():
+        session.kept_weights.note(session.applied + 1)
     if session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, sys._getframe(1))
     pass_boundary(session)
@@ -227,7 +236,9 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
     loops.note_steps(around, unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
-    snapshot = values.Snapshot(stepped_storages(living), [id(loop.over) for loop in around if loop.over is not None])
+    storages, mark = stepped_storages(living), weights_sample(boundary, living)
+    session.kept_weights.compare(mark)
+    snapshot = values.Snapshot(storages, [id(loop.over) for loop in around if loop.over is not None])
     record = {
         "boundary": boundary,
         "place": place(frames),
@@ -254,7 +265,8 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
             session.board.get(session.local_rank, Field.LINES_OUT),
             session.board.get(session.local_rank, Field.LINES_ERR),
         ],
-        "weights": weights_sample(boundary, living),
+        "weights": mark,
+        "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }

@@ -26,6 +26,7 @@ from ttprun.rank import (
 )
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import Journal
+from ttprun.rank.kept_weights import KeptWeights
 from ttprun.rank.presence import Presence
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.recovery import Recovery
@@ -101,6 +102,11 @@ def make_session(presence: Presence) -> Session:
         journal=journal,
         verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
+        kept_weights=KeptWeights(
+            boundary.weights,
+            lambda number: boundary.weights_sample(number, boundary.optimizers()),
+            lambda text: presence.channel.send({"op": "note", "text": text}),
+        ),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

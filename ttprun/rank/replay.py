@@ -272,6 +272,8 @@ class Replay:
         session.results.begin_step(self.boundary)
         for site in loops.sites:
             site.has_steps = site.has_steps or site.key in self._target["has_steps"]
+        session.kept_weights.is_kept = self._target["kept"]
+        session.kept_weights.note(self.boundary)
         session.replay = None
         session.applied = self.boundary
         session.board.announce(session.local_rank, Field.APPLIED, self.boundary)

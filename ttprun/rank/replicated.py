@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from ttprun.rank import boundary
+from ttprun.rank.session import current
 from ttprun.rank.tensor_bytes import bytes_of
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -32,8 +33,15 @@ def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.opt
                 yield name, parameter, optimizer.state.get(parameter, {}), optimizer
 
 
+def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """What the optimizers update now, with its keys; `describe` tells of the newest boundary."""
+    for name, parameter, state, _ in _parameters():
+        yield f"{name}/{WEIGHT}", parameter.detach()
+        yield from ((f"{name}/{key}", value.detach()) for key, value in state.items() if torch.is_tensor(value))
+
+
 def describe() -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
-    """What this rank holds.
+    """What this rank holds of the newest boundary: the weights as the optimizer has left them there.
 
     returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and all
              tensors with their keys
@@ -42,9 +50,14 @@ def describe() -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
     """
     header: list[Any] = []
     tensors: list[tuple[str, torch.Tensor]] = []
+    session = current()
+    kept = None if session is None else session.kept_weights
+    if kept is not None and kept.why_not():
+        raise NotRepairableError(kept.why_not())
     for name, parameter, state, _ in _parameters():
         entries = []
-        tensors.append((f"{name}/{WEIGHT}", parameter.detach()))
+        weight = parameter if kept is None else kept.of(parameter)
+        tensors.append((f"{name}/{WEIGHT}", weight.detach()))
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ttprun.rank.expected import Expected
     from ttprun.rank.framework.framework import Framework
     from ttprun.rank.journal import Journal
+    from ttprun.rank.kept_weights import KeptWeights
     from ttprun.rank.process_group import ManagedGroup
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.recovery import Recovery
@@ -58,6 +59,7 @@ class Session:
     exchange: Exchange
     verifier: Verifier
     snapshots: Snapshots
+    kept_weights: KeptWeights
     generation: int = 0
     applied: int = 0
     has_stepped: bool = False  # in this process

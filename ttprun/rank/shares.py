@@ -76,7 +76,7 @@ def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, by
     told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(header).encode()), "share": share}
     if share == 0:
         files = {key: file_of(owner) for (key, _), owner in zip(tensors, owners, strict=True)}
-        models, own = _models(frame, {_place(tensor): key for key, tensor in tensors})
+        models, own = _models(frame, {_place(tensor): key for key, tensor in replicated.live_tensors()})
         files |= {key: file_of(0) for key, _ in own}
         told |= {
             "header": header,

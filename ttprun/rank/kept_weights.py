@@ -1,0 +1,105 @@
+"""The weights as the newest optimizer step has left them, whatever the script does to them before its next one.
+
+A replacement begins behind that step with a survivor's weights, and does again what the script does from there on. If
+that changes weights (averaged ones take their place for validation, they are scaled or clipped by hand, a best state is
+loaded again), a survivor in the middle of a step does not hold any more what the replacement needs. So a change is
+looked for in front of each step; once there has been one, a copy is made behind each step from then on.
+
+A change shows in the tensors' version counters. One by way of `.data` does not; hence the hash of a part of one
+parameter, another one at each step, and of all of them behind the first steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import xxhash
+
+from ttprun.rank.tensor_bytes import bytes_of
+
+FULL_LOOKS = 2
+
+
+class KeptWeights:
+    """What this process knows of its weights behind the newest step.
+
+    weights   what all optimizers update: called in front of and behind each step
+    sample    a hash of a part of them, given the boundary that it is for
+    tell      called once, with what is said to people when copies begin
+    is_kept   copies are made
+    """
+
+    def __init__(
+        self,
+        weights: Callable[[], Sequence[torch.Tensor]],
+        sample: Callable[[int], bytes],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._weights = weights
+        self._sample = sample
+        self._tell = tell
+        self._copies: dict[int, torch.Tensor] = {}
+        self.is_kept = False
+        self._looks = 0
+        self._versions: int | None = None  # behind the newest step
+        self._mark = b""
+        self._digest = b""
+
+    def note(self, boundary: int) -> None:
+        """The step to `boundary` has run to its end."""
+        weights = self._weights()
+        if self.is_kept:
+            self._copy(weights)
+            return
+        self._versions = _versions_of(weights)
+        self._mark = self._sample(boundary + 1)
+        self._looks += 1
+        self._digest = _digest_of(weights) if self._looks <= FULL_LOOKS else b""
+
+    def compare(self, mark: bytes) -> None:
+        """The next step is about to be taken: has the script changed weights since the one before?
+
+        mark   the sample for the boundary to which that step leads
+        """
+        if self.is_kept or self._versions is None or not (self._is_changed() or self._mark != mark):
+            return
+        self.is_kept = True
+        size = sum(weight.nbytes for weight in self._weights())
+        self._tell(
+            "the script changes weights between its optimizer's steps: behind each step they are copied from now on, "
+            f"{size / (1 << 20):.1f} MiB, for a rank that is lost in between"
+        )
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight as the newest step has left it."""
+        return self._copies.get(id(weight), weight)
+
+    def why_not(self) -> str:
+        """Why `of` cannot tell; "" if it can."""
+        if self._copies or self._versions is None or not (self.is_kept or self._is_changed()):
+            return ""
+        return "the script has changed weights since its optimizer's step, for the first time, and there is no copy yet"
+
+    def _is_changed(self) -> bool:
+        weights = self._weights()
+        return self._versions != _versions_of(weights) or bool(self._digest and self._digest != _digest_of(weights))
+
+    def _copy(self, weights: Sequence[torch.Tensor]) -> None:
+        copies = self._copies
+        if copies.keys() != set(map(id, weights)):
+            copies = {id(weight): torch.empty_like(weight, requires_grad=False) for weight in weights}
+        for weight in weights:
+            copies[id(weight)].copy_(weight.detach())
+        self._copies = copies
+
+
+def _versions_of(weights: Sequence[torch.Tensor]) -> int:
+    return sum([weight._version for weight in weights])
+
+
+def _digest_of(weights: Sequence[torch.Tensor]) -> bytes:
+    state = xxhash.xxh3_64()
+    for weight in weights:
+        state.update(bytes_of(weight.detach()))
+    return state.digest()
