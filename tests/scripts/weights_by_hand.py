@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--steps", type=int, default=30)
-parser.add_argument("--manner", choices=["decay", "data", "swap"], default="swap")
+parser.add_argument("--manner", choices=["decay", "data", "swap", "once"], default="swap")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -56,6 +56,8 @@ for step in range(args.steps):
                 weight.mul_(0.999)
         elif args.manner == "data":
             model.module[2].weight.data.mul_(0.99)
+        elif args.manner == "once" and step == 10:
+            model.module[2].weight.data.mul_(0.5)
         for name, value in model.module.state_dict().items():
             average[name].lerp_(value, 0.1)
     told = f"[rank {rank}] step {step} loss {loss.item()!r}"

@@ -173,6 +173,7 @@ class Orders:
         """Tell ranks to load what replicas share."""
         stored = self._supervisor.stored
         assert stored is not None
+        self._supervisor.reports.note_repair(action.ranks, stored.boundary)
         order = {"op": "load_state", "header": stored.header, "files": list(stored.files)}
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(order | {"generation": action.generation})
@@ -189,6 +190,7 @@ class Orders:
         if self._supervisor.config.mindio:
             self._supervisor.frameworks.send_state(action)
             return
+        self._supervisor.reports.note_repair(action.to, action.boundary)
         order = {
             "generation": action.generation,
             "name": f"state-{action.generation}.sock",

@@ -13,7 +13,7 @@ from ttprun.agent.failures import Failure
 from ttprun.board import Field
 from ttprun.channel import Message
 from ttprun.recovery.journals import find_difference
-from ttprun.recovery.replicas import Replicas
+from ttprun.recovery.replicas import PROOF_STEPS, Replicas
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -38,6 +38,7 @@ class Reports:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._replicas = Replicas(world_size=1)
+        self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
         self._nan_step = -2
 
     def take(self, seat: Seat, message: Message) -> None:
@@ -97,11 +98,18 @@ class Reports:
     def begin_group(self, world_size: int) -> None:
         """All ranks are new: nothing is known of their weights."""
         self._replicas = Replicas(world_size=world_size)
+        self._repaired = ((), 0)
         self._nan_step = -2
 
+    def note_repair(self, ranks: tuple[int, ...], boundary: int) -> None:
+        """These ranks get the others' weights of a boundary, which is checked: there all are alike."""
+        self._repaired = (ranks, boundary)
+        self._replicas = Replicas(world_size=len(self._supervisor.seats), agreed_at=boundary)
+
     def _compare(self, seat: Seat, boundary: int, digest: str) -> None:
-        """What a rank has said of its weights; during a recovery the survivors' are compared anyhow."""
-        if self._supervisor.job.incident is not None:
+        """What a rank has said of its weights; in a recovery, before it goes on, they are compared anyhow."""
+        job = self._supervisor.job
+        if job.incident is not None and job.phase is not recovery.Phase.RESUMING:
             return
         before = self._replicas
         self._replicas, divergence = before.told(seat.rank, boundary, digest)
@@ -113,15 +121,22 @@ class Reports:
         if not new and divergence.ranks:
             return  # it has been told to stand aside, and is on its way there
         self._supervisor.log("replicas_diverged", **asdict(divergence))
-        if not divergence.ranks:
-            self._supervisor.advance(
-                recovery.MismatchFound(
-                    at_s=time.monotonic(),
-                    rank=seat.rank,
-                    generation=self._supervisor.job.generation,
-                    reason=divergence.sentence,
-                )
+        reason = divergence.sentence
+        ranks, repaired_at = self._repaired
+        is_unproved = (
+            bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
+        )
+        if is_unproved:
+            who = ", ".join(map(str, ranks))
+            reason = (
+                f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
+                f"{divergence.boundary}: the script has not done again what it had done before"
             )
+        if is_unproved or not divergence.ranks:
+            generation, at_s = job.generation, time.monotonic()
+            mismatch = recovery.MismatchFound(at_s=at_s, rank=seat.rank, generation=generation, reason=reason)
+            self._supervisor.advance(mismatch)
+            return
         for odd in new:
             odd.divergence = divergence.sentence
             odd.tell({"op": "stand_aside"})

@@ -294,6 +294,7 @@ class Recovery:
                 session.journal.attach(entry, inner)
                 if entry.future is not None:
                     entry.group.bridge(entry, inner)
+        session.verifier.prove_from(session.applied)
         with session.changed:
             session.is_holding = False
             session.changed.notify_all()
@@ -332,4 +333,5 @@ class Recovery:
             group.is_joined = True
         session.channel.send({"op": "rebuilt", "generation": session.generation})
         session.expected = Expected(session.channel, session.generation, message["expected"])
+        session.verifier.prove_from(replay.boundary)
         replay.live.set()

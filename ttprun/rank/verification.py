@@ -1,9 +1,10 @@
 """Two looks at the numbers while training goes well: are my weights still the others', and is my gradient a number?
 
-Weights are compared between ranks every `verify_every` steps: they are copied in front of the step, which takes as long
-as a copy does, and hashed on a thread of their own while training goes on; the agent compares. A gradient is looked at
-when the rank that made it has sent it off, while the ranks exchange theirs and the journal's copy is still at hand:
-after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of the step it is told.
+Weights are compared between ranks every `verify_every` steps, and at the first ones behind a recovery: they are copied
+in front of the step, which takes as long as a copy does, and hashed on a thread of their own while training goes on;
+the agent compares. A gradient is looked at when the rank that made it has sent it off, while the ranks exchange theirs
+and the journal's copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of
+the step it is told.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch
 import xxhash
 
 from ttprun.rank.tensor_bytes import bytes_of
+from ttprun.recovery.replicas import PROOF_STEPS
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
     from ttprun.rank.journal import Entry, Journal
 
+_HASH_LIMIT_S = 10.0
 _KILL_LIMIT_S = 60.0
 
 
@@ -39,6 +42,7 @@ class Verifier:
         self._every = every
         self._is_strict = is_strict
         self._had_nan = False
+        self._prove_until = 0
         self._is_odd = False
         self._copies: list[torch.Tensor] = []
         self._work: queue.Queue[int | None] = queue.Queue()
@@ -58,10 +62,21 @@ class Verifier:
             if self._is_strict:
                 threading.Event().wait()
         self._had_nan = bool(where)
-        if self._every and (boundary == 1 or boundary % self._every == 0) and self._is_idle.is_set():
+        is_proof = boundary <= self._prove_until
+        if is_proof:
+            self._is_idle.wait(_HASH_LIMIT_S)
+        is_due = is_proof or (self._every and (boundary == 1 or boundary % self._every == 0))
+        if is_due and self._is_idle.is_set():
             self._copy(list(weights))
             self._is_idle.clear()
             self._work.put(boundary)
+
+    def prove_from(self, boundary: int) -> None:
+        """A recovery ends at this boundary: look in front of the next steps, whether all are still alike.
+
+        What a replacement does otherwise than the lost rank did shows in the weights before its second step at last.
+        """
+        self._prove_until = boundary + PROOF_STEPS
 
     def stand_aside(self) -> None:
         """The agent has found that this rank's weights are not the others'."""
