@@ -143,3 +143,8 @@ def train(act: Callable[[list[FrameType]], None], start: int) -> dict[str, Any]:
 
     result = one_step()
     return {"result": result, "epochs_done": epochs_done, "seen": seen, "names": names}
+
+
+def wait_for(event: Any) -> None:
+    """What a thread or process of the user's does here."""
+    event.wait(60)

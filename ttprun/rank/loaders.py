@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 from ttprun.rank import random_state, workers
 from ttprun.rank.frames import location_key
 from ttprun.rank.session import current
-from ttprun.rank.values import fingerprint
+from ttprun.rank.values import fingerprint, streams
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to tell that it is empty
 _made: Counter[str] = Counter()
@@ -88,6 +88,8 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun = began
     iterator._ttprun_order = next(_order)
     iterator._ttprun_batch = None
+    for worker in getattr(iterator, "_workers", ()):
+        streams.is_worker(worker)
     _iterators[:] = [known for known in _iterators if known() not in (None, iterator)]
     _iterators.append(weakref.ref(iterator))
 

@@ -20,6 +20,8 @@ few times without a step inside, the loop runs over EXPR itself.
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType, GeneratorType
@@ -31,6 +33,8 @@ from ttprun.rank.frames import SCALARS
 VARIABLE_PREFIX = "__ttp_loop_"
 TRIALS = 8  # times that a loop is followed before it is taken for one without a step inside
 _END = object()
+# What does not begin anew when another loop runs over it.
+_READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
 
 
 class Site:
@@ -67,7 +71,7 @@ class Loop:
     position     items handed out so far
     lead         items that had been handed out when the first boundary inside was reached; 0 before that
     began_with   states of the random generators before EXPR was evaluated
-    over         EXPR, if it is a generator
+    over         EXPR, if it is a generator, or a file or table that is read line by line
     bounds       (start, stop, step) of EXPR, if it is a range
     item_rng     the same when the present item was handed out, for loops around other loops
     """
@@ -81,7 +85,7 @@ class Loop:
         self.lead = 0
         self.item_rng: random_state.RngState | None = None
         self.current: Any = None
-        self.over = iterable if isinstance(iterable, GeneratorType) else None
+        self.over = iterable if isinstance(iterable, _READ_ON) else None
         self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
         self.items: Iterator[Any] = self._follow(iterable)
 

@@ -11,6 +11,9 @@ import array
 import collections
 import functools
 import io
+import multiprocessing.connection
+import multiprocessing.queues
+import queue
 import random
 import types
 import weakref
@@ -30,6 +33,7 @@ from ttprun.rank.values import (
     process_local,
     random_generators,
     restore,
+    streams,
     suspended,
     tensors,
 )
@@ -96,7 +100,12 @@ BY_BASE: list[tuple[type, Handler]] = [
     (types.ModuleType, plain.record_plain("module")),
     (types.GeneratorType, suspended.record_generator),
     (BaseException, process_local.record_exception),
-    (io.IOBase, process_local.record_file),
+    (io.IOBase, streams.record_file),
+    (queue.Queue, streams.record_queue),
+    (multiprocessing.queues.Queue, streams.record_line),
+    (multiprocessing.queues.SimpleQueue, streams.record_line),
+    (multiprocessing.connection.Connection, streams.record_line),
+    (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py knows where it stands
     (list, containers.record_sequence(Tag.LIST, list)),
     (tuple, containers.record_tuple),
     (set, containers.record_set(Tag.SET, set)),
@@ -129,6 +138,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.BUFFER: containers.restore_buffer,
     Tag.LONG: containers.restore_long,
     Tag.CLOSED: process_local.restore_closed,
+    Tag.FILE: streams.restore_file,
     Tag.OBJECT: objects.restore_object,
     Tag.VALUE_OBJECT: objects.restore_value_object,
     Tag.CLASS: callables.restore_class,
@@ -161,7 +171,7 @@ def handler_for(kind: type) -> Handler:
         if issubclass(kind, base):
             return handler
     if not objects.is_of_user(kind) and process_local.is_reproduced(kind):
-        return process_local.record_same
+        return iterators.record_unknown_iterator if hasattr(kind, "__next__") else process_local.record_same
     if kind.__dictoffset__ or objects.slots_of(kind):
         return objects.record_value_object if objects.is_frozen(kind) else objects.record_object
     return objects.record_object if objects.is_of_user(kind) else process_local.record_unknown

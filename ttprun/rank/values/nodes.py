@@ -34,6 +34,7 @@ class Tag(enum.StrEnum):
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
     LONG = "L"  # a container too long to record: [tag, type, length, digest]
     CLOSED = "c"  # a file that is closed: [tag, type]
+    FILE = "R"  # a file that is read: [tag, number, type, position]
     OBJECT = "o"  # [tag, number, type, {attribute: node}]
     VALUE_OBJECT = "v"  # a frozen dataclass: [tag, type, {field: node}]
     CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]

@@ -1,7 +1,7 @@
 """What only means something in its own process, or does not change, and which a replay makes again by itself.
 
 Of these only the type is compared. Everything in these lists is there on purpose: an object that could carry the state
-of a training must not be. A file that is closed can be made again; one that is open must be open here, too.
+of a training must not be; so iterators of these types are refused (kinds.py). A file that is closed can be made again.
 """
 
 from __future__ import annotations
@@ -64,11 +64,6 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:
     """An exception that was kept: compared with what it says."""
     return [Tag.SAME, name_of(type(value)), str(value)]
-
-
-def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A file: compared by whether it is open."""
-    return [Tag.CLOSED if value.closed else Tag.SAME, name_of(type(value)), *([] if value.closed else [""])]
 
 
 _CLOSED = {

@@ -1,0 +1,84 @@
+"""What gives data one piece after the other, and cannot be asked twice: files that are read, queues that are filled.
+
+A file is set to where it stood. A queue holds what it held; but who fills it beside the main thread, a thread or a
+process that the script has started, begins anew in a replacement, and how far it had come is not to be known.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import threading
+import weakref
+from typing import Any
+
+from ttprun.rank.frames import is_user_file
+from ttprun.rank.values import objects
+from ttprun.rank.values.nodes import Tag, name_of, short_name
+from ttprun.rank.values.process_local import record_same
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Snapshot
+
+
+def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A file: one that is read by its position; of one that is written (files.py sees to it) whether it is open."""
+    kind = name_of(type(value))
+    if value.closed:
+        return [Tag.CLOSED, kind]
+    if value.writable() or not value.readable() or not value.seekable() or id(value) in snapshot.followed:
+        return [Tag.SAME, kind, ""]
+    try:
+        position = value.tell()
+    except OSError:  # of a text file that something takes line by line
+        return [Tag.REFUSED, "is a file that is read by next(), and does not tell how far"]
+    return [Tag.FILE, snapshot.number(value), kind, position]
+
+
+def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Set it to where the lost rank's stood."""
+    _, number, kind, position = node
+    if name_of(type(live)) != kind or live.closed:
+        return restore.refuse(live, f"{name} is an open {short_name(kind)} in the lost rank, and {told(live)} here")
+    if restore.claim_or_refuse(number, live, name):
+        live.seek(position)
+    return live
+
+
+def record_queue(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A queue between threads, with what it holds."""
+    return _refused_if_fed() or objects.record_object(snapshot, value, depth)
+
+
+def record_line(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A queue or pipe between processes."""
+    return _refused_if_fed() or record_same(snapshot, value, depth)
+
+
+def _refused_if_fed() -> list[Any] | None:
+    who = _helpers_of_script()
+    return [Tag.REFUSED, f"is shared with {who}, and how far that had come is not known"] if who else None
+
+
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def is_worker(process: Any) -> None:
+    """A process is a DataLoader's: loaders.py knows how far it has come."""
+    _workers.add(process)
+
+
+def _helpers_of_script() -> str:
+    """A thread or process that the script has started and that lives, in words; "" if there is none."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and _is_of_script(thread):
+            return f"the thread '{thread.name}'"
+    for process in list(multiprocessing.process._children):  # type: ignore[attr-defined]
+        if process not in _workers:
+            return f"the process '{process.name}'"
+    return ""
+
+
+def _is_of_script(thread: threading.Thread) -> bool:
+    """Whether its code is the user's: that of the function that it was given, or of a class that says what it does."""
+    given = getattr(thread, "_target", None)
+    code = getattr(type(thread).run if given is None else given, "__code__", None)
+    return code is not None and is_user_file(code.co_filename)
