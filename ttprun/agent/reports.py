@@ -12,8 +12,9 @@ from ttprun import recovery
 from ttprun.agent.failures import Failure
 from ttprun.board import Field
 from ttprun.channel import Message
+from ttprun.rank.verification import PROOF_STEPS
 from ttprun.recovery.journals import find_difference
-from ttprun.recovery.replicas import PROOF_STEPS, Replicas
+from ttprun.recovery.replicas import Replicas
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat

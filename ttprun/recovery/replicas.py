@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-PROOF_STEPS = 2  # behind a recovery, in front of which all ranks say what they hold
 KEPT = 8  # boundaries that are not complete yet
 
 
