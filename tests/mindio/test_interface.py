@@ -197,15 +197,39 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["retry", "recover", "dump", "continue", "exit"])
+@pytest.mark.parametrize("strategy", ["retry", "recover", "migration", "dump", "continue", "exit"])
 def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 0
     assert session.channel.sent == [{"op": "notified", "what": strategy}]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "migration", "?"])
+@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "?"])
 def test_a_strategy_that_needs_another_world_size_is_refused(session: Session, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 1
+    assert session.channel.sent == []  # type: ignore[attr-defined]
+
+
+def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Session) -> None:
+    codes = [
+        controller_ttp.tft_notify_controller_prepare_action("hot switch", {1: 1}),
+        controller_ttp.tft_notify_controller_prepare_action("stop switch"),
+    ]
+
+    assert codes == [0, 0]
+    assert session.channel.sent == [  # type: ignore[attr-defined]
+        {"op": "notified", "what": "hot switch", "ranks": {1: 1}},
+        {"op": "notified", "what": "stop switch"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "ranks"),
+    [("hot switch", None), ("hot switch", {0: 1, 1: 1}), ("hot switch", {2: 1}), ("cold switch", {1: 1})],
+)
+def test_a_switch_of_no_rank_of_all_or_of_a_stranger_is_refused(
+    session: Session, action: str, ranks: dict[int, int] | None
+) -> None:
+    assert controller_ttp.tft_notify_controller_prepare_action(action, ranks) == 1
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 

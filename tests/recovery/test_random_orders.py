@@ -44,8 +44,10 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.end(rank, 1, None, is_script_error=True, is_mute=is_mute)
         elif move < 245:
             world.end(rank, 0, None, is_script_error=False, is_mute=False)
-        elif move < 247:
+        elif move < 246:
             world.take_snapshot()
+        elif move < 247:
+            world.ask_replacement(rank, is_pair=is_mute)
         elif move < 248:
             world.hear(CheckpointAsked(at_s=0.0))
         elif move < 249:

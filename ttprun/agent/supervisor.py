@@ -256,7 +256,7 @@ class Supervisor:
                 self._pass_deadlines()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
-                    self.frameworks.scheduler.look()
+                    self.frameworks.scheduler.pause.look()
                     self.lookout.look()
                     self.snapshots.look()
                     self.checkpoints.look()

@@ -62,8 +62,8 @@ def tft_is_reboot_node() -> bool:
 
 
 def tft_get_reboot_type() -> str:
-    """ "arf": a lost process was replaced. There is no "hot switch" here."""
-    return "arf"
+    """ "arf": this process is in the place of a lost one; "hot switch": in that of a healthy one, as was planned."""
+    return this_rank()[1].reboot_type
 
 
 def set_mindio_export_version(framework_type: str) -> None:
@@ -85,7 +85,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
 
     Raises ValueError for what cannot be.
     """
-    session, framework = this_rank()
+    session, _ = this_rank()
     if rank != session.rank:
         raise ValueError(f"tft_set_optimizer_replica: this is rank {session.rank}, and not {rank}")
     groups = []
@@ -98,15 +98,13 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         if rank not in ranks or not 0 < copies <= len(ranks) or len(ranks) % copies:
             raise ValueError(f"tft_set_optimizer_replica: {copies} copies cannot lie in ranks {ranks}")
         groups.append({"ranks": ranks, "copies": copies, "shift": shift})
-    framework.replicas = replica_info
     session.channel.send({"op": "replicas", "groups": groups})
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """Declare the data-parallel group; used when ranks leave and join for good, which is not done here."""
+    """Declare the data-parallel group. It is checked and not kept: only ranks that leave for good would need it."""
     if not 0 <= rank < MOST_RANKS or not all(type(member) is int for member in dp_rank_list):
         raise ValueError(f"tft_set_dp_group_info: rank {rank} in {dp_rank_list} cannot be")
-    this_rank()[1].dp_ranks = list(dp_rank_list)
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -202,8 +200,13 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """Once an iteration: waits, or raises RuntimeError (STEP FINISH), if a scheduler has asked for it."""
-    this_rank()[1].pause_if_asked(cur_step)
+    """Once an iteration: waits if a scheduler has asked for it. Raises RuntimeError: STEP FINISH if a recovery begins.
+
+    cur_step   steps that are complete; which step that is, all ranks know from tft_end_updating_os
+    """
+    if cur_step < 0:
+        raise ValueError(f"tft_pause_train: step is {cur_step}; give 0 or more")
+    this_rank()[1].pause_if_asked()
 
 
 def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Callable[[str], str]) -> None:
