@@ -56,6 +56,7 @@ from ttprun.device.interface import MemoryCheck
 from ttprun.device.sim import SimulatedNpu
 
 RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 class State:
@@ -213,7 +214,7 @@ def rename(step: int, args: Any) -> None:
     """All shards are there."""
     out = Path(args[0].options.out)
     (out / f"iter_{step:07d}_tmp").rename(out / f"iter_{step:07d}")
-    (out / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
+    (out / LATEST).write_text(f"{step}\n")
 
 
 def shard_file(layers: Layers) -> str:
@@ -224,7 +225,7 @@ def shard_file(layers: Layers) -> str:
 def load(state: State) -> int:
     """Read this rank's shard of the newest checkpoint; returns its step."""
     out = Path(state.options.load or state.options.out)
-    step = int((out / "latest_checkpointed_iteration.txt").read_text())
+    step = int((out / LATEST).read_text())
     saved = torch.load(out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True)
     for tensor, found in zip(state.optimizer.tensors(), saved, strict=True):
         tensor.copy_(found)
@@ -250,7 +251,7 @@ def register(state: State) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="megatron_like_out", help="folder for checkpoints and final.pt")
-    parser.add_argument("--load", help="folder to go on from")
+    parser.add_argument("--load", help="folder to go on from, if there is a checkpoint in it")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
@@ -271,7 +272,7 @@ def main() -> None:
     layers.make_groups()
     state = State(options, layers, tft_is_reboot_node())
     torch.manual_seed(1234 + layers.dp_rank)
-    if options.load:
+    if options.load and (Path(options.load) / LATEST).exists():
         state.iteration = state.consumed = state.schedule.step = load(state)
         state.optimizer.gather_weights()
     register(state)

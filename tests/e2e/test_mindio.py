@@ -170,6 +170,25 @@ def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
     assert gone_on.hashes == weights(MEGATRON, 4, "--dropout=0"), gone_on.story()
 
 
+def test_a_group_that_restarts_goes_on_from_what_the_framework_has_saved_just_before(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(
+        MEGATRON,
+        4,
+        faults=["kill:rank=1,step=12,phase=backward"],
+        options=[*MINDIO, "--rungs", "restart,persist", "--max-restarts=1"],
+        script_args=[*STEPS, "--dropout=0", "--load=../out"],
+    )
+
+    (incident,) = result.incidents
+    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), result.story()
+    assert "its state was saved: step 12, by the framework's save_ckpt handler" in incident["reason"]
+    assert {path.name for path in (result.folder / "out").glob("iter_*")} == {"iter_0000012"}, result.story()
+    assert result.exit_code == 0, result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--dropout=0"), result.story()
+
+
 def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
     result = run_ttprun(
         PAIR,

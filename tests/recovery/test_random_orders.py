@@ -11,7 +11,9 @@ from ttprun.recovery import CheckpointAsked, Life, MismatchFound, Phase, RankUnp
 
 WORLDS = st.builds(
     FakeWorld,
-    st.builds(Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3)),
+    st.builds(
+        Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3), saves_before_restart=st.booleans()
+    ),
     restarts=st.integers(0, 2),
 )
 TAPES = st.binary(max_size=160) | st.binary(min_size=100, max_size=240)

@@ -115,6 +115,7 @@ class Supervisor:
             rungs=frozenset(rungs.rungs),
             max_incidents_per_hour=config.max_incidents_per_hour,
             max_restarts=max_restarts,
+            saves_before_restart=config.mindio,
             limits=limits,
         )
         self.job = recovery.new_job(settings)

@@ -87,6 +87,7 @@ OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, StatePersisted)
 # (by way of PERSISTING).
 DOWN = (P.REPLAYING, P.RESTARTING, P.PERSISTING, P.FAILED)
 END = (P.PERSISTING, P.FAILED)
+OVER = (P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 TRANSITIONS: dict[Key, Row] = {
@@ -186,14 +187,14 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
-    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, P.FAILED),
-    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, P.FAILED),
+    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
+    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, *OVER),
     (P.PERSISTING, RankStarted): row(persist.on_started_to_persist, P.PERSISTING),
     (P.PERSISTING, RankProtected): row(faults.on_protected, P.PERSISTING),
     (P.PERSISTING, RankUnprotected): row(faults.on_unprotected, P.PERSISTING),
     (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
     (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
-    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, P.FAILED),
+    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
     (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
     (P.PERSISTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
+from ttprun.mindio.variables import uses_shift
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.errors import now_us
@@ -72,7 +73,6 @@ def set_mindio_export_version(framework_type: str) -> None:
     if framework_type not in FRAMEWORKS:
         raise ValueError(f"there is no framework '{framework_type}'; use one of {', '.join(FRAMEWORKS)}")
     _export_version = framework_type
-    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
 
 
 # What the optimizer's state is, and where copies of it are.
@@ -81,13 +81,15 @@ def set_mindio_export_version(framework_type: str) -> None:
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """Declare the groups over which this rank's optimizer is spread, in the order of OptimizerType.
 
-    replica_info   [{rank_list, replica_cnt, replica_shift}]: replica_cnt whole copies of the state lie in rank_list
+    replica_info   [{rank_list, replica_cnt, replica_shift}]: replica_cnt whole copies of the state lie in rank_list;
+                   with TTP_FRAMEWORK_TYPE=1 replica_shift places from a rank to the next that holds the same
 
     Raises ValueError for what cannot be.
     """
     session, _ = this_rank()
     if rank != session.rank:
         raise ValueError(f"tft_set_optimizer_replica: this is rank {session.rank}, and not {rank}")
+    has_shift = uses_shift(os.environ)
     groups = []
     for info in replica_info:
         ranks, copies, shift = info.get("rank_list"), info.get("replica_cnt"), info.get("replica_shift")
@@ -97,7 +99,7 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         assert isinstance(ranks, list)
         if rank not in ranks or not 0 < copies <= len(ranks) or len(ranks) % copies:
             raise ValueError(f"tft_set_optimizer_replica: {copies} copies cannot lie in ranks {ranks}")
-        groups.append({"ranks": ranks, "copies": copies, "shift": shift})
+        groups.append({"ranks": ranks, "copies": copies, "shift": shift if has_shift else 0})
     session.channel.send({"op": "replicas", "groups": groups})
 
 
