@@ -100,7 +100,6 @@ def test_a_function_of_the_scheduler_can_be_called_as_in_mindio(name: str) -> No
         (framework_ttp.Action, {"RETRY": 0, "EXIT": 1}),
         (framework_ttp.OptimizerType, {"ATTENTION": 0, "MOE": 1}),
         (framework_ttp.PauseType, {"PAUSE": 1, "RAISE": 2}),
-        (codes.OptimizerStatus, {"UPDATED": 0, "UPDATING": 1, "COPYING": 2}),
         (
             framework_ttp.ReportState,
             {
@@ -134,9 +133,7 @@ def test_an_enum_has_the_numbers_of_mindio(enum: type[Enum], numbers: dict[str, 
 
 
 def test_return_codes_are_those_of_mindio() -> None:
-    found = (codes.RET_OK, codes.RET_ERROR, codes.RET_K8S, codes.RET_PASS, codes.RET_EXCEPTION, codes.RET_NO_REBUILD)
-
-    assert found == (0, 1, 2, 3, 4, 2)
+    assert (codes.RET_OK, codes.RET_ERROR, codes.RET_NO_REBUILD) == (0, 1, 2)
 
 
 def test_modules_that_frameworks_import_are_there() -> None:
@@ -183,6 +180,29 @@ def test_only_a_function_can_be_decorated() -> None:
 def test_what_cannot_be_is_refused_with_its_reason(session: Session, call: Callable[[], None], cause: str) -> None:
     with pytest.raises(ValueError, match=cause):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "who"),
+    [
+        (lambda: framework_ttp.tft_register_zit_upgrade_rollback_handler(print), "zit_upgrade_rollback_handler"),
+        (lambda: framework_ttp.tft_register_zit_upgrade_repair_handler(print), "zit_upgrade_repair_handler"),
+        (lambda: framework_ttp.tft_register_zit_upgrade_rebuild_handler(print), "zit_upgrade_rebuild_handler"),
+        (lambda: framework_ttp.tft_register_zit_downgrade_rebuild_handler(print), "zit_downgrade_rebuild_handler"),
+        (lambda: framework_ttp.tft_init_processor(0, 2, False, enable_zit=True), "tft_init_processor: enable_zit"),
+        (lambda: framework_ttp.tft_init_controller(0, 2, False, enable_zit=True), "tft_init_controller: enable_zit"),
+    ],
+)
+def test_training_with_fewer_ranks_is_refused_before_it_is_counted_on(
+    session: Session, call: Callable[[], None], who: str
+) -> None:
+    with pytest.raises(NotImplementedError) as refused:
+        call()
+
+    text = str(refused.value)
+    assert who in text
+    assert "not built; lost ranks are replaced" in text
+    assert "\n" not in text
 
 
 def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:

@@ -13,7 +13,7 @@ from ttprun.mindio.variables import uses_shift
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.errors import now_us
-from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
+from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank, refusal_of_elastic
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
 _export_version = ""
@@ -36,9 +36,12 @@ def tft_init_processor(
 
     enable_uce   errors of devices are answered in the same process (retry)
     enable_arf   lost processes are replaced; here that is for `ttprun --rungs` to say
+    enable_zit   the others go on without ranks that are lost for good: refused
 
-    Raises ValueError if this is not that rank of the job.
+    Raises ValueError if this is not that rank of the job, NotImplementedError for enable_zit.
     """
+    if enable_zit:
+        raise refusal_of_elastic("tft_init_processor: enable_zit")
     check_rank("tft_init_processor", rank, world_size)
     session, framework = this_rank()
     if (rank, world_size) != (session.rank, session.world_size):
@@ -268,24 +271,27 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) 
     this_rank()[1].handlers.register("stream_sync", func, ctx)
 
 
+# Ranks that leave, and others that go on without them. Refused: a callback that is never called would be waited for.
+
+
 def tft_register_zit_upgrade_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args, params); kept, and not called yet: the world keeps its size."""
-    this_rank()[1].handlers.register("zit_upgrade_rollback", func, ctx)
+    """func(step, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_rollback_handler")
 
 
 def tft_register_zit_upgrade_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, need_rebuild, error_ranks, repair_info, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_upgrade_repair", func, ctx)
+    """func(step, need_rebuild, error_ranks, repair_info, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_repair_handler")
 
 
 def tft_register_zit_upgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(rank_list, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_upgrade_rebuild", func, ctx)
+    """func(rank_list, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_rebuild_handler")
 
 
 def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(comm_groups, fault_ranks, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_downgrade_rebuild", func, ctx)
+    """func(comm_groups, fault_ranks, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_downgrade_rebuild_handler")
 
 
 def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:
