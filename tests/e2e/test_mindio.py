@@ -121,7 +121,7 @@ def test_half_of_the_ranks_are_lost_one_of_them_during_the_repair_of_the_other(
 def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_copies(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:
-    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,step=12,phase=backward"]
+    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,phase=freeze"]
 
     result = run_ttprun(
         MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, "--dropout=0", "--save-every=5"]
