@@ -40,6 +40,8 @@ class Field(enum.IntEnum):
     SNAPSHOT_ASKED = 22  # of the first row: number of the snapshot that the agent wants; the agent writes it
     SNAPSHOT_NUMBER = 23  # of the first row: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # of the first row: the boundary at which all ranks take it
+    PAUSE_ASKED = 25  # of the first row: number of the pause that the agent wants, 0: none; the agent writes it
+    PAUSE_AT = 26  # of the first row: the boundary behind which all ranks wait
 
 
 class Phase(enum.IntEnum):

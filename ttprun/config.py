@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ttprun.device.errors import check_additions
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
+from ttprun.mindio import variables
 from ttprun.state.interval import parse_interval
 
 VARIABLE_PREFIX = "TTPRUN_"
@@ -93,7 +94,8 @@ class Config(BaseModel):
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
     mindio: bool = Field(
         False,
-        description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed",
+        description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed "
+        "(heeds TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
     )
     user_paths: list[str] = Field([], description="further directories whose modules count as the user's code")
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
@@ -188,7 +190,8 @@ def option_name(key: str) -> str:
 def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
     """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
 
-    Raises ConfigError, one line, for an unknown key, a wrong type or a value out of range.
+    With `mindio`, MindIO's own variables stand behind all others. Raises ConfigError, one line, for an unknown key, a
+    wrong type or a value out of range.
     """
     merged: dict[str, object] = {}
     launch: dict[str, LaunchValue] = {}
@@ -198,6 +201,9 @@ def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Ma
         launch |= checked.launch
         merged |= {key: getattr(checked, key) for key in checked.model_fields_set}
     config = Config.model_validate(merged | {"launch": launch})
+    if config.mindio:
+        limits = {key: limit for key, limit in variables.limits(environment).items() if key not in merged}
+        config = config.model_copy(update=limits)
     if config.faults and not config.allow_faults:
         raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
     return config

@@ -5,6 +5,7 @@
         scripts/examples/megatron_like.py --out /tmp/megatron                        # recover: the rank is replaced
     ... scripts/examples/megatron_like.py --uce 20:1:high                            # retry: in the same process
     ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; go on with --load
+    ... scripts/examples/megatron_like.py --hot-switch 20:1          # a healthy rank gets a new process, as planned
 
 Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` has its memory
 fail, and really spoils what lay there.
@@ -21,10 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_parts import REPLICAS, Gpt, Layers, Optimizer, Schedule, batch_of
+from mindio_ttp.controller_ttp import tft_notify_controller_prepare_action
 from mindio_ttp.framework_ttp import (
     RepairType,
     tft_end_updating_os,
     tft_exception_handler,
+    tft_get_reboot_type,
     tft_get_repair_type,
     tft_init_controller,
     tft_init_processor,
@@ -53,6 +56,7 @@ from ttprun.device.interface import MemoryCheck
 from ttprun.device.sim import SimulatedNpu
 
 RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 class State:
@@ -106,6 +110,8 @@ def train(state: State) -> None:
             print(f"iteration {state.iteration} loss {loss.item():.6f}", flush=True)
         if state.options.save_every and state.iteration % state.options.save_every == 0:
             save_periodically(state)
+        if layers.rank == 0 and state.options.hot_switch and state.options.hot_switch[0] == state.iteration:
+            tft_notify_controller_prepare_action("hot switch", dict.fromkeys(state.options.hot_switch[1:], 1))
         tft_pause_train(state.iteration)
 
 
@@ -208,7 +214,7 @@ def rename(step: int, args: Any) -> None:
     """All shards are there."""
     out = Path(args[0].options.out)
     (out / f"iter_{step:07d}_tmp").rename(out / f"iter_{step:07d}")
-    (out / "latest_checkpointed_iteration.txt").write_text(f"{step}\n")
+    (out / LATEST).write_text(f"{step}\n")
 
 
 def shard_file(layers: Layers) -> str:
@@ -219,7 +225,7 @@ def shard_file(layers: Layers) -> str:
 def load(state: State) -> int:
     """Read this rank's shard of the newest checkpoint; returns its step."""
     out = Path(state.options.load or state.options.out)
-    step = int((out / "latest_checkpointed_iteration.txt").read_text())
+    step = int((out / LATEST).read_text())
     saved = torch.load(out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True)
     for tensor, found in zip(state.optimizer.tensors(), saved, strict=True):
         tensor.copy_(found)
@@ -245,12 +251,13 @@ def register(state: State) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="megatron_like_out", help="folder for checkpoints and final.pt")
-    parser.add_argument("--load", help="folder to go on from")
+    parser.add_argument("--load", help="folder to go on from, if there is a checkpoint in it")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
+    parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
@@ -258,12 +265,14 @@ def main() -> None:
         tft_start_controller("127.0.0.1", 8000, False)
     tft_init_processor(rank, world, False, False, "", True, True)
     tft_start_processor("127.0.0.1", 8000)
+    if tft_is_reboot_node():
+        print(f"rank {rank} has a new process ({tft_get_reboot_type()})", flush=True)
     dist.init_process_group("gloo")
     layers = Layers(rank, world, options.tensor_parallel, options.dropout)
     layers.make_groups()
     state = State(options, layers, tft_is_reboot_node())
     torch.manual_seed(1234 + layers.dp_rank)
-    if options.load:
+    if options.load and (Path(options.load) / LATEST).exists():
         state.iteration = state.consumed = state.schedule.step = load(state)
         state.optimizer.gather_weights()
     register(state)
@@ -282,6 +291,11 @@ def uce_of(text: str) -> tuple[int, int, str]:
     if kind not in ("low", "high", "fatal"):
         raise argparse.ArgumentTypeError(f"'{kind}' is no kind of fault; use low, high or fatal")
     return int(step), int(rank), kind
+
+
+def switch_of(text: str) -> tuple[int, ...]:
+    """ "20:1:3" -> (20, 1, 3)"""
+    return tuple(map(int, text.split(":")))
 
 
 if __name__ == "__main__":

@@ -349,3 +349,27 @@ def test_canns_version_is_read_where_the_environment_says_it_is(
     (tmp_path / file).write_text(text)
 
     assert cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == version
+
+
+# MindIO's variables.
+
+
+def test_variables_of_mindio_that_are_set_are_told_with_what_comes_of_them() -> None:
+    found = by_subject(
+        software_checks.mindio_variables(
+            {
+                "TTP_NORMAL_ACTION_TIME_LIMIT": "300",
+                "TTP_FRAMEWORK_TYPE": "2",
+                "TTP_LOG_LEVEL": "DEBUG",
+                "TTP_STOP_CLEAN_BEFORE_DUMP": "",
+            }
+        )
+    )
+
+    assert {name: finding.level for name, finding in found.items()} == {
+        "TTP_NORMAL_ACTION_TIME_LIMIT": "ok",
+        "TTP_FRAMEWORK_TYPE": "note",
+        "TTP_LOG_LEVEL": "note",
+    }
+    assert found["TTP_FRAMEWORK_TYPE"].cure == "give 0 or 1, or unset it"
+    assert "run directory" in found["TTP_LOG_LEVEL"].means

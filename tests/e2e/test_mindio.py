@@ -69,6 +69,43 @@ def test_a_tensor_parallel_rank_is_repaired_from_the_rank_that_holds_its_shard(
     assert result.hashes == weights(MEGATRON, 4), result.story()
 
 
+def test_a_healthy_rank_is_replaced_as_planned_and_nothing_else_changes(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, "--hot-switch=12:1"])
+
+    assert_recovered_by(result, ["replace"])
+    (incident,) = result.incidents
+    assert (incident["kind"], incident["ranks"]) == ("planned", [1]), result.story()
+    assert {rank: len(pids) for rank, pids in result.pids.items()} == {0: 1, 1: 2, 2: 1, 3: 1}, result.story()
+    assert parts_of(result) == [{"3": ["send"], "1": ["receive"]}]
+    assert "rank 1 has a new process (hot switch)" in result.stdout[1], result.story()
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_a_rank_dies_while_others_are_replaced_as_planned(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
+    faults = ["kill:rank=3,phase=rebuild"]
+
+    result = run_ttprun(MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, "--hot-switch=12:0"])
+
+    assert_recovered_by(result, ["replace"])
+    assert [len(result.pids[rank]) for rank in (1, 2, 3)] == [1, 1, 2], result.story()
+    assert "rank 0 has a new process (hot switch)" in result.stdout[0], result.story()
+    assert "rank 3 has a new process (arf)" in result.stdout[3], result.story()
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
+def test_a_hot_switch_of_all_that_hold_a_shard_is_refused_and_training_goes_on(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, "--hot-switch=12:1:3"])
+
+    (refused,) = [event for event in result.events if event["event"] == "switch_refused"]
+    assert refused["reason"] == "no other rank holds the state of rank 1, 3"
+    assert result.incidents == []
+    assert result.hashes == weights(MEGATRON, 4), result.story()
+
+
 def test_half_of_the_ranks_are_lost_one_of_them_during_the_repair_of_the_other(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:
@@ -84,7 +121,7 @@ def test_half_of_the_ranks_are_lost_one_of_them_during_the_repair_of_the_other(
 def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_copies(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:
-    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,step=12,phase=backward"]
+    faults = ["kill:rank=0,step=12,phase=backward", "kill:rank=2,phase=freeze"]
 
     result = run_ttprun(
         MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, "--dropout=0", "--save-every=5"]
@@ -131,6 +168,25 @@ def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "12\n", dumped.story()
     assert {path.name for path in (out / "iter_0000012").iterdir()} == {"tp_0_shard_0.pt", "tp_1_shard_0.pt"}
     assert gone_on.hashes == weights(MEGATRON, 4, "--dropout=0"), gone_on.story()
+
+
+def test_a_group_that_restarts_goes_on_from_what_the_framework_has_saved_just_before(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(
+        MEGATRON,
+        4,
+        faults=["kill:rank=1,step=12,phase=backward"],
+        options=[*MINDIO, "--rungs", "restart,persist", "--max-restarts=1"],
+        script_args=[*STEPS, "--dropout=0", "--load=../out"],
+    )
+
+    (incident,) = result.incidents
+    assert (incident["rung"], incident["outcome"]) == ("restart", "restarted"), result.story()
+    assert "its state was saved: step 12, by the framework's save_ckpt handler" in incident["reason"]
+    assert {path.name for path in (result.folder / "out").glob("iter_*")} == {"iter_0000012"}, result.story()
+    assert result.exit_code == 0, result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--dropout=0"), result.story()
 
 
 def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: RunTtprun, weights: Undisturbed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ttprun.rank.framework.codes import ReportState
-from ttprun.rank.framework.errors import ErrorTable, UpdateTimes, error_code_of
+from ttprun.rank.framework.errors import ErrorTable, UpdateTimes
 
 
 @pytest.fixture
@@ -66,10 +66,3 @@ def test_a_framework_can_add_an_error_of_its_own(table: ErrorTable) -> None:
 def test_a_state_that_is_not_there_is_refused(table: ErrorTable) -> None:
     with pytest.raises(ValueError, match="'RS_MAYBE' is no state"):
         table.add("PRECISION ERROR", "RS_MAYBE", str)
-
-
-@pytest.mark.parametrize(
-    ("text", "code"), [("device error type 80E01801 x", "80E01801"), ("nothing", ""), ("Device Error Type ab", "ab")]
-)
-def test_the_number_of_a_device_error_is_found(text: str, code: str) -> None:
-    assert error_code_of(RuntimeError(text)) == code

@@ -100,7 +100,6 @@ def test_a_function_of_the_scheduler_can_be_called_as_in_mindio(name: str) -> No
         (framework_ttp.Action, {"RETRY": 0, "EXIT": 1}),
         (framework_ttp.OptimizerType, {"ATTENTION": 0, "MOE": 1}),
         (framework_ttp.PauseType, {"PAUSE": 1, "RAISE": 2}),
-        (codes.OptimizerStatus, {"UPDATED": 0, "UPDATING": 1, "COPYING": 2}),
         (
             framework_ttp.ReportState,
             {
@@ -134,9 +133,7 @@ def test_an_enum_has_the_numbers_of_mindio(enum: type[Enum], numbers: dict[str, 
 
 
 def test_return_codes_are_those_of_mindio() -> None:
-    found = (codes.RET_OK, codes.RET_ERROR, codes.RET_K8S, codes.RET_PASS, codes.RET_EXCEPTION, codes.RET_NO_REBUILD)
-
-    assert found == (0, 1, 2, 3, 4, 2)
+    assert (codes.RET_OK, codes.RET_ERROR, codes.RET_NO_REBUILD) == (0, 1, 2)
 
 
 def test_modules_that_frameworks_import_are_there() -> None:
@@ -185,6 +182,29 @@ def test_what_cannot_be_is_refused_with_its_reason(session: Session, call: Calla
         call()
 
 
+@pytest.mark.parametrize(
+    ("call", "who"),
+    [
+        (lambda: framework_ttp.tft_register_zit_upgrade_rollback_handler(print), "zit_upgrade_rollback_handler"),
+        (lambda: framework_ttp.tft_register_zit_upgrade_repair_handler(print), "zit_upgrade_repair_handler"),
+        (lambda: framework_ttp.tft_register_zit_upgrade_rebuild_handler(print), "zit_upgrade_rebuild_handler"),
+        (lambda: framework_ttp.tft_register_zit_downgrade_rebuild_handler(print), "zit_downgrade_rebuild_handler"),
+        (lambda: framework_ttp.tft_init_processor(0, 2, False, enable_zit=True), "tft_init_processor: enable_zit"),
+        (lambda: framework_ttp.tft_init_controller(0, 2, False, enable_zit=True), "tft_init_controller: enable_zit"),
+    ],
+)
+def test_training_with_fewer_ranks_is_refused_before_it_is_counted_on(
+    session: Session, call: Callable[[], None], who: str
+) -> None:
+    with pytest.raises(NotImplementedError) as refused:
+        call()
+
+    text = str(refused.value)
+    assert who in text
+    assert "not built; lost ranks are replaced" in text
+    assert "\n" not in text
+
+
 def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:
     framework_ttp.tft_init_controller(-1, 8, False)
 
@@ -197,15 +217,39 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["retry", "recover", "dump", "continue", "exit"])
+@pytest.mark.parametrize("strategy", ["retry", "recover", "migration", "dump", "continue", "exit"])
 def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 0
     assert session.channel.sent == [{"op": "notified", "what": strategy}]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "migration", "?"])
+@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "?"])
 def test_a_strategy_that_needs_another_world_size_is_refused(session: Session, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 1
+    assert session.channel.sent == []  # type: ignore[attr-defined]
+
+
+def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Session) -> None:
+    codes = [
+        controller_ttp.tft_notify_controller_prepare_action("hot switch", {1: 1}),
+        controller_ttp.tft_notify_controller_prepare_action("stop switch"),
+    ]
+
+    assert codes == [0, 0]
+    assert session.channel.sent == [  # type: ignore[attr-defined]
+        {"op": "notified", "what": "hot switch", "ranks": {1: 1}},
+        {"op": "notified", "what": "stop switch"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "ranks"),
+    [("hot switch", None), ("hot switch", {0: 1, 1: 1}), ("hot switch", {2: 1}), ("cold switch", {1: 1})],
+)
+def test_a_switch_of_no_rank_of_all_or_of_a_stranger_is_refused(
+    session: Session, action: str, ranks: dict[int, int] | None
+) -> None:
+    assert controller_ttp.tft_notify_controller_prepare_action(action, ranks) == 1
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 

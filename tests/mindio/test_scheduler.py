@@ -44,7 +44,8 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.seats = [FakeSeat(0), FakeSeat(1)]
-        self.job: Any = SimpleNamespace(survivors=(0, 1), generation=0, phase=Phase.RUNNING)
+        self.job = recovery.new_job(recovery.Settings(world_size=2))
+        self.frameworks = SimpleNamespace(why_not_repairable=lambda ranks: "")
         self.board = Board.create(2)[1]
         for rank in range(2):
             self.board.set(rank, Field.APPLIED, 4)
@@ -125,7 +126,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
 
 
 def test_a_fault_that_is_known_already_is_no_news(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    supervisor.job.survivors = (0,)
+    supervisor.job = supervisor.job.with_member(1, life=recovery.Life.LOST)
 
     scheduler.notified({"what": "stop", "ranks": {"1": 1}})
 
@@ -139,21 +140,93 @@ def test_the_scheduler_can_end_the_job(supervisor: FakeSupervisor, scheduler: Sc
     assert [type(event) for event in supervisor.events] == [recovery.StopAsked]
 
 
-def test_a_pause_is_for_all_at_one_step_and_ends_when_it_is_told(
+def all_wait(supervisor: FakeSupervisor, scheduler: Scheduler, number: int) -> None:
+    """Each rank says that it waits."""
+    for seat in supervisor.seats:
+        scheduler.pause.take(seat, {"op": "paused", "number": number})  # type: ignore[arg-type]
+
+
+def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
     scheduler.notified({"what": "pause", "timeout_s": None})
+    asked = supervisor.board.get(0, Field.PAUSE_ASKED)
+    was_paused_at_once = scheduler.is_paused
+    all_wait(supervisor, scheduler, asked)
     was_paused = scheduler.is_paused
     scheduler.notified({"what": "continue"})
 
-    assert was_paused
+    assert (asked, was_paused_at_once, was_paused) == (1, False, True)
     assert not scheduler.is_paused
-    for seat in supervisor.seats:
-        assert [(told["op"], told["step"]) for told in seat.told] == [("pause", 5), ("pause", None)]
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
 
 
 def test_a_pause_ends_by_itself_when_its_time_is_over(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
     scheduler.notified({"what": "pause", "timeout_s": 0.0})
-    scheduler.look()
+    scheduler.pause.look()
 
-    assert not scheduler.is_paused
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+
+
+def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    all_wait(supervisor, scheduler, number=9)  # what is said of another pause counts for nothing
+    before = list(supervisor.events)
+    all_wait(supervisor, scheduler, number=1)
+
+    (event,) = supervisor.events
+    assert before == []
+    assert isinstance(event, recovery.ReplacementAsked)
+    assert (event.ranks, scheduler.switched) == ((1,), (1,))
+
+
+def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.notified({"what": "stop switch"})
+    all_wait(supervisor, scheduler, number=1)
+
+    assert supervisor.events == []
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert [told["arguments"][0] for told in supervisor.seats[0].told] == [404]
+
+
+def test_a_switch_is_dropped_for_a_fault_that_comes_first(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.note_incident(OPENED)
+
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert supervisor.seats[0].told[0]["arguments"][:2] == [404, f"a fault came first: {OPENED.reason}"]
+
+
+@pytest.mark.parametrize("why_not", ["phase", "state"])
+def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
+    supervisor: FakeSupervisor, scheduler: Scheduler, why_not: str
+) -> None:
+    if why_not == "phase":
+        supervisor.job = replace(supervisor.job, phase=Phase.FREEZING)
+    else:
+        supervisor.frameworks.why_not_repairable = lambda ranks: "no other rank holds the state of rank 1"
+
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+
+    ((code, reason, _, strategy),) = [told["arguments"] for told in supervisor.seats[0].told]
+    assert (code, strategy) == (404, "migration")
+    assert reason in ("the job is FREEZING", "no other rank holds the state of rank 1")
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+
+
+def test_a_hot_switch_is_reported_as_a_migration(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    planned = replace(OPENED, kind="planned")
+    for phase, outcome in (
+        (Phase.FREEZING, "open"),
+        (Phase.REPLAYING, "open"),
+        (Phase.RUNNING, "recovered"),
+    ):
+        scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
+
+    assert [(told["action"], told["arguments"][-1]) for told in supervisor.seats[0].told] == [
+        ("report_strategies", ["migration", "exit"]),
+        ("report_result", "migration"),
+    ]

@@ -13,6 +13,7 @@ from mindio_ttp.framework_ttp import (
     Action,
     tft_end_updating_os,
     tft_exception_handler,
+    tft_get_reboot_type,
     tft_get_repair_step,
     tft_get_repair_type,
     tft_is_reboot_node,
@@ -20,6 +21,7 @@ from mindio_ttp.framework_ttp import (
     tft_register_clean_handler,
     tft_register_rollback_handler,
     tft_register_stop_handler,
+    tft_register_stream_sync_handler,
     tft_start_updating_os,
     tft_wait_next_action,
 )
@@ -144,29 +146,54 @@ def test_failed_memory_is_reported_and_waited_out(session: Session, framework: F
 
 
 def test_a_replacement_knows_that_it_is_one_and_does_not_train_before_its_repair(session: Session) -> None:
-    session.framework = Framework(session, joins_at=9)
+    session.framework = Framework(session, joins_at=9, reboot_type="hot switch")
     session.framework.place = Place.TRAINING
 
     assert tft_is_reboot_node()
+    assert tft_get_reboot_type() == "hot switch"
     with pytest.raises(RuntimeError, match=r"^ARF FINISH"):
         tft_start_updating_os()
 
 
-def test_a_pause_waits_and_can_be_left_for_a_recovery(session: Session, framework: Framework) -> None:
+def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session: Session, framework: Framework) -> None:
     framework.place = Place.TRAINING
-    framework.pause(5)
-    tft_pause_train(4)
+    tft_start_updating_os()
+    session.board.set(0, Field.PAUSE_ASKED, 7)  # too late for step 1
+    tft_end_updating_os(1)
+    tft_pause_train(1)
+    tft_start_updating_os()
+    tft_end_updating_os(2)
     framework.order_stop("recover")
 
-    with pytest.raises(RuntimeError, match=r"^FORCE STOP"):
-        tft_pause_train(5)
-
-
-def test_a_pause_can_raise_instead(session: Session, framework: Framework) -> None:
-    framework.pause(5, raises=True)
-
     with pytest.raises(RuntimeError, match=r"^STEP FINISH"):
-        tft_pause_train(5)
+        tft_pause_train(2)
+    assert session.board.get(0, Field.PAUSE_AT) == 2
+    assert session.channel.sent[-1] == {"op": "paused", "number": 7}  # type: ignore[attr-defined]
+
+
+def test_a_pause_ends_when_the_agent_says_so_and_does_not_come_back(session: Session, framework: Framework) -> None:
+    synced: list[int] = []
+    tft_register_stream_sync_handler(lambda: (synced.append(1), session.board.set(0, Field.PAUSE_ASKED, 0)))
+    session.board.set(0, Field.PAUSE_ASKED, 1)
+    tft_start_updating_os()
+    tft_end_updating_os(1)
+
+    tft_pause_train(1)
+    tft_start_updating_os()
+    tft_end_updating_os(2)
+    tft_pause_train(2)
+
+    assert synced == [1]
+
+
+def test_a_rank_that_is_not_the_first_does_not_say_where_to_wait(session: Session) -> None:
+    session.local_rank = 1
+    session.board.set(0, Field.RECORDED, 1)
+    session.board.set(0, Field.PAUSE_ASKED, 1)
+
+    tft_start_updating_os()
+
+    assert session.board.get(0, Field.PAUSE_AT) == 0
 
 
 def test_waiting_for_what_comes_next_says_whether_to_go_on(session: Session, framework: Framework) -> None:

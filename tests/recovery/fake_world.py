@@ -122,6 +122,11 @@ class FakeWorld:
         if rank not in self.finished:
             self.processes[rank].is_hung = True
 
+    def ask_replacement(self, rank: int, is_pair: bool) -> None:
+        """A healthy rank, or it and its neighbour, are to have new processes."""
+        ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
+        self.hear(recovery.ReplacementAsked(ranks=ranks, reason="the scheduler has asked", at_s=0.0))
+
     def see_hung(self) -> None:
         """The agent sees who hangs, and says so."""
         for rank, process in self.processes.items():

@@ -36,6 +36,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
     "connection_broken": recovery.ConnectionBroken,
+    "replacement_asked": recovery.ReplacementAsked,
     "frozen": recovery.RankFrozen,
     "replayed": recovery.RankReplayed,
     "state_sent": recovery.StateSent,
@@ -102,6 +103,9 @@ class Scenario:
             return
         ranks = given.pop("ranks", given.pop("rank", ""))
         values = {name: read_value(name, text) for name, text in given.items()}
+        if EVENT_WORDS[word] is recovery.ReplacementAsked:  # one event for all of them
+            yield recovery.ReplacementAsked(ranks=tuple(map(int, ranks.split(","))), **values, at_s=self.at_s)
+            return
         for rank in ranks.split(","):
             yield self.make_event(EVENT_WORDS[word], rank, values)
 

@@ -11,7 +11,9 @@ from ttprun.recovery import CheckpointAsked, Life, MismatchFound, Phase, RankUnp
 
 WORLDS = st.builds(
     FakeWorld,
-    st.builds(Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3)),
+    st.builds(
+        Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3), saves_before_restart=st.booleans()
+    ),
     restarts=st.integers(0, 2),
 )
 TAPES = st.binary(max_size=160) | st.binary(min_size=100, max_size=240)
@@ -44,8 +46,10 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.end(rank, 1, None, is_script_error=True, is_mute=is_mute)
         elif move < 245:
             world.end(rank, 0, None, is_script_error=False, is_mute=False)
-        elif move < 247:
+        elif move < 246:
             world.take_snapshot()
+        elif move < 247:
+            world.ask_replacement(rank, is_pair=is_mute)
         elif move < 248:
             world.hear(CheckpointAsked(at_s=0.0))
         elif move < 249:

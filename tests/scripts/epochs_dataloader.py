@@ -62,7 +62,7 @@ def sha(obj):
 
     def feed(o):
         if isinstance(o, torch.Tensor):
-            h.update(o.detach().contiguous().numpy().tobytes())
+            h.update(o.detach().cpu().contiguous().numpy().tobytes())
         elif isinstance(o, dict):
             for k, v in o.items():
                 h.update(repr(k).encode())
@@ -86,10 +86,11 @@ def update_ema(ema, model, decay):
 
 
 @torch.no_grad()
-def validate(model, loader):
+def validate(model, loader, device):
     model.eval()
-    totals = torch.zeros(3)
+    totals = torch.zeros(3, device=device)
     for images, labels in loader:
+        images, labels = images.to(device), labels.to(device)
         outputs = model(images)
         totals[0] += F.cross_entropy(outputs, labels, reduction="sum")
         totals[1] += (outputs.argmax(1) == labels).sum()
@@ -106,11 +107,15 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
+    if args.device != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.use_deterministic_algorithms(True)
 
     train_set = Shapes(args.per_rank * world, train=True, seed=10)
     val_set = Shapes(24 * world, train=False, seed=11)
@@ -121,7 +126,7 @@ def main():
     )
     val_loader = DataLoader(val_set, batch_size=12, sampler=val_sampler)
 
-    net = Net()
+    net = Net().to(args.device)
     ema = copy.deepcopy(net)
     model = DDP(net)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
@@ -135,6 +140,7 @@ def main():
         model.train()
         running_loss, correct, total = 0.0, 0, 0
         for i, (images, labels) in enumerate(train_loader):
+            images, labels = images.to(args.device), labels.to(args.device)
             optimizer.zero_grad()
             outputs = model(images)
             loss = criterion(outputs, labels)
@@ -154,7 +160,7 @@ def main():
             )
         decay.step()
 
-        val_loss, val_correct, val_total = validate(ema, val_loader)
+        val_loss, val_correct, val_total = validate(ema, val_loader, args.device)
         acc = val_correct / val_total
         print(f"[rank {rank}] epoch {epoch} validation loss {val_loss!r} correct {val_correct}/{val_total}")
         is_best = acc > best_acc

@@ -49,7 +49,7 @@ def sha(*states):
     for state in states:
         for name, value in state.items():
             h.update(str(name).encode())
-            h.update(sha(value).encode() if isinstance(value, dict) else value.numpy().tobytes())
+            h.update(sha(value).encode() if isinstance(value, dict) else value.cpu().numpy().tobytes())
     return h.hexdigest()
 
 
@@ -64,12 +64,16 @@ def main():
     parser.add_argument("--out", default="out")
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
 
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
-    G, D = mlp(Z_DIM, SIDE * SIDE, nn.Sigmoid()), mlp(SIDE * SIDE, 1)
+    if args.device != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.use_deterministic_algorithms(True)
+    G, D = mlp(Z_DIM, SIDE * SIDE, nn.Sigmoid()).to(args.device), mlp(SIDE * SIDE, 1).to(args.device)
     g_model, d_model = DDP(G), DDP(D)
     g_opt = torch.optim.Adam(G.parameters(), lr=2e-4, betas=(0.5, 0.999))
     d_opt = torch.optim.RMSprop(D.parameters(), lr=2e-4)
@@ -102,16 +106,17 @@ def main():
         if coin.random() < 0.3:
             real = real.flip(1)
             flips += 1
+        real = real.to(args.device)
 
         # discriminator
         for p in D.parameters():
             p.requires_grad_(True)
-        z = torch.randn(len(real), Z_DIM)
+        z = torch.randn(len(real), Z_DIM, device=args.device)
         with torch.no_grad():
             fake = G(z)
         d_opt.zero_grad()
         scores = d_model(torch.cat([real, fake]))
-        target = torch.cat([torch.full((len(real), 1), 0.9), torch.zeros(len(real), 1)])
+        target = torch.cat([torch.full((len(real), 1), 0.9), torch.zeros(len(real), 1)]).to(args.device)
         d_loss = bce(scores, target)
         d_loss.backward()
         d_opt.step()
@@ -120,7 +125,7 @@ def main():
         for p in D.parameters():
             p.requires_grad_(False)
         g_opt.zero_grad()
-        g_loss = bce(D(g_model(torch.randn(len(real), Z_DIM))), torch.ones(len(real), 1))
+        g_loss = bce(D(g_model(torch.randn_like(z))), torch.ones_like(scores[: len(real)]))
         g_loss.backward()
         g_opt.step()
 

@@ -22,6 +22,7 @@ class TrainerConfig:
     grad_norm_clip: float = 1.0
     save_every: int = 1
     snapshot_path: str = "snapshot.pt"
+    device: str = "cpu"
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Trainer:
         )
 
     def _load_snapshot(self):
-        snapshot = Snapshot(**torch.load(self.config.snapshot_path, weights_only=True))
+        snapshot = Snapshot(**torch.load(self.config.snapshot_path, weights_only=True, map_location=self.config.device))
         self.model.load_state_dict(snapshot.model_state)
         self.optimizer.load_state_dict(snapshot.optimizer_state)
         self.scheduler.load_state_dict(snapshot.scheduler_state)
@@ -82,6 +83,7 @@ class Trainer:
         print(f"[rank {self.global_rank}] snapshot saved at epoch {epoch}")
 
     def _run_batch(self, source, targets, train=True):
+        source, targets = source.to(self.config.device), targets.to(self.config.device)
         with torch.set_grad_enabled(train):
             logits = self.model(source)
             loss = F.cross_entropy(logits, targets)
@@ -129,7 +131,7 @@ def two_moons(size, seed):
     return TensorDataset(points + 0.15 * torch.randn(size, 2, generator=g), labels)
 
 
-def get_train_objs(world_size):
+def get_train_objs(world_size, device):
     train_data, test_data = two_moons(192 * world_size, seed=3), two_moons(48 * world_size, seed=4)
     model = nn.Sequential(
         nn.Linear(2, 256),
@@ -139,7 +141,7 @@ def get_train_objs(world_size):
         nn.ReLU(),
         nn.Dropout(0.1),
         nn.Linear(256, 2),
-    )
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=TrainerConfig.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=48)
     return model, optimizer, scheduler, train_data, test_data
@@ -148,7 +150,7 @@ def get_train_objs(world_size):
 def weights_sha256(model):
     h = hashlib.sha256()
     for name, value in model.state_dict().items():
-        h.update(name.encode() + value.contiguous().numpy().tobytes())
+        h.update(name.encode() + value.cpu().contiguous().numpy().tobytes())
     return h.hexdigest()
 
 
@@ -156,7 +158,7 @@ def optimizer_sha256(optimizer):
     h = hashlib.sha256()
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
-            h.update(f"{index}.{name}".encode() + value.contiguous().numpy().tobytes())
+            h.update(f"{index}.{name}".encode() + value.cpu().contiguous().numpy().tobytes())
     return h.hexdigest()
 
 
@@ -164,14 +166,20 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="out")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
 
     dist.init_process_group(backend="gloo")
     rank = dist.get_rank()
     os.makedirs(args.out, exist_ok=True)
     torch.manual_seed(42)
-    config = TrainerConfig(max_epochs=args.epochs, snapshot_path=os.path.join(args.out, "snapshot.pt"))
-    model, optimizer, scheduler, train_data, test_data = get_train_objs(dist.get_world_size())
+    if args.device != "cpu":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.use_deterministic_algorithms(True)
+    config = TrainerConfig(
+        max_epochs=args.epochs, snapshot_path=os.path.join(args.out, "snapshot.pt"), device=args.device
+    )
+    model, optimizer, scheduler, train_data, test_data = get_train_objs(dist.get_world_size(), args.device)
     torch.manual_seed(100 + rank)
     trainer = Trainer(config, model, optimizer, scheduler, train_data, test_data)
     trainer.train()

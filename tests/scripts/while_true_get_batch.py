@@ -37,6 +37,7 @@ beta2 = 0.95
 weight_decay = 0.1
 grad_clip = 1.0
 backend = "gloo"
+device = "cpu"  # or "cuda": with fewer GPUs than ranks, some share one
 seed = 1337
 # overridden from the command line: --name=value
 for arg in sys.argv[1:]:
@@ -53,6 +54,9 @@ init_process_group(backend=backend)
 ddp_rank = int(os.environ["RANK"])
 ddp_world_size = int(os.environ["WORLD_SIZE"])
 master_process = ddp_rank == 0
+if device != "cpu":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    torch.use_deterministic_algorithms(True)
 seed_offset = ddp_rank  # each process gets a different seed
 if master_process:
     os.makedirs(out, exist_ok=True)
@@ -70,7 +74,7 @@ def get_batch(split):
     ix = torch.randint(len(d) - block_size, (batch_size,))
     x = torch.stack([d[i : i + block_size] for i in ix])
     y = torch.stack([d[i + 1 : i + 1 + block_size] for i in ix])
-    return x, y
+    return x.to(device), y.to(device)
 
 
 class Block(nn.Module):
@@ -102,7 +106,7 @@ class GPT(nn.Module):
         self.wte.weight = self.lm_head.weight  # weight tying
 
     def forward(self, idx, targets):
-        x = F.dropout(self.wte(idx) + self.wpe(torch.arange(idx.size(1))), dropout, self.training)
+        x = F.dropout(self.wte(idx) + self.wpe(torch.arange(idx.size(1), device=idx.device)), dropout, self.training)
         for block in self.h:
             x = block(x)
         logits = self.lm_head(self.ln_f(x))
@@ -110,7 +114,7 @@ class GPT(nn.Module):
 
 
 torch.manual_seed(seed)
-model = GPT()
+model = GPT().to(device)
 decay = [p for p in model.parameters() if p.dim() >= 2]
 nodecay = [p for p in model.parameters() if p.dim() < 2]
 optimizer = torch.optim.AdamW(
@@ -118,7 +122,7 @@ optimizer = torch.optim.AdamW(
     lr=learning_rate,
     betas=(0.9, beta2),
 )
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=15)
+scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=15)
 model = DDP(model)
 raw_model = model.module
 ctx = nullcontext()
@@ -151,7 +155,7 @@ def get_lr(it):
 def sha(state):
     h = hashlib.sha256()
     for name in sorted(state):
-        h.update(name.encode() + state[name].detach().contiguous().numpy().tobytes())
+        h.update(name.encode() + state[name].detach().cpu().contiguous().numpy().tobytes())
     return h.hexdigest()
 
 

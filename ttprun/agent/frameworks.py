@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
@@ -69,6 +70,8 @@ class Frameworks:
                 ]
             case "scheduler":
                 self.scheduler.register(seat)
+            case "paused":
+                self.scheduler.pause.take(seat, message)
             case "notified":
                 self.scheduler.notified(message)
             case "replayed":
@@ -83,6 +86,16 @@ class Frameworks:
         if job.phase is recovery.Phase.PERSISTING:
             return "dump"
         return "recover" if any(not member.is_rerun for member in job.replacements) else "retry"
+
+    def reboot_type(self, rank: int) -> str:
+        """Why a rank has a new process, in MindIO's words."""
+        return "hot switch" if rank in self.scheduler.switched else "arf"
+
+    def why_not_repairable(self, ranks: Sequence[int]) -> str:
+        """Why these ranks' state could not be given to new processes; "" if it could."""
+        lost = dict.fromkeys(ranks, Loss.PROCESS)
+        missing = plan_repair(self.replicas, lost, len(self._supervisor.seats)).missing
+        return f"no other rank holds the state of rank {_named(missing)}" if missing else ""
 
     def groups_to_connect(self) -> list[str]:
         """Names of the groups that all their members have, in an order that is the same for all.
@@ -130,6 +143,7 @@ class Frameworks:
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to roll back, and to train again."""
+        self.scheduler.pause.end()
         loads, self._loads = self._loads, False
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(

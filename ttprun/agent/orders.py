@@ -82,8 +82,10 @@ class Orders:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
         seat = self._supervisor.seats[action.rank]
         if self._supervisor.config.mindio:
+            frameworks = self._supervisor.frameworks
             order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
-            seat.tell(order | {"repair_type": self._supervisor.frameworks.repair_type()})
+            words = {"repair_type": frameworks.repair_type(), "reboot_type": frameworks.reboot_type(seat.rank)}
+            seat.tell(order | words)
             return
         lost = self._recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source

@@ -78,7 +78,7 @@ class Reports:
             self._supervisor.snapshots.share_bytes = message["bytes"]
         elif op == "snapshot":
             self._supervisor.snapshots.take(seat, message)
-        elif op in ("replicas", "scheduler", "notified"):
+        elif op in ("replicas", "scheduler", "notified", "paused"):
             self._supervisor.frameworks.take(seat, message)
         elif op in ("dumped", "renamed") and self._supervisor.config.mindio:
             self._supervisor.frameworks.take_dumped(seat, message)

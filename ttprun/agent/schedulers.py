@@ -6,10 +6,12 @@ its answers. Begin with `Scheduler.notified`.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
+from ttprun.agent.pauses import Pause
 from ttprun.board import Field
 
 if TYPE_CHECKING:
@@ -17,28 +19,39 @@ if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
     from ttprun.channel import Message
 
+logger = logging.getLogger("ttprun")
+
 _MEMORY, _PROCESS, _LINK = 0, 1, 2  # kinds of faults
-_DONE, _RETRY_FAILED, _ONLY_DUMP, _ONLY_EXIT = 0, 405, 406, 499  # results
+_DONE, _NOT_NOW, _RETRY_FAILED, _ONLY_DUMP, _ONLY_EXIT = 0, 404, 405, 406, 499  # results
+PLANNED = recovery.ReplacementAsked.kind
 
 
 class Scheduler:
     """The scheduler that the ranks of a supervisor have.
 
     rank        in whose process it lives; None: there is none
-    is_paused   all ranks wait between two steps, because it has asked for that
+    pause       all ranks wait between two steps, because it has asked for that
+    switched    ranks whose healthy processes give their places to new ones, in the recovery that goes on
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
+        self.pause = Pause(supervisor)
         self.begin_group()
 
     def begin_group(self) -> None:
         """All ranks are new."""
         self.rank: int | None = None
-        self.is_paused = False
-        self._pause_ends_s: float | None = None
+        self.pause.begin_group()
+        self.switched: tuple[int, ...] = ()
+        self._to_switch: tuple[int, ...] = ()
         self._told = ""
         self._strategy = ""
+
+    @property
+    def is_paused(self) -> bool:
+        """Nobody is expected to get on."""
+        return self.pause.is_complete and self._supervisor.job.phase is recovery.Phase.RUNNING
 
     # What it asks for.
 
@@ -51,9 +64,14 @@ class Scheduler:
                 for rank, kind in message["ranks"].items():
                     self._lose(int(rank), int(kind))
             case "pause":
-                self._pause(message["timeout_s"])
+                if not self.pause.is_asked and supervisor.job.phase is recovery.Phase.RUNNING:
+                    self.pause.begin(message["timeout_s"])
             case "continue":
-                self._continue()
+                self.pause.end()
+            case "hot switch":
+                self._prepare_switch(tuple(sorted(map(int, message["ranks"]))))
+            case "stop switch":
+                self._drop_switch("the scheduler has taken it back (stop switch)")
             case "dump" | "exit":
                 reason = f"the scheduler has asked for it ({message['what']})"
                 supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
@@ -77,30 +95,46 @@ class Scheduler:
             )
         )
 
-    def _pause(self, timeout_s: float | None) -> None:
-        supervisor = self._supervisor
-        if self.is_paused or supervisor.job.phase is not recovery.Phase.RUNNING:
+    # A hot switch: all finish their step, and then the ranks that it has named are replaced.
+
+    def _prepare_switch(self, ranks: tuple[int, ...]) -> None:
+        why_not = self._why_no_switch(ranks)
+        if why_not:
+            self._refuse_switch(ranks, why_not)
             return
-        self.is_paused = True
-        self._pause_ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        step = max(supervisor.board.get(seat.local_rank, Field.APPLIED) for seat in supervisor.seats) + 1
-        self._tell_all({"op": "pause", "step": step, "raises": False})
+        self._to_switch = ranks
+        self.pause.begin(None, self._switch)
 
-    def _continue(self) -> None:
-        if self.is_paused:
-            self.is_paused = False
-            self._tell_all({"op": "pause", "step": None, "raises": False})
+    def _why_no_switch(self, ranks: tuple[int, ...]) -> str:
+        """Why these ranks cannot be replaced while they are healthy; "" if they can."""
+        if self.pause.is_asked:
+            return "the ranks are paused, or about to be"
+        frameworks = self._supervisor.frameworks
+        return recovery.why_not_replaceable(self._supervisor.job, ranks) or frameworks.why_not_repairable(ranks)
 
-    def _tell_all(self, message: Message) -> None:
-        for seat in self._supervisor.seats:
-            if seat.is_present:
-                seat.tell(message)
+    def _switch(self) -> None:
+        """All ranks wait behind one step."""
+        ranks, self._to_switch = self._to_switch, ()
+        why_not = recovery.why_not_replaceable(self._supervisor.job, ranks)
+        if why_not:
+            self.pause.end()
+            self._refuse_switch(ranks, why_not)
+            return
+        self.switched = ranks
+        reason = "the scheduler has asked for a hot switch"
+        self._supervisor.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason=reason))
 
-    def look(self) -> None:
-        """End a pause that has lasted long enough."""
-        if self._pause_ends_s is not None and time.monotonic() > self._pause_ends_s:
-            self._pause_ends_s = None
-            self._continue()
+    def _drop_switch(self, why: str) -> None:
+        """It is not to be, if it has not begun."""
+        if self._to_switch:
+            ranks, self._to_switch = self._to_switch, ()
+            self.pause.end()
+            self._refuse_switch(ranks, why)
+
+    def _refuse_switch(self, ranks: tuple[int, ...], why: str) -> None:
+        self._supervisor.log("switch_refused", ranks=ranks, reason=why)
+        logger.warning("no hot switch of rank %s: %s", ", ".join(map(str, ranks)), why)
+        self._report("report_result", _NOT_NOW, why, dict.fromkeys(ranks, _PROCESS), "migration")
 
     # What it is told.
 
@@ -110,21 +144,27 @@ class Scheduler:
 
     def note_incident(self, incident: recovery.Incident) -> None:
         """How an incident stands."""
-        self.is_paused = False
+        if incident.kind != PLANNED:
+            self._drop_switch(f"a fault came first: {incident.reason}")
         ranks = {rank: _kind_of(incident.kind) for rank in incident.ranks}
         key = f"{incident.id} {incident.generation} {incident.phase} {incident.outcome}"
         if key == self._told:
             return
         self._told = key
-        if incident.outcome == "open" and incident.phase == recovery.Phase.FREEZING:
-            self._strategy = {"rerun": "retry", "reconnect": "retry"}.get(incident.rung, "recover")
-            self._report("report_fault_ranks", ranks, dict.fromkeys(ranks, ""))
-        elif incident.outcome == "open" and incident.phase in (recovery.Phase.REPLAYING, recovery.Phase.PERSISTING):
+        is_planned, is_persisting = incident.kind == PLANNED, incident.phase == recovery.Phase.PERSISTING
+        if incident.phase == recovery.Phase.FREEZING:
+            rung = {"rerun": "retry", "reconnect": "retry"}.get(incident.rung, "recover")
+            self._strategy = "migration" if is_planned else rung
+            if is_planned:
+                self._report("report_strategies", ranks, ["migration", "exit"])
+            else:
+                self._report("report_fault_ranks", ranks, dict.fromkeys(ranks, ""))
+        elif is_persisting or (incident.phase == recovery.Phase.REPLAYING and not is_planned):
             self._report("report_stop_complete", _DONE, "stopped", ranks)
-            if incident.phase == recovery.Phase.PERSISTING:
-                self._strategy = "dump"
+            self._strategy = "dump" if is_persisting else self._strategy
             self._report("report_strategies", ranks, [self._strategy, "dump", "exit"])
         elif incident.outcome != "open":
+            self.switched = ()
             failed = {"retry": _RETRY_FAILED, "recover": _ONLY_DUMP}.get(self._strategy, _ONLY_EXIT)
             code = _DONE if incident.outcome == "recovered" else failed
             self._report("report_result", code, incident.reason, ranks, self._strategy)

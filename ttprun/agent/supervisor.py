@@ -115,6 +115,7 @@ class Supervisor:
             rungs=frozenset(rungs.rungs),
             max_incidents_per_hour=config.max_incidents_per_hour,
             max_restarts=max_restarts,
+            saves_before_restart=config.mindio,
             limits=limits,
         )
         self.job = recovery.new_job(settings)
@@ -256,7 +257,7 @@ class Supervisor:
                 self._pass_deadlines()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
-                    self.frameworks.scheduler.look()
+                    self.frameworks.scheduler.pause.look()
                     self.lookout.look()
                     self.snapshots.look()
                     self.checkpoints.look()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from ttprun.cli.finding import Finding
 from ttprun.cli.machine_checks import CHECKS
-from ttprun.cli.software_checks import Probe, accelerators, software
+from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import new_table, open_console
 
 MARKS = {"ok": "ok", "note": "note", "fails": "FAILS"}
@@ -32,6 +33,7 @@ def doctor(
         *examined("software", lambda: software(answer)),
         *examined("devices", lambda: accelerators(answer)),
         *of_machine,
+        *examined("mindio", lambda: mindio_variables(os.environ)),
     ]
     can_work = not any(finding.level == "fails" for finding in findings)
     if as_json:

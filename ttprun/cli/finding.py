@@ -12,7 +12,7 @@ Level = Literal["ok", "note", "fails"]
 class Finding:
     """One line of the report.
 
-    area     "software", "devices", "kernel", "limits", "network" or "files"
+    area     "software", "devices", "kernel", "limits", "network", "files" or "mindio"
     subject  the thing
     found    what is there: a version, a number
     level    "ok"; "note": it works, but something is less or worth knowing; "fails": recovery cannot work

@@ -19,6 +19,7 @@ from typing import Any
 import ttprun
 from ttprun.cli.finding import Finding, Level
 from ttprun.device.npu import AUTOLOAD
+from ttprun.mindio import variables
 
 PROBE_LIMIT_S = 60.0
 NEEDED_TORCH = (2, 6)
@@ -166,6 +167,20 @@ def _ascend(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
     if is_used and os.environ.get("PYTORCH_NO_NPU_MEMORY_CACHING"):
         means = "a memory error of an NPU cannot be repaired: torch_npu does not know whose memory it is"
         yield Finding("devices", "PYTORCH_NO_NPU_MEMORY_CACHING", "set", "note", means, "unset it")
+
+
+def mindio_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """MindIO's variables that are set, and what becomes of them with --mindio."""
+    for name, variable in variables.VARIABLES.items():
+        value = environment.get(name)
+        wrong = variables.why_not(name, value) if value else None
+        if wrong is not None:
+            yield Finding("mindio", name, str(value), "note", "ttprun --mindio does not start", wrong.cure)
+        elif value:
+            yield Finding("mindio", name, value, "ok", variable.means)
+    for name, why in variables.NOT_NEEDED.items():
+        if name in environment:
+            yield Finding("mindio", name, environment[name], "note", f"nothing comes of it: {why}", "unset it")
 
 
 def cann_version(environment: Mapping[str, str]) -> str | None:

@@ -30,6 +30,7 @@ _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 _wrapped_models: list[weakref.ref[Any]] = []
 _running: torch.optim.Optimizer | None = None
 _LOOK_AGAIN_S = 1.0
+_cuda: Any = torch.cuda  # whose functions have no types
 
 
 def wrap_optimizer_init(original: Any) -> Any:
@@ -202,8 +203,11 @@ def pass_boundary(session: Session) -> None:
 
 def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
     try:
-        head, blobs = record_of(session, boundary, frame)
-        session.recorder.write(boundary, head, blobs)
+        if _cuda.is_initialized():
+            session.give_up_protection("what a script keeps on a GPU is not recorded yet")
+        else:
+            head, blobs = record_of(session, boundary, frame)
+            session.recorder.write(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun

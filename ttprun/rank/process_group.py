@@ -241,6 +241,9 @@ class ManagedGroup(ProcessGroup):
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
         journal = session.journal
+        first = next(tensors_in(args[:1]), None)
+        if first is not None and not first.is_cpu and session.framework is None:
+            return self._hand_over(op, args, first.device)
         inputs_at, outputs_at = OPERATIONS[op]
         is_left_out = faults.reached_collective(op, () if inputs_at is None else args[inputs_at])
         if not is_left_out:
@@ -284,6 +287,15 @@ class ManagedGroup(ProcessGroup):
         look_for_nan(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)
+
+    def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+        """Leave tensors on a device to gloo alone, whose works and futures know the device's streams; ours do not."""
+        self._session.give_up_protection(f"collectives of tensors on {device.type} are not repaired yet")
+        if self._connection is not None:
+            backend = self._connection.backend
+            self._native._register_backend(torch.device(device.type), ProcessGroup.BackendType.GLOO, backend)
+        found: Work = self._call(op, args)
+        return found
 
     def _issue_once(self, entry: Entry, is_left_out: bool = False) -> Work:
         """Issue an operation that is never issued again: a recovery ends the wait for it, and its inputs are not kept.

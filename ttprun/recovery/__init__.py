@@ -4,8 +4,8 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung`, `persist` (handlers); `machine` (the table). Beside them stand `hangs` (which rank hangs)
-and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
+`repair`, `faults`, `hung`, `planned`, `persist` (handlers); `machine` (the table). Beside them stand `hangs` (which
+rank hangs) and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -47,6 +47,7 @@ from ttprun.recovery.events import (
     RankStarted,
     RankUnprotected,
     RepairEvent,
+    ReplacementAsked,
     ResumeAsked,
     SnapshotTaken,
     StatePersisted,
@@ -57,6 +58,7 @@ from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist
 from ttprun.recovery.machine import TRANSITIONS, advance
+from ttprun.recovery.planned import why_not_replaceable
 
 __all__ = [
     "RUNGS",
@@ -98,6 +100,7 @@ __all__ = [
     "RankUnprotected",
     "RecordIncident",
     "RepairEvent",
+    "ReplacementAsked",
     "Replay",
     "RestartGroup",
     "Resume",
@@ -115,4 +118,5 @@ __all__ = [
     "advance",
     "may_persist",
     "new_job",
+    "why_not_replaceable",
 ]

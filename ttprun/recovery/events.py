@@ -228,6 +228,26 @@ class ConnectionBroken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacementAsked(Event):
+    """Healthy ranks are to give their places to new processes.
+
+    ranks    at least one, each once
+    reason   who asked, and why
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+
+    kind: ClassVar[str] = "planned"
+
+    @property
+    def sentence(self) -> str:
+        """What was asked, for an operator."""
+        ranks = ", ".join(map(str, self.ranks))
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as planned ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankFrozen(RepairEvent):
     """A survivor stands still.
 
@@ -373,6 +393,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankHung,
     RankDiverged,
     ConnectionBroken,
+    ReplacementAsked,
     RankFrozen,
     RankReplayed,
     StateSent,

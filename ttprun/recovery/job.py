@@ -66,6 +66,7 @@ class Settings:
     max_reconnects       times that connections which break at one boundary are built again
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
     max_restarts         whole-group restarts; None: the agent knows how many are left, and the machine need not
+    saves_before_restart  what living ranks save is what a restarted script begins with: a framework's own checkpoint
     """
 
     world_size: int
@@ -76,6 +77,7 @@ class Settings:
     max_reconnects: int = 1
     max_incidents_per_hour: int | None = None
     max_restarts: int | None = None
+    saves_before_restart: bool = False
     limits: Limits = Limits()
 
 
@@ -145,18 +147,20 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """Why the job ends, once its state has been written.
+    """Why the job ends, or the group is restarted, once its state has been written.
 
     reason          for the operator
     has_progress    False: the same fault comes back again and again
     is_fault        False: the user or the scheduler has asked for it
     rung            of the open incident, "" to leave it
+    is_restart      the job goes on with new ranks
     """
 
     reason: str
     has_progress: bool = True
     is_fault: bool = True
     rung: str = ""
+    is_restart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +179,7 @@ class Job:
     rewind_to            boundary of the snapshot to which all go back, or from which a new launch goes on; None: nobody
     is_resumed           the present rewind is that of a new launch
     persists_at          boundary at which a checkpoint is being written; None: nobody writes yet
-    ending               what ends the job once its state is written; None: it goes on
+    ending               what ends the job, or its ranks, once its state is written; None: they go on
     restarts             of the whole group so far
     story                newest events that changed something, for errors of our own
     """

@@ -130,7 +130,8 @@ def drain(job: Job, at_s: float, why: str) -> Result:
 def restart_group(job: Job, at_s: float, why: str) -> Result:
     """Rung "rewind" if there is a snapshot, else "restart": the agent restarts the whole group; else the job ends.
 
-    Whoever has switched both off wants the scheduler to start the job again, or nobody.
+    If a restarted script begins with what the ranks save, they save it first. Whoever has switched both off wants the
+    scheduler to start the job again, or nobody.
     """
     if job.is_resumed:
         why = f"the run cannot go on from the checkpoint of step {job.rewind_to}: {why}; --resume off begins anew"
@@ -144,9 +145,9 @@ def restart_group(job: Job, at_s: float, why: str) -> Result:
         return fail_job(job, at_s, f"{why}; restarting the group is switched off (rungs)", rung="fail")
     if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
         return fail_job(job, at_s, f"{why}; no restart is left (--max-restarts)", rung="restart")
-    reason = reason_of(job, why)
-    order = RestartGroup(reason)
-    return enter(job, Phase.RESTARTING, at_s, (order,), rung="restart", reason=reason)
+    ending = Ending(reason=reason_of(job, why), rung="restart", is_restart=True)
+    job = replace(job, ending=ending)
+    return begin_persisting(job, at_s) if job.settings.saves_before_restart and may_persist(job) else end_job(job, at_s)
 
 
 def may_rewind(job: Job) -> bool:
@@ -187,9 +188,12 @@ def fail_job(
 
 
 def end_job(job: Job, at_s: float) -> Result:
-    """The job ends as `job.ending` says."""
+    """The job, or its present group of ranks, ends as `job.ending` says."""
     ending = job.ending
     assert ending is not None
+    if ending.is_restart:
+        actions = (RestartGroup(ending.reason),)
+        return enter(replace(job, ending=None), Phase.RESTARTING, at_s, actions, rung="restart", reason=ending.reason)
     order = FailJob(ending.reason, ending.has_progress)
     changes = {"rung": ending.rung} if ending.rung else {}
     return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ttprun.recovery import faults, hung, persist, repair
+from ttprun.recovery import faults, hung, persist, planned, repair
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.events import (
     CheckpointAsked,
@@ -35,6 +35,7 @@ from ttprun.recovery.events import (
     RankStarted,
     RankUnprotected,
     RepairEvent,
+    ReplacementAsked,
     ResumeAsked,
     SnapshotTaken,
     StatePersisted,
@@ -86,6 +87,7 @@ OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, StatePersisted)
 # (by way of PERSISTING).
 DOWN = (P.REPLAYING, P.RESTARTING, P.PERSISTING, P.FAILED)
 END = (P.PERSISTING, P.FAILED)
+OVER = (P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 TRANSITIONS: dict[Key, Row] = {
@@ -97,6 +99,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
     (P.RUNNING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
+    (P.RUNNING, ReplacementAsked): row(planned.on_replacement_asked, P.RUNNING, P.FREEZING),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RUNNING, StopAsked): row(faults.on_stop, *END),
@@ -119,7 +122,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
     (P.FREEZING, SnapshotTaken): row(persist.on_snapshot, P.FREEZING),
-    **ignored(P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked),
     **ignored(P.FREEZING, "all ranks have been started", ResumeAsked),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.FREEZING, StopAsked): row(faults.on_stop, *END),
@@ -137,7 +140,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, SnapshotTaken): row(persist.on_snapshot, P.REPLAYING),
-    **ignored(P.REPLAYING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.REPLAYING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked),
     **ignored(P.REPLAYING, "all ranks have been started", ResumeAsked),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.REPLAYING, StopAsked): row(faults.on_stop, *END),
@@ -157,7 +160,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, SnapshotTaken): row(persist.on_snapshot, P.TRANSFERRING),
-    **ignored(P.TRANSFERRING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.TRANSFERRING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked),
     **ignored(P.TRANSFERRING, "all ranks have been started", ResumeAsked),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.TRANSFERRING, StopAsked): row(faults.on_stop, *END),
@@ -178,25 +181,26 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, SnapshotTaken): row(persist.on_snapshot, P.RESUMING),
-    **ignored(P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted),
+    **ignored(P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked),
     **ignored(P.RESUMING, "all ranks have been started", ResumeAsked),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.RESUMING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.RESUMING, "said twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
-    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, P.FAILED),
-    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, P.FAILED),
+    (P.PERSISTING, RankFrozen): row(persist.on_frozen_to_persist, P.PERSISTING, P.RESUMING, *OVER),
+    (P.PERSISTING, StatePersisted): row(persist.on_persisted, P.RESUMING, *OVER),
     (P.PERSISTING, RankStarted): row(persist.on_started_to_persist, P.PERSISTING),
     (P.PERSISTING, RankProtected): row(faults.on_protected, P.PERSISTING),
     (P.PERSISTING, RankUnprotected): row(faults.on_unprotected, P.PERSISTING),
     (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
     (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
-    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, P.FAILED),
+    (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
     (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
     (P.PERSISTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
     **ignored(P.PERSISTING, "one is being written", CheckpointAsked),
+    **ignored(P.PERSISTING, "it comes first, and who has asked is told so", ReplacementAsked),
     **ignored(P.PERSISTING, "all ranks have been started", ResumeAsked),
     **ignored(P.PERSISTING, "who does not stand still meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.PERSISTING, "the repair was given up", RankReplayed, StateSent, RankRepaired),
@@ -215,6 +219,7 @@ TRANSITIONS: dict[Key, Row] = {
         ResumeAsked,
         CheckpointAsked,
         StatePersisted,
+        ReplacementAsked,
     ),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
@@ -229,18 +234,19 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
+    **ignored(P.RESTARTING, "all ranks are replaced anyhow", ReplacementAsked),
     #
     **ignored(P.DONE, "the job is over", *OF_CHECKPOINTS),
     **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
+    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
     #
     **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS),
     **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked),
+    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
 }
 
 

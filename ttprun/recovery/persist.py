@@ -88,7 +88,8 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
 def on_persisted(job: Job, event: StatePersisted) -> Result:
     """The checkpoint is written, or it could not be."""
     if job.ending is not None and event.place:
-        note = f"{job.ending.reason}; its state was saved, the same command goes on from there: {event.place}"
+        how = "" if job.ending.is_restart else ", the same command goes on from there"
+        note = f"{job.ending.reason}; its state was saved{how}: {event.place}"
         job = replace(job, ending=replace(job.ending, reason=note))
     return go_on(job, event.at_s, event.why_not, event.is_handled)
 
@@ -176,5 +177,6 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
 
 def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The checkpoint that is being written is the job's last one."""
-    ending = job.ending or Ending(reason=reason_of(job, event.reason), is_fault=False)
-    return replace(job, ending=ending), ()
+    if job.ending is not None and not job.ending.is_restart:
+        return unchanged(job, event)
+    return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()

@@ -7,9 +7,6 @@ from enum import Enum
 RET_OK = 0
 RET_ERROR = 1
 RET_NO_REBUILD = 2  # of a clean handler: the memory that failed holds nothing, so nothing needs to be sent
-RET_K8S = 2  # exit code of a process after recovery was given up
-RET_PASS = 3
-RET_EXCEPTION = 4
 
 
 class Action(Enum):
@@ -57,14 +54,6 @@ class RepairType(Enum):
     RT_ROLLBACK = 4
     RT_LOAD_CKPT = 5
     RT_LOAD_REBUILD = 6
-
-
-class OptimizerStatus(Enum):
-    """Whether the optimizer's state can be used."""
-
-    UPDATED = 0
-    UPDATING = 1
-    COPYING = 2
 
 
 def value_of(code: Enum | int) -> int:

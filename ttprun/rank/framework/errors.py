@@ -16,8 +16,6 @@ FORCE_STOP = "FORCE STOP"
 ARF_FINISH = "ARF FINISH"
 STEP_FINISH = "STEP FINISH"
 OTHER = "OTHER"
-_ERROR_CODE = re.compile(r"\bdevice error type\s*([0-9a-fA-F]+)\b", re.IGNORECASE)
-_ERROR_CODE_LENGTH = 15
 _HBM_TIME = re.compile(r"time us=\s*(\d+)")  # torch_npu's own pattern has a space there, MindIO's has none
 REPAIRABLE, CORRUPTED = "HBM MULTI BIT ECC can repair", "HBM MULTI BIT ECC can't repair"
 
@@ -107,9 +105,3 @@ class ErrorTable:
             return OTHER
         found = _HBM_TIME.search(text)
         return REPAIRABLE if self._times.can_repair(int(found.group(1)) if found else None) else CORRUPTED
-
-
-def error_code_of(error: BaseException) -> str:
-    """The device's own number of an error, "" if its text has none."""
-    found = _ERROR_CODE.search(str(error))
-    return found.group(1)[:_ERROR_CODE_LENGTH] if found else ""

@@ -21,6 +21,7 @@ from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable, UpdateTimes
 from ttprun.rank.framework.handlers import Handlers
+from ttprun.rank.framework.pauses import Pauses
 from ttprun.rank.journal import TELL_AFTER_S
 from ttprun.rank.session import Session
 
@@ -40,6 +41,7 @@ class Framework:
     """What this rank knows of its framework, and what its framework may ask.
 
     joins_at      boundary at which a replacement takes its place; None in a rank that was there from the start
+    reboot_type   of a replacement: "arf" in the place of a lost process, "hot switch" in that of a healthy one
     is_joining    a replacement that has not come to its train function yet: its collectives meet nobody
     is_stopping   the main thread is to leave its train function
     settled_in    generation in which it was last agreed at which step all stand
@@ -51,15 +53,14 @@ class Framework:
     is_torn       an update of the optimizer has begun and not ended
     is_told_of_uce  a scheduler says that memory of this rank's device has failed
     loaded_step   of a checkpoint that a repair handler has loaded; 0: none
-    replicas      as declared: [{rank_list, replica_cnt, replica_shift}]
-    dp_ranks      as declared
     """
 
-    def __init__(self, session: Session, joins_at: int | None) -> None:
+    def __init__(self, session: Session, joins_at: int | None, reboot_type: str = "arf") -> None:
         self._session = session
         self.joins_at = joins_at
         self.is_joining = joins_at is not None
         self.was_rebooted = self.is_joining
+        self.reboot_type = reboot_type
         self.is_stopping = False
         self.settled_in = -1
         self.place = Place.OUTSIDE
@@ -74,10 +75,7 @@ class Framework:
         self.errors = ErrorTable(self.times)
         self.handlers = Handlers(session.options["device_errors"])
         self.loaded_step = 0
-        self.replicas: list[dict[str, Any]] = []
-        self.dp_ranks: list[int] = []
-        self.paused_at: int | None = None
-        self.pause_raises = False
+        self._pauses = Pauses(session)
         self._callback_thread = 0
         self._check_overtaken: Callable[[], None] = lambda: None
 
@@ -124,7 +122,6 @@ class Framework:
             self.fault = ReportState.RS_NORMAL
             self.joins_at = None
             self.loaded_step = 0
-            self.paused_at = None
             if self.place is Place.WAITING:
                 self.place = Place.TRAINING
             session.changed.notify_all()
@@ -179,6 +176,7 @@ class Framework:
         self.admit()
         boundary = session.applied + 1
         randomness.keep(session, boundary)
+        self._pauses.agree(boundary)
         session.board.announce(session.local_rank, Field.RECORDED, boundary)
         commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
         self.is_torn = True
@@ -347,27 +345,11 @@ class Framework:
                 session.changed.wait(_LOOK_AGAIN_S)
         return Action.RETRY
 
-    # A pause between two steps, as a scheduler asks for.
+    def pause_if_asked(self) -> None:
+        """tft_pause_train, once each iteration. Raises RuntimeError: STEP FINISH, or as `admit`."""
+        self._pauses.wait(self.handlers.sync_stream, self._admit_between_steps)
 
-    def pause(self, at_step: int | None, raises: bool = False) -> None:
-        """From that step on tft_pause_train waits, or raises; None: it goes on."""
-        with self._session.changed:
-            self.paused_at, self.pause_raises = at_step, raises
-            self._session.changed.notify_all()
-
-    def pause_if_asked(self, step: int) -> None:
-        """tft_pause_train, once each iteration. Raises RuntimeError (STEP FINISH, or FORCE STOP)."""
-        session = self._session
-        with session.changed:
-            is_first = True
-            while (at := self.paused_at) is not None and at <= step:
-                if is_first:
-                    self.handlers.sync_stream()
-                is_first = False
-                if self.pause_raises:
-                    self.paused_at = None
-                    raise RuntimeError(f"{STEP_FINISH} (ttprun)")
-                self.admit()
-                session.touch(Phase.SAVING)
-                session.changed.wait(_LOOK_AGAIN_S)
-        session.touch(Phase.COMPUTING)
+    def _admit_between_steps(self) -> None:
+        if self.is_stopping:
+            raise RuntimeError(f"{STEP_FINISH}. A recovery begins behind step {self._session.applied} (ttprun)")
+        self.admit()

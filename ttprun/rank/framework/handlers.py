@@ -15,8 +15,7 @@ from ttprun.rank.framework.codes import RET_ERROR, RET_NO_REBUILD, RET_OK
 
 STOP, CLEAN, REBUILD, REPAIR, ROLLBACK = "stop", "clean", "rebuild_group", "repair", "rollback"
 SAVE, RENAME, EXIT, SYNC = "save_ckpt", "rename", "exit", "stream_sync"
-ELASTIC = ("zit_upgrade_rollback", "zit_upgrade_repair", "zit_upgrade_rebuild", "zit_downgrade_rebuild")
-NAMES = (STOP, CLEAN, REBUILD, REPAIR, ROLLBACK, SAVE, RENAME, EXIT, SYNC, *ELASTIC)
+NAMES = (STOP, CLEAN, REBUILD, REPAIR, ROLLBACK, SAVE, RENAME, EXIT, SYNC)
 
 
 class CallbackFailedError(RuntimeError):

@@ -39,7 +39,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     session = make_session(presence)
     order = presence.order
     is_joining = is_replacement and order["op"] == "replay"
-    framework = session.framework = Framework(session, order["boundary"] if is_joining else None)
+    joins = (order["boundary"], order["reboot_type"]) if is_joining else (None, "arf")
+    framework = session.framework = Framework(session, *joins)
     session.journal.admit = framework.admit
     begin(session)
     session.recovery = CallbackRecovery(session, framework)

@@ -53,9 +53,6 @@ class CallbackRecovery(Recovery):
         op = message["op"]
         if op == "heard":
             return
-        if op == "pause":
-            self._framework.pause(message["step"], message["raises"])
-            return
         if op == "scheduler_call":
             scheduler.call(message)
             return

@@ -7,7 +7,7 @@ agent. The agent decides by itself and waits for nobody, so that recovery needs 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttprun.channel import Message
@@ -16,8 +16,9 @@ from ttprun.rank.framework.codes import RET_ERROR, RET_OK
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
 # What can be asked for; the others need a world that changes its size, which is not there yet.
-STRATEGIES = ("retry", "recover", "dump", "continue", "exit")
+STRATEGIES = ("retry", "recover", "migration", "dump", "continue", "exit")
 STOPS = ("stop", "pause")
+SWITCH, NO_SWITCH = "hot switch", "stop switch"
 
 _callbacks: dict[str, Callable[..., Any]] = {}
 
@@ -42,6 +43,15 @@ def call(message: Message) -> None:
 def _with_ranks_as_numbers(argument: Any) -> Any:
     """JSON has made texts of them."""
     return {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
+
+
+def prepare(action: str, ranks: Mapping[int, int]) -> int:
+    """Ask for a hot switch of some ranks, or take it back; RET_ERROR for anything that cannot be."""
+    session = this_rank()[0]
+    if action == NO_SWITCH:
+        return notify(action)
+    is_possible = 0 < len(ranks) < session.world_size and all(0 <= rank < session.world_size for rank in ranks)
+    return notify(action, ranks=dict(ranks)) if action == SWITCH and is_possible else RET_ERROR
 
 
 def notify(what: str, **fields: Any) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from ttprun.rank.framework.access import has_framework
-from ttprun.rank.framework.limits import check_port, check_rank
+from ttprun.rank.framework.limits import check_port, check_rank, refusal_of_elastic
 
 OUTSIDE_OF_THE_JOB = -1
 
@@ -15,10 +15,13 @@ def tft_init_controller(
 ) -> None:
     """Make the controller. Nothing is made: the agent is there already, and it can do all that it is asked for here.
 
-    rank   -1: outside of the job
+    rank         -1: outside of the job
+    enable_zit   the others go on without ranks that are lost for good: refused
 
-    Raises ValueError for a rank that cannot be.
+    Raises ValueError for a rank that cannot be, NotImplementedError for enable_zit.
     """
+    if enable_zit:
+        raise refusal_of_elastic("tft_init_controller: enable_zit")
     if rank != OUTSIDE_OF_THE_JOB:
         check_rank("tft_init_controller", rank, world_size)
 

@@ -34,13 +34,17 @@ def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int 
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
-    """Say how to go on. "retry" and "recover" the agent decides by itself; 1 for what needs another world size."""
+    """Say how to go on. "retry", "recover" and "migration" the agent decides by itself; 1 for what needs another world
+    size.
+    """
     return scheduler.notify(strategy) if strategy in scheduler.STRATEGIES else RET_ERROR
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: dict[int, int] | None = None) -> int:
-    """ "hot switch" and "stop switch" are not there: 1."""
-    return RET_ERROR
+    """ "hot switch": the processes of these ranks, which are healthy, are replaced by new ones once all ranks have
+    finished the step; report_result tells what came of it. "stop switch": they are not, if it has not begun.
+    """
+    return scheduler.prepare(action, fault_ranks or {})
 
 
 def tft_notify_controller_dump() -> int:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
+from ttprun.mindio.variables import uses_shift
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.errors import now_us
-from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
+from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank, refusal_of_elastic
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
 _export_version = ""
@@ -35,9 +36,12 @@ def tft_init_processor(
 
     enable_uce   errors of devices are answered in the same process (retry)
     enable_arf   lost processes are replaced; here that is for `ttprun --rungs` to say
+    enable_zit   the others go on without ranks that are lost for good: refused
 
-    Raises ValueError if this is not that rank of the job.
+    Raises ValueError if this is not that rank of the job, NotImplementedError for enable_zit.
     """
+    if enable_zit:
+        raise refusal_of_elastic("tft_init_processor: enable_zit")
     check_rank("tft_init_processor", rank, world_size)
     session, framework = this_rank()
     if (rank, world_size) != (session.rank, session.world_size):
@@ -62,8 +66,8 @@ def tft_is_reboot_node() -> bool:
 
 
 def tft_get_reboot_type() -> str:
-    """ "arf": a lost process was replaced. There is no "hot switch" here."""
-    return "arf"
+    """ "arf": this process is in the place of a lost one; "hot switch": in that of a healthy one, as was planned."""
+    return this_rank()[1].reboot_type
 
 
 def set_mindio_export_version(framework_type: str) -> None:
@@ -72,7 +76,6 @@ def set_mindio_export_version(framework_type: str) -> None:
     if framework_type not in FRAMEWORKS:
         raise ValueError(f"there is no framework '{framework_type}'; use one of {', '.join(FRAMEWORKS)}")
     _export_version = framework_type
-    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
 
 
 # What the optimizer's state is, and where copies of it are.
@@ -81,13 +84,15 @@ def set_mindio_export_version(framework_type: str) -> None:
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """Declare the groups over which this rank's optimizer is spread, in the order of OptimizerType.
 
-    replica_info   [{rank_list, replica_cnt, replica_shift}]: replica_cnt whole copies of the state lie in rank_list
+    replica_info   [{rank_list, replica_cnt, replica_shift}]: replica_cnt whole copies of the state lie in rank_list;
+                   with TTP_FRAMEWORK_TYPE=1 replica_shift places from a rank to the next that holds the same
 
     Raises ValueError for what cannot be.
     """
-    session, framework = this_rank()
+    session, _ = this_rank()
     if rank != session.rank:
         raise ValueError(f"tft_set_optimizer_replica: this is rank {session.rank}, and not {rank}")
+    has_shift = uses_shift(os.environ)
     groups = []
     for info in replica_info:
         ranks, copies, shift = info.get("rank_list"), info.get("replica_cnt"), info.get("replica_shift")
@@ -97,16 +102,14 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         assert isinstance(ranks, list)
         if rank not in ranks or not 0 < copies <= len(ranks) or len(ranks) % copies:
             raise ValueError(f"tft_set_optimizer_replica: {copies} copies cannot lie in ranks {ranks}")
-        groups.append({"ranks": ranks, "copies": copies, "shift": shift})
-    framework.replicas = replica_info
+        groups.append({"ranks": ranks, "copies": copies, "shift": shift if has_shift else 0})
     session.channel.send({"op": "replicas", "groups": groups})
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """Declare the data-parallel group; used when ranks leave and join for good, which is not done here."""
+    """Declare the data-parallel group. It is checked and not kept: only ranks that leave for good would need it."""
     if not 0 <= rank < MOST_RANKS or not all(type(member) is int for member in dp_rank_list):
         raise ValueError(f"tft_set_dp_group_info: rank {rank} in {dp_rank_list} cannot be")
-    this_rank()[1].dp_ranks = list(dp_rank_list)
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -202,8 +205,13 @@ def tft_report_load_ckpt_step(step: int) -> None:
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """Once an iteration: waits, or raises RuntimeError (STEP FINISH), if a scheduler has asked for it."""
-    this_rank()[1].pause_if_asked(cur_step)
+    """Once an iteration: waits if a scheduler has asked for it. Raises RuntimeError: STEP FINISH if a recovery begins.
+
+    cur_step   steps that are complete; which step that is, all ranks know from tft_end_updating_os
+    """
+    if cur_step < 0:
+        raise ValueError(f"tft_pause_train: step is {cur_step}; give 0 or more")
+    this_rank()[1].pause_if_asked()
 
 
 def tft_register_exception_handler(fault_pattern: str, fault_type: str, fault_handle: Callable[[str], str]) -> None:
@@ -263,24 +271,27 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) 
     this_rank()[1].handlers.register("stream_sync", func, ctx)
 
 
+# Ranks that leave, and others that go on without them. Refused: a callback that is never called would be waited for.
+
+
 def tft_register_zit_upgrade_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args, params); kept, and not called yet: the world keeps its size."""
-    this_rank()[1].handlers.register("zit_upgrade_rollback", func, ctx)
+    """func(step, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_rollback_handler")
 
 
 def tft_register_zit_upgrade_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, need_rebuild, error_ranks, repair_info, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_upgrade_repair", func, ctx)
+    """func(step, need_rebuild, error_ranks, repair_info, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_repair_handler")
 
 
 def tft_register_zit_upgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(rank_list, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_upgrade_rebuild", func, ctx)
+    """func(rank_list, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_upgrade_rebuild_handler")
 
 
 def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(comm_groups, fault_ranks, args, params); kept, and not called yet"""
-    this_rank()[1].handlers.register("zit_downgrade_rebuild", func, ctx)
+    """func(comm_groups, fault_ranks, args, params). Raises NotImplementedError."""
+    raise refusal_of_elastic("tft_register_zit_downgrade_rebuild_handler")
 
 
 def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:

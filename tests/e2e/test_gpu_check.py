@@ -1,0 +1,40 @@
+"""The check for machines with a GPU, as far as one without can run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from tests.e2e.harness import REPOSITORY, environment
+
+CHECK = str(REPOSITORY / "scripts" / "gpu_check.py")
+LIMIT_S = 300.0
+
+
+def check(*options: str, **further: str) -> subprocess.CompletedProcess[str]:
+    whole: Mapping[str, str] = {**environment(), **further}
+    words = [sys.executable, CHECK, *options]
+    return subprocess.run(words, env=whole, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def test_without_a_gpu_it_says_what_is_missing() -> None:
+    done = check(CUDA_VISIBLE_DEVICES="")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("gpu_check: error: no GPU: torch ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so run the check itself")
+def test_on_the_processor_all_styles_recover_and_a_step_is_measured() -> None:
+    done = check("--device=cpu", "--repeats=1", "--steps=8")
+
+    assert done.stdout.count("ok      ") == 4, done.stdout + done.stderr
+    assert "weights identical" in done.stdout
+    assert "ttprun/torchrun" in done.stdout
+    assert done.stdout.endswith("all well\n")
+    assert done.returncode == 0

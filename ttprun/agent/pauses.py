@@ -1,0 +1,71 @@
+"""A pause of all ranks between two steps, asked for on the board: see `ttprun.rank.framework.pauses`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ttprun.board import Field
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+    from ttprun.channel import Message
+
+_LEADER = 0
+
+
+class Pause:
+    """The pause of a supervisor's ranks; at most one at a time."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._number = 0
+        self.begin_group()
+
+    def begin_group(self) -> None:
+        """All ranks are new, and nobody waits."""
+        self.is_asked = False
+        self._ends_s: float | None = None
+        self._waiting: set[int] = set()
+        self._then: Callable[[], None] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """All ranks wait."""
+        return self.is_asked and len(self._waiting) == len(self._supervisor.seats)
+
+    def begin(self, limit_s: float | None, then: Callable[[], None] | None = None) -> None:
+        """Have all ranks wait behind their next step.
+
+        limit_s   seconds after which they go on by themselves; None: they do not
+        then      called once all wait
+        """
+        self.begin_group()
+        self.is_asked, self._then = True, then
+        self._number += 1
+        self._ends_s = None if limit_s is None else time.monotonic() + limit_s
+        board = self._supervisor.board
+        board.set(_LEADER, Field.PAUSE_AT, 0)
+        board.set(_LEADER, Field.PAUSE_ASKED, self._number)
+
+    def end(self) -> None:
+        """Let the ranks go on; nothing happens if none was asked to wait."""
+        if self.is_asked:
+            self.begin_group()
+            self._supervisor.board.set(_LEADER, Field.PAUSE_ASKED, 0)
+
+    def take(self, seat: Seat, message: Message) -> None:
+        """A rank waits."""
+        if not self.is_asked or message["number"] != self._number:
+            return
+        self._waiting.add(seat.rank)
+        if self.is_complete and self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+    def look(self) -> None:
+        """End a pause that has lasted long enough."""
+        if self._ends_s is not None and time.monotonic() > self._ends_s:
+            self.end()
