@@ -203,8 +203,9 @@ def pass_boundary(session: Session) -> None:
 
 def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
     try:
-        if _cuda.is_initialized():
-            session.give_up_protection("what a script keeps on a GPU is not recorded yet")
+        why_not = _why_not_recorded(is_first=not session.has_stepped)
+        if why_not:
+            session.give_up_protection(why_not)
         else:
             head, blobs = record_of(session, boundary, frame)
             session.recorder.write(boundary, head, blobs)
@@ -217,6 +218,19 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
     session.snapshots.agree(session.channel, boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
+
+
+def _why_not_recorded(is_first: bool) -> str:
+    """What of this rank's state could not come from a record and another rank; "" if nothing."""
+    if _cuda.is_initialized():
+        return "what a script keeps on a GPU is not recorded yet"
+    sharded = sys.modules.get("torch.distributed.tensor") if is_first else None
+    if sharded is not None and any(isinstance(weight, sharded.DTensor) for weight in _weights()):
+        return (
+            "its parameters are sharded over the ranks (FSDP or tensor parallel), so that no other rank holds what a "
+            "lost one held"
+        )
+    return ""
 
 
 def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
