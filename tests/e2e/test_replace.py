@@ -227,3 +227,12 @@ def _number(line: str, name: str) -> float:
     found = re.search(rf"{name} ([\d.]+)", line)
     assert found, line
     return float(found[1])
+
+
+def test_a_rank_of_a_compiled_model_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    run = run_ttprun("compiled_model.py", 2, faults=["kill:rank=1,step=10,phase=backward"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed("compiled_model.py", 2))

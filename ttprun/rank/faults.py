@@ -145,10 +145,12 @@ def watch_modules() -> None:
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
+    from ttprun.rank.compiled import unless_traced
+
     def before_forward(module: Any, args: Any) -> None:
         reached("forward" if module.training else "validation")
 
-    register_module_forward_pre_hook(before_forward)
+    register_module_forward_pre_hook(unless_traced(before_forward))
     backward = torch.autograd.backward
 
     def then_reached(*args: Any, **kwargs: Any) -> None:

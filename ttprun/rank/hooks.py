@@ -13,6 +13,7 @@ from ttprun.faults import parse_fault
 from ttprun.rank import (
     appends,
     boundary,
+    compiled,
     connection,
     faults,
     files,
@@ -42,6 +43,7 @@ def install(presence: Presence) -> None:
     options = presence.welcome["options"]
     loops.positioned_by_themselves(loaders.iterator_types())
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
+    compiled.leave_us_alone()
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:

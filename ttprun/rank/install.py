@@ -10,17 +10,12 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 from ttprun.board import Board
@@ -28,6 +23,7 @@ from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, life, rewrite, stack
+from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
 
@@ -56,8 +52,8 @@ def begin() -> None:
         rewrite.install()
     script = rewrite.script_of(sys.orig_argv)
     enter(channel, welcome, fds, rewrite.full_path(script))
-    if not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path) and "torch" not in sys.modules:
-        sys.meta_path.insert(0, _AfterTorch())
+    if "torch" not in sys.modules:
+        after_import("torch", take_over)
 
 
 def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str) -> None:
@@ -85,7 +81,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
         _presence.may_start.wait()
         if _presence.order["op"] == "replay":
             # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
-            sys.meta_path.insert(0, _AfterTorch())
+            after_import("torch", take_over)
             import torch  # noqa: F401
 
 
@@ -201,29 +197,6 @@ def _finish() -> None:
             session.replay.refuse(
                 f"the replay has come to the script's end and not by the place of boundary {session.replay.boundary}"
             )
-
-
-class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Installs the hooks when the script has imported torch."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        run = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            take_over()
-
-        loader.exec_module = exec_module
-        return spec
 
 
 def take_over() -> None:

@@ -126,3 +126,10 @@ def test_a_variable_of_a_function_that_the_lost_rank_has_deleted_is_unset() -> N
     else:
         with pytest.raises(CannotRestoreError, match="scratch is set here"):
             work()
+
+
+def test_what_torch_compile_puts_beside_its_functions_stays_there() -> None:
+    here: Scope = {"step": 1, "__compiled_fn_2_ab07480": print, "__resume_at_30_1": print}
+
+    assert carry({"step": 7, "__compiled_fn_1_ffff": len}, here) == []
+    assert here == {"step": 7, "__compiled_fn_2_ab07480": print, "__resume_at_30_1": print}

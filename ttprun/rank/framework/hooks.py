@@ -10,7 +10,7 @@ from typing import Any
 
 from ttprun.board import Phase
 from ttprun.faults import parse_fault
-from ttprun.rank import faults, groups, patches
+from ttprun.rank import compiled, faults, groups, patches
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.recovery import CallbackRecovery
 from ttprun.rank.hooks import make_session
@@ -20,6 +20,7 @@ from ttprun.rank.session import begin, current, leave_in_children
 
 def install(presence: Presence) -> None:
     """Install what stays for as long as the process lives."""
+    compiled.leave_us_alone()
     groups.register()
     missing = patches.apply_for_frameworks()
     if missing:

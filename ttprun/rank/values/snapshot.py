@@ -40,9 +40,17 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
     _fixed.update(fixed)
 
 
+# Of loops, and of what torch.compile puts beside the functions that it has compiled.
+_HIDDEN_PREFIXES = (
+    loops.VARIABLE_PREFIX,
+    *("__compiled_fn_", "__resume_at_", "__import_", "__builtins_dict__", "__comprehension_", "__gen_rand_values"),
+    *("__warnings_warn_wrapper", "___"),
+)
+
+
 def is_hidden(name: str) -> bool:
     """Whether a variable is none of the script's."""
-    return name.startswith("__") and (name in HIDDEN or name.startswith(loops.VARIABLE_PREFIX))
+    return name.startswith("__") and (name in HIDDEN or name.startswith(_HIDDEN_PREFIXES))
 
 
 class _Scope:

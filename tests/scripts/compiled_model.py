@@ -1,0 +1,54 @@
+"""A model that torch.compile has compiled, DistributedDataParallel around and inside of it."""
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--steps", type=int, default=20)
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.norm(x)
+
+
+# The buffers of BatchNorm have DDP broadcast them inside of what is compiled.
+model = torch.compile(DistributedDataParallel(Net()), backend="aot_eager")
+inner = torch.compile(Net(), backend="eager", fullgraph=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+torch.manual_seed(1 + rank)
+
+for step in range(args.steps):
+    x = torch.randn(32, 16)
+    with torch.no_grad():
+        target = inner(x)
+    loss = ((model(x) - target) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"[rank {rank}] step {step} loss {loss.item()!r}", flush=True)
+
+if rank == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
+digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+print(f"[rank {rank}] sha256 model {digest}")
+dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""torch.compile leaves our own functions alone: what it traced of them would be ours no more.
+
+A compiled function calls our process groups, hooks and wrappers. Dynamo, which looks at each Python function that is
+called inside of it, cannot trace a process group at all. What stands in the middle of the user's own code, in `loops`
+and here, must be traced, or one graph would become several; it does nothing then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ttprun.rank import loops
+from ttprun.rank.after_import import after_import
+
+_RULES = "torch._dynamo.trace_rules"
+
+
+def leave_us_alone() -> None:
+    """See to it that Dynamo does not trace our modules, now or when it is imported."""
+    if _RULES in sys.modules:
+        _add_rules()
+    else:
+        after_import(_RULES, _add_rules)
+
+
+def _add_rules() -> None:
+    rules: Any = sys.modules[_RULES]
+    for name, module in list(sys.modules.items()):
+        # The rule for a package would be one for all that lies below it.
+        is_traced = name in (loops.__name__, __name__) or hasattr(module, "__path__")
+        if name.startswith("ttprun.") and not is_traced:
+            rules.add(name)
+
+
+def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """A hook that is not called where torch.compile traces."""
+
+    def call(*args: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            hook(*args)
+
+    return call
