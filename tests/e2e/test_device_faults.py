@@ -65,7 +65,7 @@ def test_each_fault_of_a_simulated_device_is_answered_in_its_way_and_nothing_dif
 
     result = run_ttprun(PLAIN, 2, faults=faults)
 
-    assert_recovered_by(result, ["rerun", "rerun", "rerun", "replace", "replace"])
+    assert_recovered_by(result, ["rerun", "rerun", "reconnect", "replace", "replace"])
     assert [incident["kind"] for incident in result.incidents] == [
         "memory-temporary",
         "memory-persistent",

@@ -217,9 +217,13 @@ class ConnectionBroken(Event):
     generation: int
     boundary: int
     detected_after_s: float = 0.0
+    device_fault: str = ""
     reason: str = ""
 
-    kind: ClassVar[str] = "connection"
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "connection", "link"."""
+        return self.device_fault or "connection"
 
     @property
     def sentence(self) -> str:
