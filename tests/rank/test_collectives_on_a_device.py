@@ -123,6 +123,38 @@ def test_an_error_that_no_new_connection_answers_ends_the_script_at_once(
     assert told in error
 
 
+def waits(rank: int, is_of_future: bool) -> tuple[list[float], dict[str, Any]]:
+    """Rank 0 waits in an all-reduce, to which rank 1 comes only after a recovery."""
+    device = begin(rank)
+    x = ours(rank)
+    if rank == 1:
+        wait_for("go")
+    work: Any = dist.all_reduce(x, async_op=True)
+    if rank == 0:
+        say("waits")
+    if is_of_future:
+        work.get_future().wait()
+    else:
+        work.wait()
+    return x.tolist(), counts(device)
+
+
+def stop_and_go_on(agent: FakeAgent) -> None:
+    agent.wait_for(0, "note", text="waits")
+    agent.pause()
+    agent.break_connections()
+    agent.resume()
+    agent.tell_value(1, "go")
+
+
+@pytest.mark.parametrize("is_of_future", [False, True])
+def test_a_script_that_waits_while_its_device_is_stopped_hears_nothing_of_that(is_of_future: bool) -> None:
+    (sums, asked), (same, _) = run_world(waits, is_of_future, scenario=stop_and_go_on, is_begun=False)
+
+    assert sums == same == SUMS
+    assert (asked["stops"], asked["rebuilt"], asked["calls"]) == (1, [False], {"allreduce": 2})
+
+
 # A process that is lost: the survivor's communicator is the same one before and after.
 
 

@@ -148,7 +148,8 @@ class Lookout:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
             reason = f"rank {seat.rank}: {message['reason']}"
-            self._break(self._boundary(), message["after_s"], reason, message["device_fault"])
+            fault = message["device_fault"]
+            self._break(self._boundary(), message["after_s"], reason, seat.rank if fault else None, fault)
 
     def _boundary(self) -> int:
         board = self._supervisor.board
@@ -176,12 +177,13 @@ class Lookout:
         logger.warning("%s", verdict.reason)
         self._break(verdict.boundary, verdict.for_s, verdict.reason)
 
-    def _break(self, boundary: int, for_s: float, reason: str, device_fault: str = "") -> None:
+    def _break(self, boundary: int, for_s: float, reason: str, rank: int | None = None, device_fault: str = "") -> None:
         self._supervisor.advance(
             recovery.ConnectionBroken(
                 at_s=time.monotonic(),
                 generation=self._supervisor.job.generation,
                 boundary=boundary,
+                rank=rank,
                 detected_after_s=for_s,
                 device_fault=device_fault,
                 reason=reason,

@@ -210,12 +210,15 @@ class ConnectionBroken(Event):
 
     generation         of the connections
     boundary           newest boundary that all ranks have passed
+    rank               whose device has told of it; None: it is no device's
     detected_after_s   seconds since anything last moved
+    device_fault       what the device has told, "" if it is no device's
     reason             who noticed, and how
     """
 
     generation: int
     boundary: int
+    rank: int | None = None
     detected_after_s: float = 0.0
     device_fault: str = ""
     reason: str = ""
