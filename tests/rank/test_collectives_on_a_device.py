@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.device import registry
+from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
+from ttprun.rank import on_device
 from ttprun.rank.session import current
 
 SUMS = [30.0, 32.0, 34.0]
@@ -153,6 +157,38 @@ def test_a_script_that_waits_while_its_device_is_stopped_hears_nothing_of_that(i
 
     assert sums == same == SUMS
     assert (asked["stops"], asked["rebuilt"], asked["calls"]) == (1, [False], {"allreduce": 2})
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedNpu]:
+    simulated = SimulatedNpu()
+    registry.simulate(simulated)
+    yield simulated
+    registry.simulate(None)
+
+
+ON_DEVICE: Any = [SimpleNamespace(is_on_device=False), SimpleNamespace(is_on_device=True)]
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_rank_whose_memory_has_failed_too_does_not_go_on_as_if_it_held_its_state(
+    device: SimulatedNpu, is_held: bool
+) -> None:
+    weights = [torch.zeros(4)]
+    device.module.npu.fail_memory(weights[0])
+    if not is_held:
+        weights.clear()
+
+    with pytest.raises(DeviceFailedError, match="memory of the device has failed"):
+        on_device.restart(ON_DEVICE)
+
+
+def test_a_device_that_carries_none_of_the_groups_is_left_alone(device: SimulatedNpu) -> None:
+    on_device.stop(ON_DEVICE[:1])
+    untouched = device.counters()["stops"]
+    on_device.stop(ON_DEVICE)
+
+    assert (untouched, device.counters()["stops"]) == (0, 1)
 
 
 # A process that is lost: the survivor's communicator is the same one before and after.

@@ -14,7 +14,7 @@ from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
 from ttprun.device.updates import UpdateTimes, now_us
-from ttprun.rank import rerun
+from ttprun.rank import boundary, rerun
 from ttprun.rank.rerun import is_transient
 from ttprun.rank.session import current
 
@@ -127,6 +127,23 @@ def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_p
 
     assert asked(error) == (False, "memory-corrupted", False, [])
     assert device.module.npu.queue is Queue.HBM_ECC_EXIT
+
+
+def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_tell_their_time() -> None:
+    times = iter((5, 6, 7, 8))
+    updates = UpdateTimes(lambda: next(times))
+    line: Any = Notes()
+    session = make_session(channel=line, unprotected="nothing else is looked at", updates=updates)
+    become(session)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    boundary.before_step(optimizer, (), {})
+    during = updates.start_us, updates.end_us
+    boundary.after_step(optimizer, (), {})
+    behind = updates.start_us, updates.end_us
+    become(None)
+
+    assert (during, behind) == ((5, 0), (5, 6))
 
 
 def test_memory_outside_the_pool_costs_the_process(device: SimulatedNpu) -> None:

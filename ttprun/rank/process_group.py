@@ -20,70 +20,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.board import OPERATION_NAMES, Phase
+from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
 from ttprun.rank import broken_links, faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
-from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
+from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry
 from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
-from ttprun.rank.refused import Refused
-from ttprun.rank.session import Session, current
+from ttprun.rank.session import Session
 from ttprun.rank.verification import look_for_nan
+from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
-
-
-class ManagedWork(Work):
-    """What a collective returns to the script, or to DDP's reducer."""
-
-    def __init__(self, journal: Journal, entry: Entry) -> None:
-        super().__init__()
-        self._journal = journal
-        self._entry = entry
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective has really completed; `timeout` is the backend's own."""
-        self.synchronize()
-        return True
-
-    def synchronize(self) -> None:
-        """As wait()."""
-        session = current()
-        if session is not None and not self._entry.is_done:
-            session.touch(Phase.WAITING)
-        try:
-            self._journal.wait(self._entry)
-        finally:
-            if session is not None:
-                session.touch(Phase.COMPUTING)
-
-    def is_completed(self) -> bool:
-        """Whether the collective has completed."""
-        entry = self._entry
-        return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
-
-    def is_success(self) -> bool:
-        """As is_completed(): an operation that failed is still under way, in the next generation."""
-        return self.is_completed()
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._entry.outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors; it stays pending through a recovery."""
-        entry = self._entry
-        if entry.future is not None:
-            return entry.future
-        future = entry.make_future()
-        if entry.is_done:
-            entry.settle(entry.outputs)
-        elif entry.inner is not None:
-            entry.group.bridge(entry, entry.inner)
-        return future
 
 
 class ManagedGroup(ProcessGroup):
