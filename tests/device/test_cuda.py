@@ -47,9 +47,6 @@ class FakeCuda:
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return 60, 80
 
-    def memory_allocated(self, index: int) -> int:
-        return 20
-
     def get_rng_state(self, index: int) -> torch.Tensor:
         return self.state
 
@@ -150,7 +147,7 @@ def test_a_gpu_says_what_drives_it() -> None:
 
     found = CudaDevice(FakeTorch(), 0, management).identify()
 
-    assert (found.kind, found.name, found.is_simulated) == ("cuda", "NVIDIA H100", False)
+    assert (found.kind, found.name) == ("cuda", "NVIDIA H100")
     assert found.versions == {"CUDA": "12.8", "driver": "570.124", "NCCL": "2.26.2"}
     assert management.asked_for == "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -243,7 +240,7 @@ def test_memory_and_random_state_are_the_gpus_own() -> None:
     device.restore_rng_state(state)
 
     assert fake.cuda.state.tolist() == [0] * 16
-    assert (device.memory().used_bytes, device.memory().free_bytes, device.memory().total_bytes) == (20, 60, 80)
+    assert (device.memory().free_bytes, device.memory().total_bytes) == (60, 80)
 
 
 def test_without_the_management_library_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,50 @@ def test_a_script_that_waits_while_its_device_is_stopped_hears_nothing_of_that(i
     assert (asked["stops"], asked["rebuilt"], asked["calls"]) == (1, [False], {"allreduce": 2})
 
 
+def steps(rank: int) -> list[bool]:
+    """Both are inside of an optimizer's step when all are told to stand still. Whether it still ran at the stop."""
+    device: Any = begin(rank)
+    session = current()
+    assert session is not None
+    seen = []
+    stop = device.stop
+
+    def look_and_stop() -> None:
+        seen.append(session.is_applying)
+        stop()
+
+    device.stop = look_and_stop
+    with session.changed:
+        session.is_applying = True
+        say("steps")
+        assert session.changed.wait_for(lambda: session.is_holding, 10.0)
+    say("still steps")
+    wait_for("go")
+    with session.changed:
+        session.is_applying = False
+        session.changed.notify_all()
+    dist.all_reduce(ours(rank))
+    return seen
+
+
+def stop_in_a_step(agent: FakeAgent) -> None:
+    for rank in range(2):
+        agent.wait_for(rank, "note", text="steps")
+    agent.generation += 1
+    agent.tell_all(op="freeze", generation=agent.generation, lost=[], survivors=[0, 1])
+    for rank in range(2):
+        agent.wait_for(rank, "note", text="still steps")
+        agent.pause()
+        agent.tell_value(rank, "go")
+    for rank in range(2):
+        agent.wait_for(rank, "frozen", generation=agent.generation)
+    agent.resume()
+
+
+def test_a_device_is_stopped_only_behind_the_optimizer_step_that_runs_on_it() -> None:
+    assert run_world(steps, scenario=stop_in_a_step, is_begun=False) == [[False], [False]]
+
+
 @pytest.fixture
 def device() -> Iterator[SimulatedNpu]:
     simulated = SimulatedNpu()

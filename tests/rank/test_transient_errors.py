@@ -111,8 +111,10 @@ def test_memory_that_failed_with_an_ecc_error_since_the_newest_step_began_is_rep
     error = device.module.npu.error()
 
     kept = asked(error)
-    rerun._make_ready(device, session.diagnose(error))  # the device calls it persistent, though nothing is held
+    diagnosis = session.diagnose(error)
+    rerun._make_ready(device, diagnosis)  # the device calls it persistent, though nothing is held
 
+    assert diagnosis.fault is DeviceFault.MEMORY_PERSISTENT
     assert kept == (True, "memory-persistent", True, [])
     assert device.module.npu.queue is Queue.RUN
 

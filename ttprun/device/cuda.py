@@ -39,7 +39,7 @@ class CudaDevice:
         versions = {"CUDA": str(torch.version.cuda or ""), "driver": "" if self._gpu is None else self._gpu.driver()}
         if torch.distributed.is_nccl_available():
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, False, versions)
+        return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, versions)
 
     def health(self) -> Health:
         """Waits for what runs on the GPU: an error of a kernel is only told then."""
@@ -99,5 +99,4 @@ class CudaDevice:
 
     def memory(self) -> MemoryFigures:
         """Memory of the GPU."""
-        free, total = self._torch.cuda.mem_get_info(self._index)
-        return MemoryFigures(self._torch.cuda.memory_allocated(self._index), free, total)
+        return MemoryFigures(*self._torch.cuda.mem_get_info(self._index))

@@ -49,17 +49,15 @@ def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
 class Identity:
     """Which device this is.
 
-    kind           "cpu", "cuda", "npu" or "sim"
-    name           the model as its driver tells it
-    index          number of the device in this process
-    is_simulated   there is no such device: what is said of it shows ttprun's own work only
-    versions       what it takes to drive it -> version, "" if that is not known
+    kind       "cpu", "cuda", "npu", or "sim": there is no device, and what is said of it shows ttprun's own work only
+    name       the model as its driver tells it
+    index      number of the device in this process
+    versions   what it takes to drive it -> version, "" if that is not known
     """
 
     kind: str
     name: str
     index: int
-    is_simulated: bool
     versions: dict[str, str]
 
 
@@ -78,11 +76,9 @@ class Health:
 class MemoryFigures:
     """Memory of the device, in bytes.
 
-    used        by this process's tensors
-    free        that any process may still take
+    free   that any process may still take
     """
 
-    used_bytes: int
     free_bytes: int
     total_bytes: int
 
@@ -146,4 +142,4 @@ class Device(Protocol):
         """Put a state of `rng_state` back."""
 
     def memory(self) -> MemoryFigures:
-        """How much memory is used."""
+        """How much memory there is."""

@@ -58,7 +58,6 @@ class NpuDevice:
     """
 
     kind = "npu"
-    is_simulated = False
 
     def __init__(self, torch_npu: Any, index: int, reinit: Callable[..., Any] | None) -> None:
         self._torch_npu = torch_npu
@@ -74,7 +73,7 @@ class NpuDevice:
         with contextlib.suppress(AttributeError):
             versions["CANN"] = str(self._torch_npu.version.cann)
         name = str(self._npu.get_device_name(self._index))
-        return Identity(self.kind, name, self._index, self.is_simulated, versions)
+        return Identity(self.kind, name, self._index, versions)
 
     def health(self) -> Health:
         """Waits for what runs on the NPU."""
@@ -137,8 +136,7 @@ class NpuDevice:
 
     def memory(self) -> MemoryFigures:
         """Memory of the NPU."""
-        free, total = self._npu.mem_get_info(self._index)
-        return MemoryFigures(self._npu.memory_allocated(self._index), free, total)
+        return MemoryFigures(*self._npu.mem_get_info(self._index))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """One of torch_npu's functions for recovery; whatever it raises, the device has failed."""

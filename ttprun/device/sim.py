@@ -225,10 +225,6 @@ class _Npu:
         """Nothing is used."""
         return _TOTAL_BYTES, _TOTAL_BYTES
 
-    def memory_allocated(self, device_id: int) -> int:
-        """Nothing is used."""
-        return 0
-
 
 class _Npu27(_Npu):
     """Release 2.7."""
@@ -255,7 +251,6 @@ class SimulatedNpu(NpuDevice):
     """
 
     kind = "sim"
-    is_simulated = True
 
     def __init__(self, release: str = RELEASES[-1], clock_us: Callable[[], int] = now_us) -> None:
         self.module = SimulatedTorchNpu(release, clock_us)

@@ -7,7 +7,6 @@ that before `reinit_process_group` has had it. Begin with `SimulatedHccl.issue`.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -54,12 +53,12 @@ class SimulatedWork:
 
     def wait(self, *limit: Any) -> bool:
         """As Work.wait: blocks for so long at most. Raises RuntimeError, if no limit is given at once."""
-        if self._has_failed():
-            if limit:
-                with contextlib.suppress(RuntimeError):
-                    self._below.wait(*limit)
-        else:
-            self._below.wait(*limit)
+        if limit or not self._has_failed():
+            try:
+                self._below.wait(*limit)
+            except RuntimeError:
+                if not self._has_failed():
+                    raise
         if self._has_failed():
             raise RuntimeError(self._error)
         return True
@@ -86,7 +85,6 @@ class SimulatedWork:
         return self._below.get_future().then(self._value)
 
     def _value(self, below: Any) -> Any:
-        value = below.value()
         if self._has_failed():
             raise RuntimeError(self._error)
-        return value
+        return below.value()

@@ -298,7 +298,7 @@ class ManagedGroup(ProcessGroup):
             except RuntimeError as error:
                 if not framework.is_of_connection(error):
                     raise
-                entry.error = error.with_traceback(None)  # whoever waits for it waits for a recovery
+                entry.inner = Refused(error)  # whoever waits for it waits for a recovery
             journal.entries.append(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)

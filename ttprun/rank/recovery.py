@@ -155,13 +155,12 @@ class Recovery:
             session.settle_at = 0
             session.changed.notify_all()
         groups = self._groups()
+        if any(group.is_on_device for group in groups):
+            self._let_step_end()  # a stop would leave its tensors half changed
         on_device.stop(groups)
         self._break_connections(has_new_peers=bool(message["lost"]))
         on_device.restart(groups)
-        with session.changed:
-            while session.is_applying:
-                session.changed.wait(LOOK_AGAIN_S)
-                self._check_overtaken()
+        self._let_step_end()
         self._settle(message["survivors"])
         state = replicated.digest() if session.applied else ""
         session.channel.send(
@@ -174,6 +173,14 @@ class Recovery:
                 "journal": self._signatures(),
             }
         )
+
+    def _let_step_end(self) -> None:
+        """Wait for the end of the optimizer step under way, if there is one."""
+        session = self._session
+        with session.changed:
+            while session.is_applying:
+                session.changed.wait(LOOK_AGAIN_S)
+                self._check_overtaken()
 
     def _break_connections(self, has_new_peers: bool = False) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more.

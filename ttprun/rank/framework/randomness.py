@@ -27,5 +27,6 @@ def restore(session: Session, step: int) -> bool:
         return False
     record = msgpack.unpackb(found[0])
     random_state.restore(record["generators"])
-    registry.current().restore_rng_state(record["device"])
+    if record["device"]:  # of none, if the process has come to its device only since
+        registry.current().restore_rng_state(record["device"])
     return True
