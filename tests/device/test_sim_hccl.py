@@ -47,7 +47,7 @@ class Links:
         return self.operation
 
 
-def issue(device: SimulatedNpu, communicator: Any, tensor: torch.Tensor | None = None) -> tuple[Any, Operation]:
+def issue(communicator: Any, tensor: torch.Tensor | None = None) -> tuple[Any, Operation]:
     links, given = Links(), torch.zeros(2) if tensor is None else tensor
     return communicator.issue(links, "allreduce", ([given], None), [given]), links.operation
 
@@ -55,7 +55,7 @@ def issue(device: SimulatedNpu, communicator: Any, tensor: torch.Tensor | None =
 def test_an_operation_goes_through_a_device_that_runs() -> None:
     device = SimulatedNpu()
     communicator = device.communicator()
-    work, below = issue(device, communicator)
+    work, below = issue(communicator)
     before = work.is_completed(), work.is_success()
     below.promise.set_result("outputs")
 
@@ -71,7 +71,7 @@ def test_a_device_that_has_broken_refuses_operations_and_none_is_counted() -> No
     device.module.npu.queue = Queue.HCCS_LINK_EXIT
 
     with pytest.raises(RuntimeError, match="HCCS LINK ERROR"):
-        issue(device, communicator)
+        issue(communicator)
     assert not communicator.calls
 
 
@@ -82,14 +82,14 @@ def test_a_tensor_whose_memory_has_failed_is_no_input() -> None:
     device.restart()
 
     with pytest.raises(RuntimeError, match="unsafe data"):
-        issue(device, device.communicator(), weights)
+        issue(device.communicator(), weights)
     device.mark_safe(weights)
-    issue(device, device.communicator(), weights)
+    issue(device.communicator(), weights)
 
 
 def test_an_operation_under_which_the_device_breaks_has_failed_for_good_and_ends_when_its_links_let_go() -> None:
     device = SimulatedNpu()
-    work, below = issue(device, device.communicator())
+    work, below = issue(device.communicator())
     device.module.npu.queue = Queue.HCCS_LINK_EXIT
     with pytest.raises(RuntimeError, match="HCCS LINK ERROR"):
         work.wait(LIMIT)
@@ -106,7 +106,7 @@ def test_an_operation_under_which_the_device_breaks_has_failed_for_good_and_ends
 
 
 def test_links_that_break_under_a_device_that_runs_are_told_as_they_are() -> None:
-    work, below = issue(SimulatedNpu(), SimulatedNpu().communicator())
+    work, below = issue(SimulatedNpu().communicator())
     below.has_failed = True
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
@@ -120,9 +120,9 @@ def test_a_communicator_takes_nothing_after_a_stop_before_it_is_brought_back(is_
     device.stop()
     device.restart()
     with pytest.raises(RuntimeError, match="FORCE STOP"):
-        issue(device, communicator)
+        issue(communicator)
 
     device.rebuild_communicators(communicator if is_in_place else None, rebuilds_links=is_in_place)
 
-    issue(device, communicator)
+    issue(communicator)
     assert other.is_stopped is is_in_place
