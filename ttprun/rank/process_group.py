@@ -26,13 +26,12 @@ from ttprun.rank import broken_links, faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry
-from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
+from ttprun.rank.operations import OPERATIONS, POINT_TO_POINT, tensors_in, with_tensors_replaced
 from ttprun.rank.session import Session
 from ttprun.rank.verification import look_for_nan
 from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
@@ -319,7 +318,7 @@ class ManagedGroup(ProcessGroup):
             raise RuntimeError(f"process group {self._name!r} has been destroyed")
         if self._communicator is None:
             return getattr(self._native, op)(*args)
-        inputs_at, _ = OPERATIONS[op]
+        inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
         return self._communicator.issue(self._native, op, args, inputs)
 
