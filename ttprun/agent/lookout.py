@@ -149,7 +149,8 @@ class Lookout:
         if not laggards:
             reason = f"rank {seat.rank}: {message['reason']}"
             fault = message["device_fault"]
-            self._break(self._boundary(), message["after_s"], reason, seat.rank if fault else None, fault)
+            rank = seat.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
+            self._break(self._boundary(), message["after_s"], reason, rank, fault)
 
     def _boundary(self) -> int:
         board = self._supervisor.board

@@ -3,7 +3,8 @@
 A stop ends whatever runs on the device, so that no operation that was cut off touches a tensor any more; the device is
 restarted at once, since tensors are read long before the groups go on: to compare them, to send them, to save them. The
 communicators follow when the groups do. A device that cannot do that, or has lost memory, costs the process, which is
-replaced. Begin with `stop`.
+replaced. What the main thread computes on the device at the moment of the stop fails with "FORCE STOP", which ends the
+script's run, to be answered by rerun; the simulated device computes nothing but collectives. Begin with `stop`.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class ConnectionBroken(Event):
 
     generation         of the connections
     boundary           newest boundary that all ranks have passed
-    rank               whose device has told of it; None: it is no device's
+    rank               whose device has lost a link; None: nobody's, or it is not known whose
     detected_after_s   seconds since anything last moved
     device_fault       what the device has told, "" if it is no device's
     reason             who noticed, and how

@@ -138,7 +138,12 @@ def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
 
 
 def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
-    """RESUMING: the new connections have broken too; another attempt, if one is left."""
+    """RESUMING: the new connections have broken too; another attempt, if one is left.
+
+    If it is a rank's device that does not find its links again, that rank is tried in a new process.
+    """
+    if event.rank is not None and job.incident is not None and not job.finished and "replace" in job.settings.rungs:
+        return lose_to_device(job, event, job.members[event.rank])
     return try_again(job, event.at_s, event.sentence, "connect anew")
 
 
