@@ -33,7 +33,7 @@ def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]
         device = SimulatedNpu()
     npu = device.module.npu
     ruined: list[torch.Tensor] = []
-    if kind in ("uce-high", "uce-fatal"):
+    if kind in ("uce-high", "uce-fatal", "ecc"):
         ruined = boundary.stepped_tensors()
         if not ruined:
             raise ValueError("no optimizer holds a parameter yet")
@@ -41,9 +41,9 @@ def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]
         ruined = list(_gradients(session))
     for tensor in ruined:
         ruin(tensor)
-    if kind == "uce-high":
+    if kind in ("uce-high", "ecc"):
         for tensor in ruined:
-            npu.fail_memory(tensor)
+            npu.fail_memory(tensor, Queue.UCE_EXIT if kind == "uce-high" else Queue.HBM_ECC_EXIT)
     elif kind == "uce-low":
         npu.fail_memory(torch.empty(1))  # an activation, which nothing holds any more
     elif kind == "uce-fatal":
