@@ -40,7 +40,8 @@ KINDS: dict[str, str] = {
     "uce-low": "simulated device: uncorrectable memory error where nothing is kept; gradients are ruined",
     "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
     "uce-fatal": "simulated device: the same in memory that is no tensor's; the weights are ruined too",
-    "link": "simulated device: an operation meets a broken link between devices",
+    "ecc": "simulated device: a multi-bit ECC error, which tells its time, in the weights and the optimizer's state",
+    "link": "simulated device: the next collective meets a broken link between devices",
     "device-lost": "simulated device: it does not answer any more",
     # Control plane.
     "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
@@ -75,8 +76,8 @@ _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
 RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
 _TRAINS = ("setup", *_STEP, "validation", "checkpoint")
 _CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
-# These raise, in the script, what a device would.
-DEVICE_KINDS = ("uce-low", "uce-high", "uce-fatal", "link", "device-lost")
+# These raise, in the script or in its next collective, what a device would.
+DEVICE_KINDS = ("uce-low", "uce-high", "uce-fatal", "ecc", "link", "device-lost")
 # Kind -> the phases in which it makes sense, and why not in the others; kinds that are not here strike in any.
 _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "exception": ((*_SCRIPT, "exit", "replay"), "the script's code does not run there"),

@@ -69,7 +69,7 @@ class State:
     def __init__(self, options: argparse.Namespace, layers: Layers, is_joining: bool) -> None:
         self.options, self.layers, self.is_joining = options, layers, is_joining
         self.iteration = self.consumed = 0
-        self.device = SimulatedNpu({})
+        self.device = SimulatedNpu()
         registry.simulate(self.device)
         self.uce = None if is_joining else options.uce  # another process has another device
         self.build()
@@ -92,7 +92,7 @@ def train(state: State) -> None:
         optimizer = state.optimizer
         loss = state.model(batch_of(layers, next(data)))
         fail_if_due(state)
-        state.device.module.npu.operate(*optimizer.tensors())
+        state.device.module.npu.operate(optimizer.tensors())
         state.model.zero_grad()
         loss.backward()
         gradient = optimizer.reduce_gradients()
@@ -185,7 +185,8 @@ def repair(
                 dist.send(tensor, target, group=group)
             else:
                 dist.recv(tensor, source, group=group)
-    state.device.clean(kept=state.optimizer.tensors())
+    for tensor in state.optimizer.tensors():
+        state.device.mark_safe(tensor)
     dist.destroy_process_group(group)
 
 

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ttprun.agent import stacks
-from ttprun.agent.lookout import state_of
+from ttprun.agent.lookout import Lookout, state_of
 from ttprun.board import Board, Field
+from ttprun.recovery import Settings, new_job
 
 PROGRAM = """\
 import ctypes, os, sys, threading, time
@@ -206,3 +209,51 @@ def test_py_spy_tells_the_stack_where_it_is_installed(
     assert main.startswith(f"Thread {process.process.pid} ")
     assert stacks.innermost_user_frame(main).endswith("in stand_there")
     assert (state_of(process.process.pid)[0] == "T") == is_stopped
+
+
+class FakeSupervisor:
+    """As much of a supervisor as is asked when a rank tells of broken connections; keeps what becomes of it."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(hang_timeout_s="auto")
+        self.job = new_job(Settings(world_size=2))
+        self.seats: list[Any] = []
+        self.told: list[Any] = []
+
+    def log(self, event: str, **fields: Any) -> None:
+        pass
+
+    def advance(self, event: Any) -> None:
+        self.told.append(event)
+
+
+class BlindLookout(Lookout):
+    """Sees no process, and all at boundary 7."""
+
+    def _sights(self) -> list[Any]:
+        return []
+
+    def _boundary(self) -> int:
+        return 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "kind"),
+    [
+        ("", None, "connection"),
+        ("link", 1, "link"),
+        ("remote-suspect", None, "remote-suspect"),
+        ("collective-timeout", None, "collective-timeout"),
+    ],
+)
+def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
+    fault: str, rank: int | None, kind: str
+) -> None:
+    supervisor: Any = FakeSupervisor()
+    seat: Any = SimpleNamespace(rank=1)
+    told = {"generation": 0, "reason": "allreduce: it broke", "after_s": 1.0, "device_fault": fault}
+
+    BlindLookout(supervisor).take_broken(seat, told)
+
+    (event,) = supervisor.told
+    assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")

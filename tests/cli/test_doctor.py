@@ -304,7 +304,7 @@ def test_software_that_recovery_cannot_do_without_fails(changed: dict[str, Any],
 def test_a_gpu_is_told_with_its_versions_and_with_what_is_not_covered_yet() -> None:
     found = by_subject(accelerators(WELL | {"devices": [GPU]}))["cuda 0"]
 
-    assert found.found == "NVIDIA H100, 80 GiB, CUDA 12.8, driver 570.1"
+    assert found.found == "NVIDIA H100, 80 GiB (70 free), CUDA 12.8, driver 570.1"
     assert "restarts the whole group" in found.means
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ttprun.device import nvml
 from ttprun.device.cuda import CudaDevice
+from ttprun.device.errors import DeviceErrors
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 
 ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'")
@@ -45,9 +46,6 @@ class FakeCuda:
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
         return 60, 80
-
-    def memory_allocated(self, index: int) -> int:
-        return 20
 
     def get_rng_state(self, index: int) -> torch.Tensor:
         return self.state
@@ -147,9 +145,9 @@ class FakeNvml:
 def test_a_gpu_says_what_drives_it() -> None:
     management = FakeNvml()
 
-    found = CudaDevice(FakeTorch(), 0, {}, management).identify()
+    found = CudaDevice(FakeTorch(), 0, management).identify()
 
-    assert (found.kind, found.name, found.is_simulated) == ("cuda", "NVIDIA H100", False)
+    assert (found.kind, found.name) == ("cuda", "NVIDIA H100")
     assert found.versions == {"CUDA": "12.8", "driver": "570.124", "NCCL": "2.26.2"}
     assert management.asked_for == "GPU-11111111-2222-3333-4444-555555555555"
 
@@ -159,12 +157,12 @@ def test_a_machine_whose_gpu_is_not_found_is_told_the_cure() -> None:
     fake.cuda.is_there = False
 
     with pytest.raises(DeviceMissingError, match="see that the driver is loaded and CUDA_VISIBLE_DEVICES right"):
-        CudaDevice(fake, 0, {}).identify()
+        CudaDevice(fake, 0).identify()
 
 
 def test_a_sticky_error_makes_the_process_unfit_for_repair_and_others_do_not() -> None:
     fake = FakeTorch()
-    device = CudaDevice(fake, 0, {})
+    device = CudaDevice(fake, 0)
     before = device.check_memory()
     fake.cuda.sticky = ILLEGAL
 
@@ -175,12 +173,12 @@ def test_a_sticky_error_makes_the_process_unfit_for_repair_and_others_do_not() -
     assert before is MemoryCheck.NONE
     assert not health.is_usable
     assert health.findings == ("CUDA answers: RuntimeError: CUDA error: an illegal memory access was encountered",)
-    assert device.classify(ILLEGAL).rung == "replace"
-    assert not device.classify(RuntimeError("CUDA error: invalid argument")).is_known
+    assert DeviceErrors({}).diagnose(ILLEGAL).rung == "replace"
+    assert not DeviceErrors({}).diagnose(RuntimeError("CUDA error: invalid argument")).is_known
 
 
 def test_a_gpu_whose_counters_are_clean_is_healthy() -> None:
-    assert CudaDevice(FakeTorch(), 0, {}, FakeNvml()).health() == CudaDevice(FakeTorch(), 0, {}).health()
+    assert CudaDevice(FakeTorch(), 0, FakeNvml()).health() == CudaDevice(FakeTorch(), 0).health()
 
 
 @pytest.mark.parametrize(
@@ -190,7 +188,7 @@ def test_a_gpu_whose_counters_are_clean_is_healthy() -> None:
 )  # fmt: skip
 def test_an_xid_is_told_in_words(xid: int, is_usable: bool, told: str) -> None:
     management = FakeNvml()
-    device = CudaDevice(FakeTorch(), 0, {}, management)
+    device = CudaDevice(FakeTorch(), 0, management)
     management.waiting.append(xid)
 
     health = device.health()
@@ -205,7 +203,7 @@ def test_ecc_errors_and_remapped_rows_are_told() -> None:
     management = FakeNvml()
     management.uncorrected, management.rows = 2, (0, 3, 1, 1)
 
-    health = CudaDevice(FakeTorch(), 0, {}, management).health()
+    health = CudaDevice(FakeTorch(), 0, management).health()
 
     assert not health.is_usable
     assert [finding.partition(":")[0] for finding in health.findings] == [
@@ -218,13 +216,13 @@ def test_ecc_errors_and_remapped_rows_are_told() -> None:
 def test_a_gpu_without_events_and_ecc_is_no_worse_for_it() -> None:
     management = FakeNvml(has_events=False, has_ecc=False)
 
-    assert CudaDevice(FakeTorch(), 0, {}, management).health().is_usable
+    assert CudaDevice(FakeTorch(), 0, management).health().is_usable
 
 
 def test_communicators_are_aborted_where_there_are_any() -> None:
     backends = FakeBackend(), FakeBackend()
     groups = FakeGroup(backends[0]), FakeGroup(None), FakeGroup(backends[1])
-    device = CudaDevice(FakeTorch(groups), 0, {})
+    device = CudaDevice(FakeTorch(groups), 0)
 
     device.rebuild_communicators(groups[2])
     after_one = [backend.is_aborted for backend in backends]
@@ -236,13 +234,13 @@ def test_communicators_are_aborted_where_there_are_any() -> None:
 
 def test_memory_and_random_state_are_the_gpus_own() -> None:
     fake = FakeTorch()
-    device = CudaDevice(fake, 0, {})
+    device = CudaDevice(fake, 0)
     state = device.rng_state()
     fake.cuda.state = torch.ones(16, dtype=torch.uint8)
     device.restore_rng_state(state)
 
     assert fake.cuda.state.tolist() == [0] * 16
-    assert (device.memory().used_bytes, device.memory().free_bytes, device.memory().total_bytes) == (20, 60, 80)
+    assert (device.memory().free_bytes, device.memory().total_bytes) == (60, 80)
 
 
 def test_without_the_management_library_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

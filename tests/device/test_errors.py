@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from ttprun.device.errors import ANSWERS, ROWS, DeviceErrors, DeviceFault, check_additions, row_of
+from ttprun.device.updates import UpdateTimes
 from ttprun.recovery.job import RUNGS
 
 TABLE = DeviceErrors({})
@@ -197,13 +198,68 @@ def test_an_error_that_cannot_say_what_it_is_is_unknown() -> None:
 
 def test_a_fault_has_an_answer_and_each_rung_is_one_of_the_ladder() -> None:
     assert set(ANSWERS) == set(DeviceFault)
-    assert {rung for rung, _ in ANSWERS.values()} | {row.rung for row in ROWS if row.rung} <= RUNGS
+    assert set(ANSWERS.values()) | {row.rung for row in ROWS if row.rung} <= RUNGS
 
 
-def test_memory_is_rebuilt_unless_nothing_of_it_was_lost() -> None:
-    kept = {fault for fault, (_, needs_rebuild) in ANSWERS.items() if not needs_rebuild}
+# Memory that failed with a multi-bit ECC error: when? The newest update of the optimizer took from 1000 to 2000 us, or
+# is under way since 3000; it is 5000 now.
+DONE, UNDER_WAY, NEVER = (1000, 2000), (3000, 2000), (0, 0)
 
-    assert kept == {"memory-temporary", "link", "remote-suspect", "collective-timeout", "forced-stop"}
+
+@pytest.mark.parametrize(
+    ("update", "failed_at_us", "fault"),
+    [
+        (DONE, 999, "memory-corrupted"),  # before it: what it read may have been wrong
+        (DONE, 1000, "memory-persistent"),
+        (DONE, 2000, "memory-persistent"),
+        (DONE, 2001, "memory-persistent"),
+        (DONE, 5000, "memory-persistent"),
+        (DONE, 5001, "memory-corrupted"),  # is still to come: by another clock, so nothing is proved
+        (UNDER_WAY, 2001, "memory-corrupted"),
+        (UNDER_WAY, 3000, "memory-corrupted"),
+        (UNDER_WAY, 3001, "memory-persistent"),
+        (NEVER, 4000, "memory-corrupted"),
+    ],
+)
+def test_an_ecc_error_is_repaired_in_place_only_if_the_newest_update_had_begun_by_then(
+    update: tuple[int, int], failed_at_us: int, fault: str
+) -> None:
+    updates = UpdateTimes(clock_us=lambda: 5000)
+    updates.start_us, updates.end_us = update
+    texts = (f"time us= {failed_at_us}.time is {failed_at_us}", f"time us={failed_at_us} time is {failed_at_us}")
+
+    found = {
+        TABLE.diagnose(RuntimeError(shape.format(f"HBM MULTI BIT ECC ERROR.{text}")), updates)
+        for shape in (IN_FULL, COMPACT)
+        for text in texts
+    }
+
+    assert [(one.fault, one.is_dated) for one in found] == [(fault, fault == "memory-persistent")]
+
+
+def test_an_ecc_error_that_does_not_say_when_may_be_from_any_time() -> None:
+    updates = UpdateTimes(clock_us=lambda: 5000)
+    updates.begin()
+
+    assert TABLE.diagnose(RuntimeError("HBM MULTI BIT ECC ERROR"), updates).fault == "memory-corrupted"
+    assert TABLE.diagnose(RuntimeError("HBM MULTI BIT ECC ERROR.time us= 5000")).fault == "memory-corrupted"
+
+
+def test_only_an_ecc_error_is_judged_by_its_time() -> None:
+    updates = UpdateTimes(clock_us=lambda: 5000)
+    updates.begin()
+
+    assert TABLE.diagnose(RuntimeError("SUSPECT MEM ERROR.time us= 5000"), updates).fault == "memory-corrupted"
+
+
+def test_an_update_is_noted_by_the_clock_that_is_given() -> None:
+    times = iter((7, 9))
+    updates = UpdateTimes(clock_us=lambda: next(times))
+
+    updates.begin()
+    updates.end()
+
+    assert (updates.start_us, updates.end_us) == (7, 9)
 
 
 def test_a_configuration_adds_errors_of_any_type_and_takes_ours_off() -> None:

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from ttprun.device import npu
-from ttprun.device.errors import DeviceFault
+from ttprun.device.errors import DeviceErrors, DeviceFault
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 from ttprun.device.npu import NpuDevice
 from ttprun.device.sim import RELEASES, TEXTS, Queue, SimulatedNpu, SimulatedTorchNpu
 
+TABLE = DeviceErrors({})
+
 
 @pytest.fixture(params=RELEASES)
 def device(request: pytest.FixtureRequest) -> SimulatedNpu:
-    return SimulatedNpu({}, request.param)
+    return SimulatedNpu(request.param)
 
 
 @pytest.mark.parametrize(
@@ -40,30 +42,39 @@ def test_the_simulation_has_the_signatures_of_its_release(release: str, argument
 def test_a_simulated_npu_says_so(device: SimulatedNpu) -> None:
     found = device.identify()
 
-    assert (found.kind, found.is_simulated) == ("sim", True)
+    assert found.kind == "sim"
     assert "simulated" in found.name
     assert "simulated" in found.versions["torch_npu"]
 
 
-def test_memory_that_a_living_tensor_holds_is_persistent_and_safe_again_once_it_is_written(
-    device: SimulatedNpu,
-) -> None:
+def test_memory_that_a_living_tensor_holds_is_persistent_and_safe_again_once_it_is_marked(device: SimulatedNpu) -> None:
     weights, simulated = torch.zeros(4), device.module.npu
     simulated.fail_memory(weights)
     with pytest.raises(RuntimeError) as error:
-        simulated.operate(weights)
+        simulated.operate([weights])
     device.stop()
     found = device.check_memory()
     device.restart()
     with pytest.raises(RuntimeError, match="There is unsafe data in the input tensor"):
-        simulated.operate(weights)
-    device.clean([weights])
-    simulated.operate(weights)
+        simulated.operate([weights])
+    device.mark_safe(weights)
+    simulated.operate([weights])
 
-    assert device.classify(error.value).fault is DeviceFault.MEMORY_PERSISTENT
+    assert TABLE.diagnose(error.value).fault is DeviceFault.MEMORY_PERSISTENT
     assert found is MemoryCheck.PERSISTENT
     assert device.check_memory() is MemoryCheck.NONE
     assert device.health().is_usable
+    assert device.counters() == {"stops": 1, "marked_safe": 1}
+
+
+def test_memory_that_was_given_back_is_safe_for_whoever_takes_it_next(device: SimulatedNpu) -> None:
+    lost, simulated = torch.zeros(4), device.module.npu
+    simulated.fail_memory(lost)
+    device.restart()
+    same_place = torch.from_numpy(lost.numpy())
+    del lost
+
+    simulated.operate([same_place])
 
 
 def test_memory_that_nothing_holds_any_more_is_temporary(device: SimulatedNpu) -> None:
@@ -99,16 +110,6 @@ def test_a_device_that_was_stopped_refuses_all_work_until_it_is_restarted(device
     assert device.health().is_usable
 
 
-def test_after_new_streams_every_tensor_is_unsafe_until_it_is_marked(device: SimulatedNpu) -> None:
-    weights, forgotten = torch.zeros(4), torch.zeros(4)
-    device.restart(rebuilds_resources=True)
-    device.clean([weights])
-
-    device.module.npu.operate(weights)
-    with pytest.raises(RuntimeError, match="unsafe data"):
-        device.module.npu.operate(forgotten)
-
-
 def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: SimulatedNpu) -> None:
     device.module.npu.lose()
 
@@ -123,7 +124,7 @@ def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: Si
 
 def test_a_device_that_cannot_be_stopped_says_so_where_its_release_answers_at_all() -> None:
     for release, answers in zip(RELEASES, (False, True, True), strict=True):
-        device = SimulatedNpu({}, release)
+        device = SimulatedNpu(release)
         device.module.npu.lose()
         if answers:
             with pytest.raises(DeviceFailedError, match="stop_device answers 1 for NPU 0"):
@@ -140,7 +141,7 @@ def test_links_that_hold_are_resumed_for_all_groups_at_once(device: SimulatedNpu
 
 def test_new_links_are_made_group_by_group_where_the_release_can() -> None:
     for release, groups in zip(RELEASES, ("default group", "tp group", "tp group"), strict=True):
-        device = SimulatedNpu({}, release)
+        device = SimulatedNpu(release)
         if release == RELEASES[0]:
             with pytest.raises(DeviceFailedError, match="rebuilds no group but the default one"):
                 device.rebuild_communicators("tp group", rebuilds_links=True)
@@ -157,7 +158,7 @@ def test_what_a_release_does_not_have_is_named() -> None:
         __version__ = "1.11"
         npu = OldNpu()
 
-    device = NpuDevice(OldTorchNpu(), 0, {}, reinit=None)
+    device = NpuDevice(OldTorchNpu(), 0, reinit=None)
 
     with pytest.raises(DeviceFailedError, match=r"torch_npu 1\.11 has no stop_device"):
         device.stop()
@@ -175,15 +176,15 @@ def test_an_answer_that_nobody_knows_is_a_failure() -> None:
         npu = OddNpu()
 
     with pytest.raises(DeviceFailedError, match="check_uce_in_memory answers 9 for NPU 0"):
-        NpuDevice(OddTorchNpu(), 0, {}, None).check_memory()
+        NpuDevice(OddTorchNpu(), 0, None).check_memory()
 
 
 @pytest.mark.parametrize("queue", list(TEXTS))
 def test_whatever_the_simulation_raises_is_in_the_table(queue: Queue) -> None:
-    device = SimulatedNpu({})
+    device = SimulatedNpu()
     device.module.npu.queue = queue
 
-    assert device.classify(device.module.npu.error()).is_known
+    assert TABLE.diagnose(device.module.npu.error()).is_known
 
 
 def test_the_random_state_of_a_device_is_put_back_as_it_was(device: SimulatedNpu) -> None:

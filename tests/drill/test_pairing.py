@@ -85,6 +85,20 @@ def test_a_broken_link_may_be_noticed_by_either_end() -> None:
     assert pair(log)[0].incident == 1
 
 
+def test_a_link_that_was_mended_is_not_given_the_later_loss_of_its_process() -> None:
+    broken = {"event": "connection_broken", "rank": 2, "at_s": 11.0}
+    log = [
+        struck(1, "link:rank=2", 2, 10.0, pid=7),
+        broken,
+        incident(1, [], 11.01),
+        struck(2, "kill:rank=2", 2, 20.0, pid=7),
+        lost(2, 7, 20.01),
+        incident(2, [2], 20.01),
+    ]
+
+    assert [one.incident for one in pair(log)] == [1, 2]
+
+
 def test_a_fault_that_nobody_noticed_is_not_given_the_incident_of_a_later_one() -> None:
     log = [
         struck(1, "flip-bit:rank=1", 1, 10.0),

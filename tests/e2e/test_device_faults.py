@@ -65,7 +65,7 @@ def test_each_fault_of_a_simulated_device_is_answered_in_its_way_and_nothing_dif
 
     result = run_ttprun(PLAIN, 2, faults=faults)
 
-    assert_recovered_by(result, ["rerun", "rerun", "rerun", "replace", "replace"])
+    assert_recovered_by(result, ["rerun", "rerun", "reconnect", "replace", "replace"])
     assert [incident["kind"] for incident in result.incidents] == [
         "memory-temporary",
         "memory-persistent",
@@ -90,6 +90,21 @@ def test_weights_that_an_uncorrectable_memory_error_has_ruined_come_from_a_peer_
     assert_same_outcome(result, undisturbed(EPOCHS, 3))
     assert [len(pids) for pids in result.pids.values()] == [1, 1, 1]
     assert process_counts(result) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "rung", "processes"),
+    [(20, "memory-persistent", "rerun", [1, 1, 1]), (0, "memory-corrupted", "replace", [1, 2, 1])],
+)
+def test_an_ecc_error_is_repaired_in_the_same_process_if_it_is_newer_than_the_newest_step(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, step: int, kind: str, rung: str, processes: list[int]
+) -> None:
+    result = run_ttprun(EPOCHS, 3, faults=[f"ecc:rank=1,step={step},phase=forward"])
+
+    assert_recovered_by(result, [rung])
+    assert [incident["kind"] for incident in result.incidents] == [kind]
+    assert_same_outcome(result, undisturbed(EPOCHS, 3))
+    assert process_counts(result) == processes
 
 
 def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun: RunTtprun, tmp_path: Path) -> None:

@@ -58,6 +58,16 @@ def test_a_rank_killed_in_a_frameworks_train_function_is_replaced_and_weights_ar
     assert result.exit_code == 0, result.story()
 
 
+def test_a_link_between_devices_that_breaks_in_a_train_function_is_answered_by_retry(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    result = run_ttprun(PAIR, 2, faults=["link:rank=1,step=12,phase=collective"], options=MINDIO, script_args=STEPS)
+
+    assert_recovered_by(result, ["reconnect"])
+    assert [len(pids) for pids in result.pids.values()] == [1, 1], result.story()
+    assert result.hashes == weights(PAIR, 2), result.story()
+
+
 def test_a_tensor_parallel_rank_is_repaired_from_the_rank_that_holds_its_shard(
     run_ttprun: RunTtprun, weights: Undisturbed
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ttprun.device.updates import UpdateTimes
 from ttprun.rank.framework.codes import ReportState
-from ttprun.rank.framework.errors import ErrorTable, UpdateTimes
+from ttprun.rank.framework.errors import ErrorTable
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def test_a_clean_handler_that_does_not_say_that_it_has_cleaned_has_failed(
 def test_without_a_clean_handler_the_device_is_asked(
     session: Session, framework: Framework, is_held: bool, code: int
 ) -> None:
-    device = SimulatedNpu({})
+    device = SimulatedNpu()
     registry.simulate(device)
     tensor = torch.zeros(4)
     device.module.npu.fail_memory(tensor if is_held else torch.zeros(4))
@@ -280,7 +280,7 @@ def test_without_a_clean_handler_the_device_is_asked(
 
 
 def test_memory_outside_of_the_pool_cannot_be_cleaned(session: Session, framework: Framework) -> None:
-    device = SimulatedNpu({})
+    device = SimulatedNpu()
     registry.simulate(device)
     device.module.npu.fail_memory_of_library()
 

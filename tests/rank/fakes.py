@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "mindio": False,
     "retry_on": [],
     "device_errors": {},
+    "simulates_npu": False,
     "on_nan": "warn",
     "user_paths": [],
     "prints_traceback": True,

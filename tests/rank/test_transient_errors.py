@@ -13,8 +13,10 @@ from ttprun.device import registry
 from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
-from ttprun.rank import rerun
+from ttprun.device.updates import UpdateTimes, now_us
+from ttprun.rank import boundary, rerun
 from ttprun.rank.rerun import is_transient
+from ttprun.rank.session import current
 
 ADDITIONS = {"^ValueError: parity": "memory-temporary", "UCE ERROR": "unknown"}
 
@@ -64,7 +66,7 @@ class FakePresence:
 
 @pytest.fixture
 def device() -> Iterator[SimulatedNpu]:
-    simulated = SimulatedNpu({})
+    simulated = SimulatedNpu()
     registry.simulate(simulated)
     line: Any = Notes()
     session = make_session(channel=line, groups={"": object()})
@@ -96,6 +98,54 @@ def test_memory_that_nothing_holds_needs_no_rebuild(device: SimulatedNpu) -> Non
     device.module.npu.fail_memory(torch.zeros(4))
 
     assert asked(RuntimeError("UCE ERROR")) == (True, "memory-temporary", True, [])
+
+
+def test_memory_that_failed_with_an_ecc_error_since_the_newest_step_began_is_repaired_in_the_same_process(
+    device: SimulatedNpu,
+) -> None:
+    session = current()
+    assert session is not None
+    weights = torch.zeros(4)
+    session.updates.begin()
+    device.module.npu.fail_memory(weights, Queue.HBM_ECC_EXIT)
+    error = device.module.npu.error()
+
+    kept = asked(error)
+    diagnosis = session.diagnose(error)
+    rerun._make_ready(device, diagnosis)  # the device calls it persistent, though nothing is held
+
+    assert diagnosis.fault is DeviceFault.MEMORY_PERSISTENT
+    assert kept == (True, "memory-persistent", True, [])
+    assert device.module.npu.queue is Queue.RUN
+
+
+def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_process(device: SimulatedNpu) -> None:
+    session = current()
+    assert session is not None
+    device.module.npu.fail_memory(torch.zeros(4), Queue.HBM_ECC_EXIT)
+    error = device.module.npu.error()
+    session.updates = UpdateTimes(lambda: now_us() + 1_000_000)
+    session.updates.begin()
+
+    assert asked(error) == (False, "memory-corrupted", False, [])
+    assert device.module.npu.queue is Queue.HBM_ECC_EXIT
+
+
+def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_tell_their_time() -> None:
+    times = iter((5, 6, 7, 8))
+    updates = UpdateTimes(lambda: next(times))
+    line: Any = Notes()
+    session = make_session(channel=line, unprotected="nothing else is looked at", updates=updates)
+    become(session)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    boundary.before_step(optimizer, (), {})
+    during = updates.start_us, updates.end_us
+    boundary.after_step(optimizer, (), {})
+    behind = updates.start_us, updates.end_us
+    become(None)
+
+    assert (during, behind) == ((5, 0), (5, 6))
 
 
 def test_memory_outside_the_pool_costs_the_process(device: SimulatedNpu) -> None:

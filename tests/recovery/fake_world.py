@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ttprun import recovery
 from ttprun.recovery import Action, Event, Incident, Job, Phase, RepairEvent, Settings, advance, new_job
@@ -375,8 +376,10 @@ class FakeWorld:
         for name in ("freeze", "replay", "transfer", "resume", "halt", "persist", "drain"):
             self.hear(recovery.DeadlinePassed(generation=generation, name=name, silent=silent, at_s=0.0))
 
-    def break_connections(self, is_echo: bool) -> None:
-        """A rank says that its connections are broken."""
+    def break_connections(self, is_echo: bool, rank: int | None) -> None:
+        """A rank says that its connections are broken, or that its device says so."""
         generation = max(0, self.job.generation - is_echo)
         boundary = max(process.boundary for process in self.processes.values())
-        self.hear(recovery.ConnectionBroken(generation=generation, boundary=boundary, reason="reset", at_s=0.0))
+        fields: dict[str, Any] = {} if rank is None else {"rank": rank, "device_fault": "link"}
+        broken = recovery.ConnectionBroken(generation=generation, boundary=boundary, reason="reset", at_s=0.0, **fields)
+        self.hear(broken)

@@ -61,7 +61,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.StateSent: {"digest": "same"},
     recovery.RankRepaired: {"digest": "same"},
 }
-TEXTS = {"reason", "name", "digest", "place", "why_not"}
+TEXTS = {"reason", "name", "digest", "place", "why_not", "device_fault"}
 NUMBERS = {"silent"}
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
@@ -114,7 +114,7 @@ class Scenario:
         assert self.job is not None
         names = {field.name for field in fields(event_type)}
         values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
-        if "rank" in names:
+        if "rank" in names and rank:
             values["rank"] = int(rank)
         if "generation" in names:
             values.setdefault("generation", self.job.generation)

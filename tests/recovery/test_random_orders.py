@@ -39,7 +39,7 @@ def play(world: FakeWorld, tape: bytes) -> None:
         elif move < 213:
             world.see_hung()
         elif move < 215:
-            world.break_connections(is_echo=is_mute)
+            world.break_connections(is_echo=is_mute, rank=rank if move == 213 else None)
         elif move < 235:
             world.end(rank, None, 9, is_script_error=False, is_mute=is_mute)
         elif move < 241:
@@ -205,10 +205,10 @@ def test_connections_that_break_cost_no_process(world: FakeWorld, breaks: list[i
 
     for rounds in breaks:
         world.train()
-        world.break_connections(is_echo=False)
+        world.break_connections(is_echo=False, rank=None)
         for _ in range(rounds):
             world.hear_next()
-        world.break_connections(is_echo=True)
+        world.break_connections(is_echo=True, rank=None)
         world.settle()
 
     assert {rank: process.pid for rank, process in world.processes.items()} == pids

@@ -17,6 +17,7 @@ from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.failures import Failure
 from ttprun.board import OPERATION_NAMES, Field, Phase
+from ttprun.device.errors import DeviceFault
 from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch
 
 if TYPE_CHECKING:
@@ -132,20 +133,24 @@ class Lookout:
     def take_broken(self, seat: Seat, message: Message) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         supervisor, now = self._supervisor, time.monotonic()
-        supervisor.log("connection_broken", rank=seat.rank, generation=message["generation"], reason=message["reason"])
+        told = {key: message[key] for key in ("generation", "reason", "device_fault")}
+        supervisor.log("connection_broken", rank=seat.rank, **told)
         if message["generation"] != supervisor.job.generation:
             return
         is_leaving = any(other.is_finished or supervisor.board_row(other)[Field.LEAVING] for other in supervisor.seats)
         if is_leaving:
             return
         self._watch.look(now, self._sights())
-        is_time_out = "imed out" in message["reason"] and supervisor.job.phase is recovery.Phase.RUNNING
-        laggards = self._watch.laggards() if is_time_out else ()
+        is_time_out = "imed out" in message["reason"] or message["device_fault"] == DeviceFault.COLLECTIVE_TIMEOUT
+        is_running = supervisor.job.phase is recovery.Phase.RUNNING
+        laggards = self._watch.laggards() if is_time_out and is_running else ()
         for sight in laggards:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
             reason = f"rank {seat.rank}: {message['reason']}"
-            self._break(self._boundary(), message["after_s"], reason)
+            fault = message["device_fault"]
+            rank = seat.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
+            self._break(self._boundary(), message["after_s"], reason, rank, fault)
 
     def _boundary(self) -> int:
         board = self._supervisor.board
@@ -173,13 +178,15 @@ class Lookout:
         logger.warning("%s", verdict.reason)
         self._break(verdict.boundary, verdict.for_s, verdict.reason)
 
-    def _break(self, boundary: int, for_s: float, reason: str) -> None:
+    def _break(self, boundary: int, for_s: float, reason: str, rank: int | None = None, device_fault: str = "") -> None:
         self._supervisor.advance(
             recovery.ConnectionBroken(
                 at_s=time.monotonic(),
                 generation=self._supervisor.job.generation,
                 boundary=boundary,
+                rank=rank,
                 detected_after_s=for_s,
+                device_fault=device_fault,
                 reason=reason,
             )
         )

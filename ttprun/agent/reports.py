@@ -90,6 +90,9 @@ class Reports:
             self._on_aside(seat)
         elif op == "nan":
             self._on_nan(seat, message)
+        elif op == "device":
+            told = {key: value for key, value in message.items() if key != "op"}
+            self._supervisor.log("device_ready", rank=seat.rank, **told)
         elif op == "note":
             self._supervisor.log("note", rank=seat.rank, text=message["text"])
             logger.warning("rank %d: %s", seat.rank, message["text"])

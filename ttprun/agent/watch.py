@@ -61,6 +61,7 @@ class Watch:
                 "may_rerun": "rerun" in supervisor.job.settings.rungs,
                 "retry_on": config.retry_on,
                 "device_errors": config.device_errors,
+                "simulates_npu": config.simulate_npu,
                 "mindio": config.mindio,
                 "prints_traceback": bool(seat.handler.start["stderr"]),
             },

@@ -116,7 +116,9 @@ def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
     kinds = {device["kind"] for device in usable}
     for device in usable:
         versions = ", ".join(f"{name} {number}" for name, number in device["versions"].items() if number)
-        memory = f"{device['total_bytes'] / (1 << 30):.0f} GiB" if "total_bytes" in device else ""
+        memory = ""
+        if "total_bytes" in device:
+            memory = f"{device['total_bytes'] / (1 << 30):.0f} GiB ({device['free_bytes'] / (1 << 30):.0f} free)"
         told = ", ".join(filter(None, (device["name"], memory, versions)))
         subject = f"{device['kind']} {device['index']}"
         if not device["is_usable"]:

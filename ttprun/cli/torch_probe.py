@@ -45,12 +45,12 @@ def devices(torch: Any, missing: list[str]) -> Iterator[Device]:
     with contextlib.suppress(Exception):
         management = nvml.load()
         for index in range(torch.cuda.device_count()):
-            yield cuda.CudaDevice(torch, index, {}, management)
+            yield cuda.CudaDevice(torch, index, management)
     try:
         module = npu.load()
         reinit = getattr(torch.distributed, "reinit_process_group", None)
         for index in range(module.npu.device_count()):
-            yield npu.NpuDevice(module, index, {}, reinit)
+            yield npu.NpuDevice(module, index, reinit)
     except DeviceMissingError as error:
         missing.append(str(error))
     except Exception as error:

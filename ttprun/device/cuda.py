@@ -8,27 +8,24 @@ this project's own tests, which have no GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ttprun.device import nvml
-from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.device.errors import in_one_line
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
 
 
 class CudaDevice:
     """One GPU.
 
-    torch           the module, with CUDA
-    index           number of the GPU in this process
-    device_errors   as in the configuration
-    nvml_module     pynvml, initialised; None: it is not here
+    torch         the module, with CUDA
+    index         number of the GPU in this process
+    nvml_module   pynvml, initialised; None: it is not here
     """
 
-    def __init__(self, torch: Any, index: int, device_errors: Mapping[str, str], nvml_module: Any = None) -> None:
+    def __init__(self, torch: Any, index: int, nvml_module: Any = None) -> None:
         self._torch = torch
         self._index = index
-        self._errors = DeviceErrors(device_errors)
         self._gpu: nvml.Gpu | None = None
         if nvml_module is not None:
             with contextlib.suppress(nvml_module.NVMLError):
@@ -42,7 +39,7 @@ class CudaDevice:
         versions = {"CUDA": str(torch.version.cuda or ""), "driver": "" if self._gpu is None else self._gpu.driver()}
         if torch.distributed.is_nccl_available():
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, False, versions)
+        return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, versions)
 
     def health(self) -> Health:
         """Waits for what runs on the GPU: an error of a kernel is only told then."""
@@ -52,10 +49,6 @@ class CudaDevice:
         except Exception as error:
             findings.append((f"CUDA answers: {in_one_line(error)}", False))
         return Health(all(is_usable for _, is_usable in findings), tuple(told for told, _ in findings))
-
-    def classify(self, error: BaseException) -> Diagnosis:
-        """Sticky errors are told from others by the table."""
-        return self._errors.diagnose(error)
 
     def stop(self) -> None:
         """CUDA cannot end a kernel; those that wait for a peer end when their communicators are aborted."""
@@ -69,11 +62,11 @@ class CudaDevice:
             raise DeviceFailedError(f"the context of GPU {self._index} is lost ({in_one_line(error)})") from error
         return MemoryCheck.NONE
 
-    def clean(self, kept: Iterable[Any] = ()) -> None:
-        """Give cached blocks back to the driver; no tensor is ever marked."""
+    def clean(self) -> None:
+        """Give cached blocks back to the driver."""
         self._torch.cuda.empty_cache()
 
-    def restart(self, rebuilds_resources: bool = False) -> None:
+    def restart(self) -> None:
         """A context cannot be made anew in the same process: this only says whether it lives."""
         self.check_memory()
 
@@ -88,6 +81,12 @@ class CudaDevice:
             with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
                 found._get_backend(self._torch.device("cuda", self._index)).abort()
 
+    def mark_safe(self, tensor: Any) -> None:
+        """No tensor is ever unsafe."""
+
+    def communicator(self) -> None:
+        """NCCL's groups are torch's own."""
+
     def rng_state(self) -> bytes:
         """State of the GPU's generator."""
         state: bytes = self._torch.cuda.get_rng_state(self._index).numpy().tobytes()
@@ -100,5 +99,4 @@ class CudaDevice:
 
     def memory(self) -> MemoryFigures:
         """Memory of the GPU."""
-        free, total = self._torch.cuda.mem_get_info(self._index)
-        return MemoryFigures(self._torch.cuda.memory_allocated(self._index), free, total)
+        return MemoryFigures(*self._torch.cuda.mem_get_info(self._index))

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 
+from ttprun.device.updates import UpdateTimes
+
 
 class DeviceFault(StrEnum):
     """What has happened to the device, as far as its recovery depends on it."""
@@ -35,20 +37,20 @@ class DeviceFault(StrEnum):
     UNKNOWN = "unknown"  # no device error, as far as we know
 
 
-# Fault -> the rung (`recovery.job.RUNGS`) at which it starts, and whether the rank's memory must be rebuilt.
-# "precision" should start at a rung "rewind" (all ranks back to a snapshot), which does not exist yet: all start again.
-ANSWERS: dict[DeviceFault, tuple[str, bool]] = {
-    DeviceFault.MEMORY_TEMPORARY: ("rerun", False),
-    DeviceFault.MEMORY_PERSISTENT: ("rerun", True),
-    DeviceFault.MEMORY_CORRUPTED: ("replace", True),
-    DeviceFault.MEMORY_OUTSIDE_POOL: ("replace", True),
-    DeviceFault.LINK: ("reconnect", False),
-    DeviceFault.REMOTE_SUSPECT: ("reconnect", False),
-    DeviceFault.COLLECTIVE_TIMEOUT: ("reconnect", False),
-    DeviceFault.FORCED_STOP: ("rerun", False),
-    DeviceFault.DEVICE_LOST: ("replace", True),
-    DeviceFault.PRECISION: ("restart", True),
-    DeviceFault.UNKNOWN: ("replace", True),
+# Fault -> the rung (`recovery.job.RUNGS`) at which its answer starts.
+# "precision" should start at "rewind", but a snapshot holds no proof that it was taken before the numbers went wrong.
+ANSWERS: dict[DeviceFault, str] = {
+    DeviceFault.MEMORY_TEMPORARY: "rerun",
+    DeviceFault.MEMORY_PERSISTENT: "rerun",
+    DeviceFault.MEMORY_CORRUPTED: "replace",
+    DeviceFault.MEMORY_OUTSIDE_POOL: "replace",
+    DeviceFault.LINK: "reconnect",
+    DeviceFault.REMOTE_SUSPECT: "reconnect",
+    DeviceFault.COLLECTIVE_TIMEOUT: "reconnect",
+    DeviceFault.FORCED_STOP: "rerun",
+    DeviceFault.DEVICE_LOST: "replace",
+    DeviceFault.PRECISION: "restart",
+    DeviceFault.UNKNOWN: "replace",
 }
 
 
@@ -59,12 +61,15 @@ class Row:
     library   who prints it
     pattern   regular expression, searched for in "Type: message"
     rung      where the answer starts; "": at the fault's own rung
+    is_dated  its text says when it happened, and if the newest update of the optimizer had begun by then, the memory is
+              `memory-persistent`, whatever `fault` says
     """
 
     library: str
     pattern: str
     fault: DeviceFault
     rung: str = ""
+    is_dated: bool = False
 
 
 def _acl(text: str, reason: str, code: int) -> str:
@@ -81,8 +86,8 @@ _F = DeviceFault
 ROWS: tuple[Row, ...] = (
     # Ascend: torch_npu and its runtime. `UCE ERROR` alone does not say which memory: `Device.check_memory` does.
     Row("torch_npu", _acl("UCE ERROR", "device mem error", 507053), _F.MEMORY_PERSISTENT),
-    # Repairable only if it happened after the last update of the optimizer began, by the device's clock.
-    Row("torch_npu", _acl("HBM MULTI BIT ECC", "hbm Multi-bit ECC error", 507054), _F.MEMORY_CORRUPTED),
+    # See `updates.py`.
+    Row("torch_npu", _acl("HBM MULTI BIT ECC", "hbm Multi-bit ECC error", 507054), _F.MEMORY_CORRUPTED, is_dated=True),
     # Also raised for an address out of range: what has been read and written is not known.
     Row("torch_npu", _acl("SUSPECT MEM ERROR", "suspect device mem error", 507055), _F.MEMORY_CORRUPTED),
     Row("torch_npu", _acl("FORCE STOP", "device task abort", 107022), _F.FORCED_STOP),
@@ -147,13 +152,14 @@ _MESSAGE_LENGTH = 300
 class Diagnosis:
     """What the table says of one error.
 
-    rung            where the answer starts
-    needs_rebuild   whether the rank's memory must be rebuilt from another rank's
+    rung      where the answer starts
+    is_dated  it follows from when the error happened: after such an error the device itself calls all failed memory
+              persistent, whether something holds it or not
     """
 
     fault: DeviceFault
     rung: str
-    needs_rebuild: bool
+    is_dated: bool = False
 
     @property
     def name(self) -> str:
@@ -166,19 +172,25 @@ class Diagnosis:
         return self.fault is not DeviceFault.UNKNOWN
 
     @property
+    def can_wait(self) -> bool:
+        """Whether a script that waits for a collective need not hear of it: connections are built anew under it.
+
+        What nobody knows may be a connection that broke in a way of its own.
+        """
+        return not self.is_known or self.rung == "reconnect"
+
+    @property
     def can_stay(self) -> bool:
         """Whether the process can go on with its device.
 
-        A connection is built anew under a script that waits for it; an error that has ended the script asks for the
-        next rung, which is rerun.
+        A link's error that has ended the script, outside of a collective, asks for the next rung, which is rerun.
         """
         return self.rung in ("reconnect", "rerun")
 
 
-def diagnosis_of(fault: DeviceFault, rung: str = "") -> Diagnosis:
+def diagnosis_of(fault: DeviceFault, rung: str = "", is_dated: bool = False) -> Diagnosis:
     """The answer to a fault, at its own rung unless another is given."""
-    own_rung, needs_rebuild = ANSWERS[fault]
-    return Diagnosis(fault, rung or own_rung, needs_rebuild)
+    return Diagnosis(fault, rung or ANSWERS[fault], is_dated)
 
 
 @dataclass(frozen=True)
@@ -190,14 +202,19 @@ class DeviceErrors:
 
     additions: Mapping[str, str]
 
-    def diagnose(self, error: BaseException) -> Diagnosis:
-        """What an exception means, or else that from which it was raised (`raise ... from`)."""
+    def diagnose(self, error: BaseException, updates: UpdateTimes | None = None) -> Diagnosis:
+        """What an exception means, or else that from which it was raised (`raise ... from`).
+
+        updates   when the optimizer was last updated; None: not known, so that no error is proved to be newer
+        """
         for found in _chain(error):
             told = _text_of(found)
             for pattern, fault in self._added:
                 if pattern.search(told):
                     return diagnosis_of(fault)
             if isinstance(found, RuntimeError) and (row := row_of(told)) is not None:
+                if row.is_dated and updates is not None and updates.is_repairable_by(told):
+                    return diagnosis_of(DeviceFault.MEMORY_PERSISTENT, is_dated=True)
                 return diagnosis_of(row.fault, row.rung)
         return diagnosis_of(DeviceFault.UNKNOWN)
 

@@ -1,11 +1,12 @@
 """The seam: what the rest of ttprun asks of a device, whichever it is. Read `Device` first.
 
 Every question is about the one device that this process uses. The phases of a repair in their order are: stop, check
-the memory, clean, restart, rebuild the communicators.
+the memory, clean, restart, rebuild the communicators, mark as safe what has been repaired.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -40,24 +41,23 @@ _FAULTS = {
 
 def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
     """What an error means once it is known which memory has failed; NONE says nothing more than the error did."""
-    return diagnosis if check is MemoryCheck.NONE else diagnosis_of(_FAULTS[check])
+    is_news = check is not MemoryCheck.NONE and _FAULTS[check] is not diagnosis.fault
+    return diagnosis_of(_FAULTS[check]) if is_news else diagnosis
 
 
 @dataclass(frozen=True)
 class Identity:
     """Which device this is.
 
-    kind           "cpu", "cuda", "npu" or "sim"
-    name           the model as its driver tells it
-    index          number of the device in this process
-    is_simulated   there is no such device: what is said of it shows ttprun's own work only
-    versions       what it takes to drive it -> version, "" if that is not known
+    kind       "cpu", "cuda", "npu", or "sim": there is no device, and what is said of it shows ttprun's own work only
+    name       the model as its driver tells it
+    index      number of the device in this process
+    versions   what it takes to drive it -> version, "" if that is not known
     """
 
     kind: str
     name: str
     index: int
-    is_simulated: bool
     versions: dict[str, str]
 
 
@@ -76,13 +76,29 @@ class Health:
 class MemoryFigures:
     """Memory of the device, in bytes.
 
-    used        by this process's tensors
-    free        that any process may still take
+    free   that any process may still take
     """
 
-    used_bytes: int
     free_bytes: int
     total_bytes: int
+
+
+class Communicator(Protocol):
+    """What a device does in one process group of ttprun's: it stays when the links below are made anew.
+
+    calls   operation -> how often it was issued
+    """
+
+    calls: Counter[str]
+
+    def issue(self, links: Any, op: str, args: tuple[Any, ...], inputs: Iterable[Any]) -> Any:
+        """Issue an operation; returns the backend's work.
+
+        links   the group's links at present: a process group with the operations as its methods
+        inputs  tensors that are read
+
+        Raises RuntimeError, what the device meets.
+        """
 
 
 class Device(Protocol):
@@ -94,33 +110,30 @@ class Device(Protocol):
     def health(self) -> Health:
         """Whether it can be used; never raises. May wait for what runs on it."""
 
-    def classify(self, error: BaseException) -> Diagnosis:
-        """What an error says of the device."""
-
     def stop(self) -> None:
         """End whatever runs on it; operations of other threads fail from now on. Raises DeviceFailedError."""
 
     def check_memory(self) -> MemoryCheck:
         """Where the memory lies that failed. Raises DeviceFailedError if the device cannot tell."""
 
-    def clean(self, kept: Iterable[Any] = ()) -> None:
-        """Give back what nothing holds any more.
+    def clean(self) -> None:
+        """Give back what nothing holds any more."""
 
-        kept   tensors that live on, and have been written anew: they may be used again
-        """
-
-    def restart(self, rebuilds_resources: bool = False) -> None:
-        """Make it ready for work after `stop`. Raises DeviceFailedError.
-
-        rebuilds_resources   streams and handles are made anew too; all tensors are then unsafe till they are written
-        """
+    def restart(self) -> None:
+        """Make it ready for work after `stop`, but for its communicators. Raises DeviceFailedError."""
 
     def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """Make the device's communicators ready for work after `restart`.
+        """Make the device's communicators ready for work after `restart`, in place. Raises DeviceFailedError.
 
-        group            process group; None: all
+        group            what `communicator` has given, or torch's process group; None: all
         rebuilds_links   connections are made anew, since another process sits at an end of them
         """
+
+    def mark_safe(self, tensor: Any) -> None:
+        """A tensor has been written anew, and may be used again, though its memory had failed."""
+
+    def communicator(self) -> Communicator | None:
+        """The device's part of a process group of ttprun's that is being made; None: it has none in it."""
 
     def rng_state(self) -> bytes:
         """State of the device's random generator, b"" if it has none of its own."""
@@ -129,4 +142,4 @@ class Device(Protocol):
         """Put a state of `rng_state` back."""
 
     def memory(self) -> MemoryFigures:
-        """How much memory is used."""
+        """How much memory there is."""

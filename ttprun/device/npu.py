@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
-from ttprun.device.interface import DeviceFailedError, DeviceMissingError, Health, Identity, MemoryCheck, MemoryFigures
+from ttprun.device.errors import DeviceErrors, in_one_line
+from ttprun.device.interface import (
+    Communicator,
+    DeviceFailedError,
+    DeviceMissingError,
+    Health,
+    Identity,
+    MemoryCheck,
+    MemoryFigures,
+)
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
@@ -44,22 +52,17 @@ def why_not_loaded(error: BaseException) -> str:
 class NpuDevice:
     """One NPU.
 
-    torch_npu       the module
-    index           number of the device in this process
-    device_errors   as in the configuration
-    reinit          torch.distributed.reinit_process_group, which torch_npu puts there
+    torch_npu   the module
+    index       number of the device in this process
+    reinit      torch.distributed.reinit_process_group, which torch_npu puts there
     """
 
     kind = "npu"
-    is_simulated = False
 
-    def __init__(
-        self, torch_npu: Any, index: int, device_errors: Mapping[str, str], reinit: Callable[..., Any] | None
-    ) -> None:
+    def __init__(self, torch_npu: Any, index: int, reinit: Callable[..., Any] | None) -> None:
         self._torch_npu = torch_npu
         self._npu = torch_npu.npu
         self._index = index
-        self._errors = DeviceErrors(device_errors)
         self._reinit = reinit
 
     def identify(self) -> Identity:
@@ -70,20 +73,15 @@ class NpuDevice:
         with contextlib.suppress(AttributeError):
             versions["CANN"] = str(self._torch_npu.version.cann)
         name = str(self._npu.get_device_name(self._index))
-        return Identity(self.kind, name, self._index, self.is_simulated, versions)
+        return Identity(self.kind, name, self._index, versions)
 
     def health(self) -> Health:
         """Waits for what runs on the NPU."""
         try:
             self._npu.synchronize(self._index)
         except Exception as error:
-            diagnosis = self.classify(error)
-            return Health(False, (f"{diagnosis.fault}: {in_one_line(error)}",))
+            return Health(False, (f"{DeviceErrors({}).diagnose(error).fault}: {in_one_line(error)}",))
         return Health(True)
-
-    def classify(self, error: BaseException) -> Diagnosis:
-        """What an error says; behind "UCE ERROR" `check_memory` tells which memory it was."""
-        return self._errors.diagnose(error)
 
     def stop(self) -> None:
         """Abort all tasks; the process's other threads get "FORCE STOP" from then on."""
@@ -99,17 +97,13 @@ class NpuDevice:
         except ValueError:
             raise DeviceFailedError(f"check_uce_in_memory answers {answer} for NPU {self._index}") from None
 
-    def clean(self, kept: Iterable[Any] = ()) -> None:
-        """Empty the cache, and mark tensors as safe: else their use raises "unsafe data in the input tensor"."""
+    def clean(self) -> None:
+        """Empty the cache."""
         self._npu.empty_cache()
-        mark_safe = getattr(getattr(self._npu, "_recovery", None), "update_npu_tensor_to_safe", None)
-        if mark_safe is not None:
-            for tensor in kept:
-                mark_safe(tensor)
 
-    def restart(self, rebuilds_resources: bool = False) -> None:
+    def restart(self) -> None:
         """Repair the memory that failed, and take orders again."""
-        self._call("restart_device", self._index, rebuild_all_resources=rebuilds_resources)
+        self._call("restart_device", self._index)
 
     def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
         """Without new links all groups are resumed at once, whichever is given; with them each is rebuilt by itself."""
@@ -118,6 +112,16 @@ class NpuDevice:
         answer = self._reinit(group=group if rebuilds_links else None, rebuild_link=rebuilds_links)
         if rebuilds_links and group is not None and answer is None:
             raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} rebuilds no group but the default one")
+
+    def mark_safe(self, tensor: Any) -> None:
+        """Without this the use of a tensor whose memory had failed raises "unsafe data in the input tensor"."""
+        mark = getattr(getattr(self._npu, "_recovery", None), "update_npu_tensor_to_safe", None)
+        if mark is not None:
+            mark(tensor)
+
+    def communicator(self) -> Communicator | None:
+        """HCCL's groups are torch's own."""
+        return None
 
     def rng_state(self) -> bytes:
         """State of the NPU's generator."""
@@ -132,8 +136,7 @@ class NpuDevice:
 
     def memory(self) -> MemoryFigures:
         """Memory of the NPU."""
-        free, total = self._npu.mem_get_info(self._index)
-        return MemoryFigures(self._npu.memory_allocated(self._index), free, total)
+        return MemoryFigures(*self._npu.mem_get_info(self._index))
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """One of torch_npu's functions for recovery; whatever it raises, the device has failed."""

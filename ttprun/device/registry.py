@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from ttprun.device.cpu import CpuDevice
@@ -12,11 +12,8 @@ from ttprun.device.interface import Device
 _simulated: Device | None = None
 
 
-def current(device_errors: Mapping[str, str]) -> Device:
-    """The device of this process. Forked children and processes that have not touched a device have the processor.
-
-    device_errors   as in the configuration
-    """
+def current() -> Device:
+    """The device of this process. Forked children and processes that have not touched a device have the processor."""
     torch: Any = sys.modules.get("torch")
     torch_npu: Any = sys.modules.get("torch_npu")
     if _simulated is not None:
@@ -25,13 +22,19 @@ def current(device_errors: Mapping[str, str]) -> Device:
         from ttprun.device.npu import NpuDevice
 
         reinit = getattr(torch.distributed, "reinit_process_group", None)
-        return NpuDevice(torch_npu, torch_npu.npu.current_device(), device_errors, reinit)
+        return NpuDevice(torch_npu, torch_npu.npu.current_device(), reinit)
     if torch is not None and torch.cuda.is_initialized():
-        from ttprun.device import nvml
-        from ttprun.device.cuda import CudaDevice
+        return _gpu(torch, torch.cuda.current_device())
+    return CpuDevice()
 
-        return CudaDevice(torch, torch.cuda.current_device(), device_errors, nvml.load())
-    return CpuDevice(device_errors)
+
+@cache
+def _gpu(torch: Any, index: int) -> Device:
+    """One a process: each listens for what the driver tells of it."""
+    from ttprun.device import nvml
+    from ttprun.device.cuda import CudaDevice
+
+    return CudaDevice(torch, index, nvml.load())
 
 
 def simulate(device: Device | None) -> None:

@@ -8,12 +8,14 @@ are the processor's own: whoever breaks one says so with `fail_memory`. Begin wi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 from ttprun.device.npu import NpuDevice
+from ttprun.device.sim_hccl import SimulatedHccl
+from ttprun.device.updates import now_us
 
 RELEASES = ("2.1.0.post8", "2.7.1", "2.13.0")
 _NAME = "simulated Ascend NPU (no hardware)"
@@ -33,11 +35,11 @@ class Queue(IntEnum):
     SUSPECT_REMOTE_EXIT = 11
 
 
-# What an operation raises while the queue stands there.
+# What an operation raises while the queue stands there; {} is when the memory failed, in microseconds.
 TEXTS: dict[Queue, tuple[str, int]] = {
     Queue.UCE_EXIT: ("UCE ERROR", 507053),
     Queue.STOP_EXIT: ("FORCE STOP", 107022),
-    Queue.HBM_ECC_EXIT: ("HBM MULTI BIT ECC ERROR.time us= 1000.time is 1000", 507054),
+    Queue.HBM_ECC_EXIT: ("HBM MULTI BIT ECC ERROR.time us= {0}.time is {0}", 507054),
     Queue.SUSPECT_MEM_EXIT: ("SUSPECT MEM ERROR", 507055),
     Queue.HCCS_LINK_EXIT: ("HCCS LINK ERROR", 507056),
     Queue.HCCL_OP_RETRY_EXIT: ("HCCL OP RETRY FAILED", 507904),
@@ -46,19 +48,28 @@ TEXTS: dict[Queue, tuple[str, int]] = {
 _LOST = ("AclrtSynchronizeStreamWithTimeout", 507010)
 
 
+def in_full(text: str, code: int) -> RuntimeError:
+    """An error in the full shape of torch_npu's."""
+    return RuntimeError(
+        f"operator():simulated NPU function error: {text}, error code is {code}\n"
+        "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed (simulated)"
+    )
+
+
 class SimulatedTorchNpu:
     """Takes the place of the module torch_npu.
 
-    release   one of RELEASES, whose signatures and return codes it has
+    release    one of RELEASES, whose signatures and return codes it has
+    clock_us   the device's clock
     """
 
-    def __init__(self, release: str = RELEASES[-1]) -> None:
+    def __init__(self, release: str = RELEASES[-1], clock_us: Callable[[], int] = now_us) -> None:
         self.__version__ = f"{release}+simulated"
         self.version = SimpleNamespace(cann="simulated")
-        self.npu: Any = {RELEASES[0]: _Npu21, RELEASES[1]: _Npu27, RELEASES[2]: _Npu}[release]()
+        self.npu: Any = {RELEASES[0]: _Npu21, RELEASES[1]: _Npu27, RELEASES[2]: _Npu}[release](clock_us)
 
     def reinit_process_group(self, group: Any = None, rebuild_link: bool = True) -> Any:
-        """torch.distributed.reinit_process_group: there is no HCCL here, so this only notes what was asked for."""
+        """torch.distributed.reinit_process_group: communicators that a stop has aborted work again."""
         return self.npu.reinit(group, rebuild_link)
 
 
@@ -69,21 +80,23 @@ class _Npu:
     has_ecc    an HBM ECC error was among what it met
     failed     (address, size) of memory that has failed
     rebuilt    what reinit_process_group was asked for: (group, rebuild_link)
+    stops      how often it was stopped
+    marked     how many tensors were marked as safe
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock_us: Callable[[], int]) -> None:
         self.queue = Queue.RUN
         self.is_lost = self.has_ecc = False
         self.failed: list[tuple[int, int]] = []
         self.rebuilt: list[tuple[Any, bool]] = []
+        self.stops = self.marked = 0
+        self._clock_us = clock_us
+        self._failed_at_us = 0
         self._holders: list[weakref.ref[Any]] = []
         self._outside: list[int] = []
-        self._unsafe: set[int] = set()
-        self._safe: set[int] = set()
-        self._are_all_unsafe = False
-        self._recovery = SimpleNamespace(
-            update_npu_tensor_to_safe=self._mark_safe, check_npu_tensor_is_safe=self._is_safe
-        )
+        self._unsafe: dict[int, weakref.ref[Any]] = {}
+        self._communicators: list[weakref.ref[SimulatedHccl]] = []
+        self._recovery = SimpleNamespace(update_npu_tensor_to_safe=self._mark_safe)
 
     # What breaks it.
 
@@ -91,6 +104,7 @@ class _Npu:
         """The memory of a tensor has failed; it is persistent for as long as the tensor lives."""
         self.failed.append((tensor.data_ptr(), tensor.nbytes))
         self._holders.append(weakref.ref(tensor))
+        self._failed_at_us = self._clock_us()
         self.queue = queue
         self.has_ecc = self.has_ecc or queue is Queue.HBM_ECC_EXIT
 
@@ -107,12 +121,9 @@ class _Npu:
     def error(self) -> RuntimeError:
         """What an operation raises in the present state, in the full shape of torch_npu's errors."""
         text, code = _LOST if self.is_lost else TEXTS[self.queue]
-        return RuntimeError(
-            f"operator():simulated NPU function error: {text}, error code is {code}\n"
-            "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed (simulated)"
-        )
+        return in_full(text.format(self._failed_at_us), code)
 
-    def operate(self, *tensors: Any) -> None:
+    def operate(self, tensors: Iterable[Any] = ()) -> None:
         """Any operation on the device, with its inputs: raises what it meets."""
         if self.is_lost or self.queue is not Queue.RUN:
             raise self.error()
@@ -120,11 +131,32 @@ class _Npu:
             raise RuntimeError("There is unsafe data in the input tensor")
 
     def _is_safe(self, tensor: Any) -> bool:
-        address = tensor.data_ptr()
-        return address in self._safe or (address not in self._unsafe and not self._are_all_unsafe)
+        """Memory that is given back and taken again is safe."""
+        holder = self._unsafe.get(tensor.data_ptr())
+        return holder is None or holder() is None
 
     def _mark_safe(self, tensor: Any) -> None:
-        self._safe.add(tensor.data_ptr())
+        self._unsafe.pop(tensor.data_ptr(), None)
+        self.marked += 1
+
+    # Communicators.
+
+    def new_communicator(self) -> SimulatedHccl:
+        """HCCL's part of a process group."""
+        made = SimulatedHccl(self.operate, in_full(*TEXTS[Queue.STOP_EXIT]))
+        self._communicators.append(weakref.ref(made))
+        return made
+
+    def _living_communicators(self) -> list[SimulatedHccl]:
+        return [found for ref in self._communicators if (found := ref()) is not None]
+
+    def reinit(self, group: Any, rebuild_link: bool) -> Any:
+        """What reinit_process_group of this release does and answers."""
+        self.rebuilt.append((group, rebuild_link))
+        for found in self._living_communicators():
+            if not rebuild_link or found is group:
+                found.is_stopped = False
+        return (group or "default group") if rebuild_link else None
 
     # torch_npu.npu.
 
@@ -144,19 +176,21 @@ class _Npu:
         """All tasks are aborted; 0, or 1 if that failed."""
         if self.is_lost:
             return 1
+        self.stops += 1
         self.queue = Queue.STOP_EXIT
+        for found in self._living_communicators():
+            found.is_stopped = True
         return 0
 
     def restart_device(
         self, device_id: int, rebuild_all_resources: bool = False, disable_tensor_unsafe_check: bool = False
     ) -> None:
-        """Memory that failed is repaired, and what was in it is unsafe; or all is, if streams are made anew."""
+        """Memory that failed is repaired, and what was in it is unsafe; new streams are not simulated."""
         if self.is_lost:
             raise self.error()
-        self._safe = set()
+        assert not rebuild_all_resources
         if not disable_tensor_unsafe_check:
-            self._unsafe.update(address for address, _ in self.failed)
-            self._are_all_unsafe = self._are_all_unsafe or rebuild_all_resources
+            self._unsafe |= {held.data_ptr(): ref for ref in self._holders if (held := ref()) is not None}
         self.failed, self._holders, self._outside = [], [], []
         self.queue, self.has_ecc = Queue.RUN, False
 
@@ -171,9 +205,6 @@ class _Npu:
         if self._outside:
             return 1
         return 3 if any(holder() is not None for holder in self._holders) else 2
-
-    def _get_uce_addr(self) -> list[dict[str, int]]:
-        return [{"ptr": address, "size": size} for address, size in self.failed]
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
@@ -194,15 +225,6 @@ class _Npu:
         """Nothing is used."""
         return _TOTAL_BYTES, _TOTAL_BYTES
 
-    def memory_allocated(self, device_id: int) -> int:
-        """Nothing is used."""
-        return 0
-
-    def reinit(self, group: Any, rebuild_link: bool) -> Any:
-        """What reinit_process_group of this release does and answers."""
-        self.rebuilt.append((group, rebuild_link))
-        return (group or "default group") if rebuild_link else None
-
 
 class _Npu27(_Npu):
     """Release 2.7."""
@@ -218,18 +240,27 @@ class _Npu21(_Npu27):
         super().stop_device(device_id)
 
     def reinit(self, group: Any, rebuild_link: bool) -> None:
-        self.rebuilt.append(("default group" if rebuild_link else None, rebuild_link))
+        super().reinit("default group" if rebuild_link else None, rebuild_link)
 
 
 class SimulatedNpu(NpuDevice):
-    """The device of `inject-fault uce-low` and the like, and of tests: `npu.py` on a simulated torch_npu.
+    """The device of `inject-fault uce-low` and the like, of `--simulate-npu`, and of tests: `npu.py` on a simulated
+    torch_npu.
 
     module   the simulated torch_npu, to break it
     """
 
     kind = "sim"
-    is_simulated = True
 
-    def __init__(self, device_errors: Mapping[str, str], release: str = RELEASES[-1]) -> None:
-        self.module = SimulatedTorchNpu(release)
-        super().__init__(self.module, 0, device_errors, self.module.reinit_process_group)
+    def __init__(self, release: str = RELEASES[-1], clock_us: Callable[[], int] = now_us) -> None:
+        self.module = SimulatedTorchNpu(release, clock_us)
+        super().__init__(self.module, 0, self.module.reinit_process_group)
+
+    def counters(self) -> dict[str, int]:
+        """How often it was stopped, and how many tensors were marked as safe."""
+        return {"stops": self.module.npu.stops, "marked_safe": self.module.npu.marked}
+
+    def communicator(self) -> SimulatedHccl:
+        """HCCL's part of a process group that is being made."""
+        communicator: SimulatedHccl = self.module.npu.new_communicator()
+        return communicator

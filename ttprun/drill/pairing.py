@@ -22,7 +22,7 @@ EFFECTS = {
 # A fault that only delays a rank comes to nothing if it is over before anybody is missed.
 PASSING = ("stop", "sleep", "deadlock", "busy", "silent", "cut-off")
 # Either end of a broken link may be the one that is missed.
-_OF_LINKS = ("reset", "silent", "cut-off")
+_OF_LINKS = ("reset", "silent", "cut-off", "link")
 # An incident is opened so soon, at most, after what opens it was written down.
 _NEAR_S = 2.0
 
@@ -93,9 +93,9 @@ def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:
     if kind in WITHOUT_INCIDENT:
         return replace(struck, effect=EFFECTS[kind])
     after = [other for other in log if other.get("at_s", 0.0) >= at_s]
-    noticed = next((other for other in after if _is_loss(other) and other["pid"] == event["pid"]), None)
-    if noticed is None and kind in _OF_LINKS:
-        noticed = _broken_link(event, after)
+    noticed = _broken_link(event, after) if kind in _OF_LINKS else None
+    if noticed is None:
+        noticed = next((other for other in after if _is_loss(other) and other["pid"] == event["pid"]), None)
     if noticed is None and kind == "nan":
         named = (other for other in after if other["event"] == "nan_found" and other["rank"] == event["rank"])
         noticed = next(named, None)

@@ -162,6 +162,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     session.journal.clear()
     with session.changed:
         session.is_applying = True
+    session.updates.begin()
     session.touch(Phase.STEPPING)
     faults.reached("in_step")
 
@@ -177,6 +178,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session.replay.after_step()
         return
     faults.reached_step_end()
+    session.updates.end()
     if session.is_recorded():
         session.kept_weights.note(session.applied + 1)
     if session.snapshots.is_due(session.applied + 1):

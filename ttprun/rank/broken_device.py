@@ -21,19 +21,19 @@ from ttprun.rank.tensor_bytes import bytes_of
 _GARBAGE = random.Random(1).randbytes(4093)
 
 
-def break_device(session: Session, kind: str) -> tuple[str, RuntimeError]:
+def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
     """Break the simulated device of this process, as `kind` says; from now on it is the process's device.
 
-    returns   what was done, and the error that an operation of the script meets
+    returns   what was done, and the error that an operation of the script meets; None: the next collective meets it
 
     Raises ValueError if there is nothing to break yet.
     """
-    device = registry.current({})
+    device = registry.current()
     if not isinstance(device, SimulatedNpu):
-        device = SimulatedNpu(session.options["device_errors"])
+        device = SimulatedNpu()
     npu = device.module.npu
     ruined: list[torch.Tensor] = []
-    if kind in ("uce-high", "uce-fatal"):
+    if kind in ("uce-high", "uce-fatal", "ecc"):
         ruined = boundary.stepped_tensors()
         if not ruined:
             raise ValueError("no optimizer holds a parameter yet")
@@ -41,20 +41,31 @@ def break_device(session: Session, kind: str) -> tuple[str, RuntimeError]:
         ruined = list(_gradients(session))
     for tensor in ruined:
         ruin(tensor)
-    if kind == "uce-high":
+    if kind in ("uce-high", "ecc"):
         for tensor in ruined:
-            npu.fail_memory(tensor)
+            npu.fail_memory(tensor, Queue.UCE_EXIT if kind == "uce-high" else Queue.HBM_ECC_EXIT)
     elif kind == "uce-low":
         npu.fail_memory(torch.empty(1))  # an activation, which nothing holds any more
     elif kind == "uce-fatal":
         npu.fail_memory_of_library()
     elif kind == "link":
-        npu.queue = Queue.HCCS_LINK_EXIT
+        return _break_link(session, device)
     else:
         npu.lose()
     registry.simulate(device)
     size = sum(tensor.nbytes for tensor in ruined)
     return f"simulated device; {len(ruined)} tensors ({size} bytes) hold garbage", npu.error()
+
+
+def _break_link(session: Session, device: SimulatedNpu) -> tuple[str, None]:
+    groups = list(session.groups.values())
+    if not groups:
+        raise ValueError("the script has no process group")
+    registry.simulate(device)
+    for group in groups:
+        group.move_to_device()
+    device.module.npu.queue = Queue.HCCS_LINK_EXIT
+    return "simulated device; its next collective fails", None
 
 
 def ruin(tensor: torch.Tensor) -> None:

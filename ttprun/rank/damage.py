@@ -193,7 +193,7 @@ def _wait_for_agent() -> None:
 # What breaks devices, links or data.
 
 
-def _break_device(session: Session, kind: str) -> tuple[str, RuntimeError]:
+def _break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
     from ttprun.rank import broken_device
 
     return broken_device.break_device(session, kind)

@@ -9,6 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ttprun.board import Board, Phase
+from ttprun.device import registry
+from ttprun.device.sim import SimulatedNpu
 from ttprun.faults import parse_fault
 from ttprun.rank import (
     appends,
@@ -54,6 +56,8 @@ def install(presence: Presence) -> None:
     leave_in_children()
     for ordered in presence.welcome["faults"]:
         faults.arm(ordered["number"], parse_fault(ordered["fault"]))
+    if options["simulates_npu"]:
+        registry.simulate(SimulatedNpu())
     if options["allow_faults"]:
         faults.watch_modules()
     if options["may_rerun"]:
@@ -113,5 +117,8 @@ def make_session(presence: Presence) -> Session:
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,
     )
-    journal.tell_broken = lambda reason, after_s: session.tell_broken(session.generation, reason, after_s)
+    journal.diagnose = session.diagnose
+    journal.tell_broken = lambda entry, after_s: session.tell_broken(
+        session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.device_fault_of(entry.error)
+    )
     return session

@@ -153,7 +153,10 @@ def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[Ba
 
 def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
     """What an exception says of the device; from this table and the configuration's additions."""
-    return DeviceErrors(presence.welcome["options"]["device_errors"]).diagnose(error)
+    module = sys.modules.get("ttprun.rank.session")
+    session = module.current() if module is not None else None
+    table = DeviceErrors(presence.welcome["options"]["device_errors"])
+    return table.diagnose(error, session.updates if session is not None else None)
 
 
 _presence: Presence | None = None

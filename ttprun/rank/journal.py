@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.rank.operations import signature_of
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ class Journal:
     `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
     stays in the journal for the recovery to issue.
 
-    tell_broken   called with a reason when an operation has failed and no fault has been heard of
+    tell_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
     admit         called by a thread that waits; what it raises ends the wait
+    diagnose      what an operation's error says of the device or the connection
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -137,8 +139,9 @@ class Journal:
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
         self.is_frozen = False
-        self.tell_broken: Callable[[str, float], None] = lambda reason, after_s: None
+        self.tell_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
+        self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
@@ -213,7 +216,8 @@ class Journal:
     def wait(self, entry: Entry) -> None:
         """Block until the entry has completed, through any number of recoveries.
 
-        Raises the backend's error if no recovery takes the operation up within PATIENCE_S.
+        Raises the backend's error if no recovery takes the operation up within PATIENCE_S, and at once if it is one of
+        the device that no new connection answers.
         """
         failed: Any = None
         while not entry.is_done:
@@ -226,13 +230,27 @@ class Journal:
             try:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:
-                if not inner.is_completed():
+                diagnosis = self.diagnose(error)
+                if not (inner.is_completed() or (entry.group.is_on_device and diagnosis.is_known)):
                     continue
                 failed = inner
-                with self.lock:
-                    entry.error = error.with_traceback(None)
+                if self._is_for_script(entry, inner, error, diagnosis):
+                    raise
             else:
                 entry.group.complete(entry, inner)
+
+    def _is_for_script(self, entry: Entry, inner: Any, error: Exception, diagnosis: Diagnosis) -> bool:
+        """Whether an operation's error must end the script's run, since connecting anew is no answer to it; else it is
+        noted, and the operation waits for a recovery.
+
+        What comes of an operation that a recovery has taken up already is that recovery's own doing.
+        """
+        with self.lock:
+            entry.error = error.with_traceback(None)
+            if diagnosis.can_wait or self.is_frozen or entry.inner is not inner:
+                return False
+            self.drop(entry)
+            return True
 
     def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
         started = time.monotonic()
@@ -244,7 +262,7 @@ class Journal:
                 end = time.monotonic() + PATIENCE_S
             elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
                 is_told = True
-                self.tell_broken(f"{entry.op}: {entry.error}", TELL_AFTER_S)
+                self.tell_broken(entry, TELL_AFTER_S)
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
                 raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
@@ -255,8 +273,10 @@ class Journal:
 
         The future stays pending through a recovery; if none comes within PATIENCE_S, it gets the error.
         """
+        diagnosis = self.diagnose(error)
         with self.lock:
-            entry.error, entry.failed = error.with_traceback(None), inner
+            entry.failed = inner
+            self._is_for_script(entry, inner, error, diagnosis)  # then it is not in the journal any more
             is_in_journal = entry in self.entries
             is_first = is_in_journal and not self._is_watching
             self._is_watching = self._is_watching or is_first
@@ -283,7 +303,7 @@ class Journal:
                     self.news.wait(0.2)
             if must_tell:
                 is_told = True
-                self.tell_broken(f"{failed[0].op}: {failed[0].error}", TELL_AFTER_S)
+                self.tell_broken(failed[0], TELL_AFTER_S)
         for entry in failed:
             self.drop(entry)
             if not entry.is_done:

@@ -35,6 +35,12 @@ OPERATIONS = {
     "all_to_all_single": (1, 0),
     "barrier": (None, None),
 }
+# The same of those between two ranks, which are not repaired.
+POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
+    "send": (0, None),
+    "recv": (None, 0),
+    "recv_anysource": (None, 0),
+}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

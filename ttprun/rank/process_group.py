@@ -11,6 +11,7 @@ Which operations there are, and what of their arguments is input and output, is 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,68 +20,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.board import OPERATION_NAMES, Phase
+from ttprun.board import OPERATION_NAMES
+from ttprun.device import registry
 from ttprun.rank import broken_links, faults
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
-from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry, Journal
-from ttprun.rank.operations import OPERATIONS, tensors_in, with_tensors_replaced
-from ttprun.rank.session import Session, current
+from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry
+from ttprun.rank.operations import OPERATIONS, POINT_TO_POINT, tensors_in, with_tensors_replaced
+from ttprun.rank.session import Session
 from ttprun.rank.verification import look_for_nan
+from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
-POINT_TO_POINT = ("send", "recv", "recv_anysource")
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
-
-
-class ManagedWork(Work):
-    """What a collective returns to the script, or to DDP's reducer."""
-
-    def __init__(self, journal: Journal, entry: Entry) -> None:
-        super().__init__()
-        self._journal = journal
-        self._entry = entry
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the collective has really completed; `timeout` is the backend's own."""
-        self.synchronize()
-        return True
-
-    def synchronize(self) -> None:
-        """As wait()."""
-        session = current()
-        if session is not None and not self._entry.is_done:
-            session.touch(Phase.WAITING)
-        try:
-            self._journal.wait(self._entry)
-        finally:
-            if session is not None:
-                session.touch(Phase.COMPUTING)
-
-    def is_completed(self) -> bool:
-        """Whether the collective has completed."""
-        entry = self._entry
-        return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
-
-    def is_success(self) -> bool:
-        """As is_completed(): an operation that failed is still under way, in the next generation."""
-        return self.is_completed()
-
-    def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
-        return self._entry.outputs
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors; it stays pending through a recovery."""
-        entry = self._entry
-        if entry.future is not None:
-            return entry.future
-        future = entry.make_future()
-        if entry.is_done:
-            entry.settle(entry.outputs)
-        elif entry.inner is not None:
-            entry.group.bridge(entry, entry.inner)
-        return future
 
 
 class ManagedGroup(ProcessGroup):
@@ -91,6 +43,7 @@ class ManagedGroup(ProcessGroup):
     op_limit      the time-out that the script asked for
     number        groups are numbered in the order in which the script makes them
     is_joined     all members have come together in it once; till then the main thread is the one that connects
+    has_new_peers  since it was last connected, another process has taken a member's place
     """
 
     def __init__(
@@ -108,12 +61,14 @@ class ManagedGroup(ProcessGroup):
         session.groups_count += 1
         self.number = session.groups_count
         self.is_joined = False
+        self.has_new_peers = False
         self._description = ""
         self._rank = rank
         self._size = size
         self._op_limit = op_limit
         self._connection: Connection | None = None
         self._native: Any = None
+        self._communicator = registry.current().communicator()
         self._connecting = threading.Lock()
         session.groups[name] = self
 
@@ -197,6 +152,8 @@ class ManagedGroup(ProcessGroup):
         return self._connection is not None and self._connection.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
+        if self._communicator is not None and self.has_new_peers:
+            registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
         connection = Connection(self._exchange, generation, self._key, self._rank, self._size, self._op_limit)
         native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
@@ -207,6 +164,7 @@ class ManagedGroup(ProcessGroup):
         with self._session.journal.lock:
             self._connection = connection
             self._native = native
+            self.has_new_peers = False
 
     @property
     def connection(self) -> Connection | None:
@@ -218,15 +176,40 @@ class ManagedGroup(ProcessGroup):
         if self._connection is not None:
             self._connection.cut()
 
-    def forget_connection(self) -> None:
-        """Drop a broken connection; its operations have all failed or completed."""
+    def forget_connection(self, has_new_peers: bool = False) -> None:
+        """Drop a broken connection; its operations have all failed or completed.
+
+        has_new_peers   another process takes the place of a member
+        """
         self._connection = None
         self._native = None
+        self.has_new_peers = self.has_new_peers or has_new_peers
 
     def abandon_connection(self) -> None:
         """An operation on the broken connection does not end: it is left alone, and so is the backend."""
         if self._connection is not None:
             self._connection.abandon()
+
+    # The device.
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device has a part in this group, and not only the connection."""
+        return self._communicator is not None
+
+    @property
+    def calls_on_device(self) -> Counter[str]:
+        """Operation -> how often it was issued on the device by this process."""
+        return Counter() if self._communicator is None else self._communicator.calls
+
+    def move_to_device(self) -> None:
+        """The process has another device since the group was made."""
+        if self._communicator is None:
+            self._communicator = registry.current().communicator()
+
+    def device_fault_of(self, error: BaseException | None) -> str:
+        """What an operation's error says of the device; "" if it is one of the connection, or none that is known."""
+        return self._session.diagnose(error).name if self.is_on_device and error is not None else ""
 
     # Operations.
 
@@ -279,11 +262,7 @@ class ManagedGroup(ProcessGroup):
             if session.is_repairable() or journal.is_frozen:
                 journal.entries.append(entry)
             if not journal.is_frozen:
-                try:
-                    entry.inner = self._call(op, args)
-                except Exception:
-                    journal.drop(entry)
-                    raise
+                entry.inner = self._begin(entry)
         look_for_nan(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)
@@ -318,15 +297,30 @@ class ManagedGroup(ProcessGroup):
             except RuntimeError as error:
                 if not framework.is_of_connection(error):
                     raise
-                entry.error = error.with_traceback(None)  # whoever waits for it waits for a recovery
+                entry.inner = Refused(error)  # whoever waits for it waits for a recovery
             journal.entries.append(entry)
         faults.reached("collective")
         return ManagedWork(journal, entry)
 
+    def _begin(self, entry: Entry) -> Any:
+        """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
+        try:
+            return self._call(entry.op, entry.args)
+        except Exception as error:
+            diagnosis = self._session.diagnose(error)
+            if diagnosis.is_known and diagnosis.can_wait and self._session.is_repairable():
+                return Refused(error)
+            self._session.journal.drop(entry)
+            raise
+
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
         if self._native is None:
             raise RuntimeError(f"process group {self._name!r} has been destroyed")
-        return getattr(self._native, op)(*args)
+        if self._communicator is None:
+            return getattr(self._native, op)(*args)
+        inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
+        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
+        return self._communicator.issue(self._native, op, args, inputs)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Only the root's tensors matter to a broadcast."""

@@ -19,8 +19,9 @@ from typing import Any
 
 from ttprun.board import Field, Phase
 from ttprun.channel import Message
+from ttprun.device.interface import DeviceFailedError
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, faults, repair, replicated, shares
+from ttprun.rank import damage, faults, on_device, repair, replicated, shares
 from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
@@ -109,13 +110,16 @@ class Recovery:
                 getattr(self, f"_on_{message['op']}")(message)
             except (OvertakenError, GenerationOverError):
                 continue
+            except DeviceFailedError as error:
+                on_device.give_up_process(session, error)
             except Exception as error:
                 if self._newest_generation > message["generation"]:
                     continue
                 if message["op"] == "resume" and isinstance(error, RuntimeError | OSError):
                     # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
                     if not self._hears_of_fault(message["generation"]):
-                        session.tell_broken(message["generation"], str(error), TELL_AFTER_S)
+                        fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
+                        session.tell_broken(message["generation"], str(error), TELL_AFTER_S, fault)
                     continue
                 detail = "" if isinstance(error, replicated.NotRepairableError) else traceback.format_exc()
                 session.channel.send(
@@ -150,11 +154,13 @@ class Recovery:
             session.is_holding = True
             session.settle_at = 0
             session.changed.notify_all()
-        self._break_connections()
-        with session.changed:
-            while session.is_applying:
-                session.changed.wait(LOOK_AGAIN_S)
-                self._check_overtaken()
+        groups = self._groups()
+        if any(group.is_on_device for group in groups):
+            self._let_step_end()  # a stop would leave its tensors half changed
+        on_device.stop(groups)
+        self._break_connections(has_new_peers=bool(message["lost"]))
+        on_device.restart(groups)
+        self._let_step_end()
         self._settle(message["survivors"])
         state = replicated.digest() if session.applied else ""
         session.channel.send(
@@ -168,11 +174,21 @@ class Recovery:
             }
         )
 
-    def _break_connections(self) -> None:
+    def _let_step_end(self) -> None:
+        """Wait for the end of the optimizer step under way, if there is one."""
+        session = self._session
+        with session.changed:
+            while session.is_applying:
+                session.changed.wait(LOOK_AGAIN_S)
+                self._check_overtaken()
+
+    def _break_connections(self, has_new_peers: bool = False) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
         Operations between ranks that live are let finish first, for a moment: one that is cut while its messages are
         under way may never end.
+
+        has_new_peers   another process takes the place of one at the other end
         """
         session = self._session
         groups = self._groups()
@@ -195,7 +211,7 @@ class Recovery:
         for entry in session.journal.unfinished():
             session.journal.attach(entry, None)
         for group in groups:
-            group.forget_connection()
+            group.forget_connection(has_new_peers)
 
     def _settle(self, survivors: list[int]) -> None:
         """Come to the one boundary at which all survivors stand.
@@ -270,6 +286,9 @@ class Recovery:
             self._go_live(message)
             return
         started = time.monotonic()
+        groups = self._groups()
+        did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
+        on_device.resume_communicators(groups)
         again = self._issued_again = []
         is_connected = False
         while True:
@@ -283,6 +302,7 @@ class Recovery:
             if entry is None:
                 self._connect_up_to(None)
                 session.channel.send({"op": "rebuilt", "generation": session.generation})
+                on_device.tell_of_groups(session, groups, did)
                 is_connected = True
                 continue
             if not entry.group.is_connected_in(session.generation):
@@ -332,6 +352,7 @@ class Recovery:
             group.connect_in(session.generation)
             group.is_joined = True
         session.channel.send({"op": "rebuilt", "generation": session.generation})
+        on_device.tell_of_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, message["expected"])
         session.verifier.prove_from(replay.boundary)
         replay.live.set()

@@ -13,6 +13,7 @@ import msgpack
 import torch
 import xxhash
 
+from ttprun.device import registry
 from ttprun.rank import boundary
 from ttprun.rank.session import current
 from ttprun.rank.tensor_bytes import bytes_of
@@ -80,13 +81,14 @@ def digest() -> str:
 
 
 def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
-    """Make this rank hold what another one has described.
+    """Make this rank hold what another one has described; its device may use that again, whatever was there before.
 
     header  as `describe` gives it
     fill    called with the key of each tensor, in that order, and with the tensor to write its elements to
 
     Raises NotRepairableError if this rank's parameters are not like those.
     """
+    device = registry.current()
     held = list(_parameters())
     if len(held) != len(header):
         raise NotRepairableError(f"this rank's optimizers hold {len(held)} parameters, and {len(header)} are to come")
@@ -94,6 +96,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
             raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and one of {shape} is to come")
         fill(f"{name}/{WEIGHT}", parameter.detach())
+        device.mark_safe(parameter)
         if not entries:
             optimizer.state.pop(parameter, None)
             continue
@@ -108,6 +111,7 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or list(tensor.shape) != entry_shape:
                 tensor = torch.empty(entry_shape, dtype=kind)
             fill(f"{name}/{key}", tensor)
+            device.mark_safe(tensor)
             new[key] = tensor
         old.clear()
         old.update(new)

@@ -82,7 +82,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
     why_not = _why_not(session)
     if not why_not and diagnosis.is_known:
         try:
-            device = registry.current(session.options["device_errors"])
+            device = registry.current()
             device.stop()
             diagnosis = refined(diagnosis, device.check_memory())
             why_not = "" if diagnosis.can_stay else f"its device says {diagnosis.name}"
@@ -140,11 +140,12 @@ def _leave(
 def _make_ready(device: Device, diagnosis: Diagnosis) -> None:
     """The run is forgotten, and with it all tensors: have the device repaired and ready for the next run.
 
-    Raises DeviceFailedError, also if something still holds memory that has failed: another process would not.
+    Raises DeviceFailedError, also if something still holds memory that has failed: another process would not. Where the
+    device cannot tell, it raises an error of its own if such memory is used.
     """
     device.clean()
     is_held = diagnosis.fault is DeviceFault.MEMORY_PERSISTENT and device.check_memory() is MemoryCheck.PERSISTENT
-    if is_held:
+    if is_held and not diagnosis.is_dated:
         raise DeviceFailedError("tensors outlive the script's run, and hold memory that has failed")
     device.restart()
     device.rebuild_communicators()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ttprun.board import OPERATION_NAMES, Board, Field, Phase
+from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.device.updates import UpdateTimes
 
 CONNECT = OPERATION_NAMES.index("connect")
 
@@ -44,6 +46,7 @@ class Session:
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     is_over       this run of the script has ended with an exception
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
+    updates       when this run of the script has last stepped an optimizer
     """
 
     rank: int
@@ -76,6 +79,7 @@ class Session:
     recovery: Recovery | None = None
     expected: Expected | None = None
     framework: Framework | None = None
+    updates: UpdateTimes = field(default_factory=UpdateTimes)
     changed: threading.Condition = field(default_factory=threading.Condition)
     pid: int = field(default_factory=os.getpid)
 
@@ -116,15 +120,19 @@ class Session:
             board.set(row, Field.MEETINGS, board.get(row, Field.MEETINGS) + 1)
         self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
 
-    def tell_broken(self, generation: int, reason: str, after_s: float) -> None:
+    def diagnose(self, error: BaseException) -> Diagnosis:
+        """What an exception says of the device, or of a connection."""
+        return DeviceErrors(self.options["device_errors"]).diagnose(error, self.updates)
+
+    def tell_broken(self, generation: int, reason: str, after_s: float, device_fault: str = "") -> None:
         """Say that the connections of a generation are broken, though no fault has been heard of.
 
-        after_s   seconds since they broke
+        after_s        seconds since they broke
+        device_fault   what the device says of it; "" if they are none of a device's
         """
         if self.is_repairable():
-            self.channel.send(
-                {"op": "broken", "generation": generation, "reason": _in_short(reason), "after_s": after_s}
-            )
+            told = {"reason": _in_short(reason), "after_s": after_s, "device_fault": device_fault}
+            self.channel.send({"op": "broken", "generation": generation, **told})
 
     def give_up_protection(self, reason: str) -> None:
         """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""

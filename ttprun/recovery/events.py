@@ -210,16 +210,23 @@ class ConnectionBroken(Event):
 
     generation         of the connections
     boundary           newest boundary that all ranks have passed
+    rank               whose device has lost a link; None: nobody's, or it is not known whose
     detected_after_s   seconds since anything last moved
+    device_fault       what the device has told, "" if it is no device's
     reason             who noticed, and how
     """
 
     generation: int
     boundary: int
+    rank: int | None = None
     detected_after_s: float = 0.0
+    device_fault: str = ""
     reason: str = ""
 
-    kind: ClassVar[str] = "connection"
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "connection", "link"."""
+        return self.device_fault or "connection"
 
     @property
     def sentence(self) -> str:

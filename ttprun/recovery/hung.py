@@ -9,10 +9,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import ConnectionBroken, DeadlinePassed, MismatchFound, RankDiverged, RankHung
+from ttprun.recovery.events import (
+    ConnectionBroken,
+    DeadlinePassed,
+    MismatchFound,
+    RankDiverged,
+    RankExited,
+    RankHung,
+)
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
-from ttprun.recovery.job import NOBODY, Fault, Job, Life, Phase
-from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, open_incident, restart_group, unchanged
+from ttprun.recovery.job import NOBODY, Fault, Job, Life, Member, Phase, name_ranks
+from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, drain, open_incident, restart_group, unchanged
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 
 
@@ -91,15 +98,19 @@ def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = 
 def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     """RUNNING: nobody died and nobody hangs, so all connect anew; if that has not helped before, the group restarts.
 
+    If it is a rank's device that has told of it, that rank is tried in a new process before.
+
     A job that cannot be repaired is left alone: the script gets the error of its backend, as under torchrun.
     """
     if job.finished or why_not_protected(job, job.survivors[0]):
         return unchanged(job, event)
     fault = Fault(rank=NOBODY, kind=event.kind, boundary=event.boundary)
     job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
+    times = sum(past.rank == NOBODY for past in job.faults)
+    if times == job.settings.max_reconnects + 1 and event.rank is not None:
+        return lose_to_device(job, event, job.members[event.rank])
     job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
     job = job.with_incident(rung="reconnect")
-    times = job.faults.count(fault)
     if "reconnect" not in job.settings.rungs:
         return restart_group(job, event.at_s, "connecting anew is switched off (rungs)")
     if times > job.settings.max_reconnects:
@@ -109,8 +120,30 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     return begin_attempt(job, event.at_s)
 
 
+def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
+    """A rank's device does not find its links again: in a new process it makes all of them anew."""
+    lost = RankExited(
+        at_s=event.at_s,
+        rank=member.rank,
+        pid=member.pid or 0,
+        code=None,
+        signal=None,
+        boundary=event.boundary,
+        detected_after_s=event.detected_after_s,
+        device_fault=event.device_fault,
+        reason=f"connecting anew has not helped: {event.reason}",
+    )
+    job, actions = answer_fault(job, lost)
+    return job, (KillRank(member.rank, lost.sentence), *actions)
+
+
 def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
-    """RESUMING: the new connections have broken too; another attempt, if one is left."""
+    """RESUMING: the new connections have broken too; another attempt, if one is left.
+
+    If it is a rank's device that does not find its links again, that rank is tried in a new process.
+    """
+    if event.rank is not None and job.incident is not None and not job.finished and "replace" in job.settings.rungs:
+        return lose_to_device(job, event, job.members[event.rank])
     return try_again(job, event.at_s, event.sentence, "connect anew")
 
 
@@ -124,16 +157,19 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
 
 
 def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
-    """Another attempt, if one is left, though no process has ended.
+    """Another attempt, if one is left, though no process has been lost.
 
     fault      a sentence that goes on from "then"
     what_for   goes on from "attempts to"
     """
+    attempt = 1
     if job.incident is None:  # it was only for a checkpoint that all stood still
         job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
-        return begin_attempt(job, at_s)
-    attempt = job.incident.attempt + 1
-    job = job.with_incident(reason=f"{job.incident.reason}, then {fault}")
+    else:
+        attempt += job.incident.attempt
+        job = job.with_incident(reason=f"{job.incident.reason}, then {fault}")
+    if job.finished:
+        return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
         return restart_group(job, at_s, why)

@@ -16,8 +16,9 @@ class Incident:
     Those from `freeze_s` to `reissue_s` are of the last attempt, but for `spawn_s`: the slowest start of all attempts.
 
     id            1 for the job's first incident
-    kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch";
-                  "planned": healthy ranks were to be replaced; "resume": a new launch goes on from a checkpoint
+    kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch", a fault of a
+                  device; "planned": healthy ranks were to be replaced; "checkpoint": it could not be gone on from one;
+                  "resume": a new launch goes on from a checkpoint
     ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
     rung          the way out that is tried: connect anew, run the script again in the same processes, replace the
                   ranks, go back to a snapshot, restart the group, or end the job

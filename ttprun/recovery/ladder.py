@@ -133,6 +133,8 @@ def restart_group(job: Job, at_s: float, why: str) -> Result:
     If a restarted script begins with what the ranks save, they save it first. Whoever has switched both off wants the
     scheduler to start the job again, or nobody.
     """
+    if job.incident is None:
+        job = open_incident(job, at_s, "checkpoint", "all stood still for a checkpoint", detect_s=0.0)
     if job.is_resumed:
         why = f"the run cannot go on from the checkpoint of step {job.rewind_to}: {why}; --resume off begins anew"
         return fail_job(job, at_s, why, has_progress=False, rung="fail")

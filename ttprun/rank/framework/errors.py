@@ -6,42 +6,16 @@ Texts are searched for in `str(error)` of a RuntimeError; the first that is foun
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Callable
 
+from ttprun.device.updates import UpdateTimes, error_time_us
 from ttprun.rank.framework.codes import ReportState
 
 FORCE_STOP = "FORCE STOP"
 ARF_FINISH = "ARF FINISH"
 STEP_FINISH = "STEP FINISH"
 OTHER = "OTHER"
-_HBM_TIME = re.compile(r"time us=\s*(\d+)")  # torch_npu's own pattern has a space there, MindIO's has none
 REPAIRABLE, CORRUPTED = "HBM MULTI BIT ECC can repair", "HBM MULTI BIT ECC can't repair"
-
-
-class UpdateTimes:
-    """When the newest update of the optimizer began and ended, by the device's clock in microseconds; 0: not yet."""
-
-    def __init__(self) -> None:
-        self.start_us = 0
-        self.end_us = 0
-
-    def can_repair(self, error_us: int | None, start_us: int | None = None, end_us: int | None = None) -> bool:
-        """Whether memory that failed then can be repaired: nothing wrong has got into a state that is kept.
-
-        error_us   when it failed; None: not known
-        """
-        start = self.start_us if start_us is None else start_us
-        end = self.end_us if end_us is None else end_us
-        if not error_us or not start:
-            return False
-        return error_us > max(start, end) or start <= error_us <= end
-
-
-def now_us() -> int:
-    """The clock that stands for the device's."""
-    return time.time_ns() // 1000
 
 
 class ErrorTable:
@@ -103,5 +77,4 @@ class ErrorTable:
     def _of_hbm_error(self, text: str) -> str:
         if not self.is_retried:
             return OTHER
-        found = _HBM_TIME.search(text)
-        return REPAIRABLE if self._times.can_repair(int(found.group(1)) if found else None) else CORRUPTED
+        return REPAIRABLE if self._times.can_repair(error_time_us(text)) else CORRUPTED

@@ -14,12 +14,12 @@ from enum import Enum
 from typing import Any
 
 from ttprun.board import FINISHED, Field, Phase
-from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
+from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.rank import faults
 from ttprun.rank.boundary import commit
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
-from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable, UpdateTimes
+from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
 from ttprun.rank.framework.handlers import Handlers
 from ttprun.rank.framework.pauses import Pauses
 from ttprun.rank.journal import TELL_AFTER_S
@@ -71,9 +71,9 @@ class Framework:
         self.was_cleaned = False
         self.is_torn = False
         self.is_told_of_uce = False
-        self.times = UpdateTimes()
+        self.times = session.updates
         self.errors = ErrorTable(self.times)
-        self.handlers = Handlers(session.options["device_errors"])
+        self.handlers = Handlers()
         self.loaded_step = 0
         self._pauses = Pauses(session)
         self._callback_thread = 0
@@ -279,7 +279,7 @@ class Framework:
 
     def is_of_connection(self, error: BaseException) -> bool:
         """Whether an error says no more than that another rank is not to be reached."""
-        return DeviceErrors(self._session.options["device_errors"]).diagnose(error).rung == "reconnect"
+        return self._session.diagnose(error).rung == "reconnect"
 
     def _report(self, state: ReportState, error: BaseException) -> bool:
         """Tell the agent, and come to a stand; False if the error is not to be answered in this process."""
@@ -316,7 +316,7 @@ class Framework:
         return True
 
     def _tell_fault(self, error: BaseException) -> None:
-        diagnosis = DeviceErrors(self._session.options["device_errors"]).diagnose(error)
+        diagnosis = self._session.diagnose(error)
         told = {
             "error": in_one_line(error),
             "detail": "".join(traceback.format_exception(error)),

@@ -6,7 +6,7 @@ rebuild connects the process groups (that is done always, before the framework's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ttprun.device import registry
@@ -28,9 +28,8 @@ class Handlers:
     args   what each callback is given: the decorated function's own arguments, or what tft_set_step_args says
     """
 
-    def __init__(self, device_errors: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         self.args: Any = None
-        self._device_errors = device_errors
         self._registered: dict[str, tuple[Callable[..., Any], Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
@@ -51,7 +50,7 @@ class Handlers:
             function, ctx = self._registered[STOP]
             function(self.args, ctx)
         else:
-            registry.current(self._device_errors).stop()
+            registry.current().stop()
 
     def clean(self, is_uce: bool) -> int:
         """Make the device ready for work again; returns RET_OK or RET_NO_REBUILD.
@@ -70,12 +69,13 @@ class Handlers:
         return int(code)
 
     def _clean_device(self, is_uce: bool) -> int:
-        device = registry.current(self._device_errors)
+        device = registry.current()
         found = device.check_memory() if is_uce else MemoryCheck.NONE
         if found is MemoryCheck.OUTSIDE_POOL:
             return RET_ERROR
         device.clean()
         device.restart()
+        device.rebuild_communicators()
         return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
 
     def rebuild_group(self, fault_ranks: list[int]) -> None:

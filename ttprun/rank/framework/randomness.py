@@ -15,7 +15,7 @@ from ttprun.rank.session import Session
 
 def keep(session: Session, step: int) -> None:
     """Keep the states from which all go on behind `step`."""
-    device = registry.current(session.options["device_errors"])
+    device = registry.current()
     record = {"generators": random_state.capture(), "device": device.rng_state()}
     session.recorder.write(step, msgpack.packb(record), [])
 
@@ -27,5 +27,6 @@ def restore(session: Session, step: int) -> bool:
         return False
     record = msgpack.unpackb(found[0])
     random_state.restore(record["generators"])
-    registry.current(session.options["device_errors"]).restore_rng_state(record["device"])
+    if record["device"]:  # of none, if the process has come to its device only since
+        registry.current().restore_rng_state(record["device"])
     return True

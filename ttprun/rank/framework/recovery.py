@@ -103,7 +103,7 @@ class CallbackRecovery(Recovery):
             raise NotRepairableError(why_not)
         with self._calling():
             framework.handlers.stop()
-        self._leave_collectives()
+        self._leave_collectives(has_new_peers=bool(message["lost"]))
         framework.wait_until_stopped(self._check_overtaken)
         if framework.is_torn:
             raise NotRepairableError("its train function was left in the middle of an update of the optimizer")
@@ -127,11 +127,11 @@ class CallbackRecovery(Recovery):
             return "it is not in the function that tft_exception_handler decorates"
         return "" if self._session.applied else "no update of the optimizer has ended yet"
 
-    def _leave_collectives(self) -> None:
+    def _leave_collectives(self, has_new_peers: bool = False) -> None:
         """Fail whatever waits for a collective, and begin a new set of names for groups made from now on."""
         session = self._session
         unfinished = list(session.journal.unfinished())
-        self._break_connections()
+        self._break_connections(has_new_peers)
         for entry in unfinished:
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))

@@ -12,7 +12,6 @@ import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 from ttprun.mindio.variables import uses_shift
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
-from ttprun.rank.framework.errors import now_us
 from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank, refusal_of_elastic
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
@@ -141,12 +140,14 @@ def tft_reset_limit_step() -> None:
 
 def tft_set_update_start_time(start_time: int | None = None) -> None:
     """When the newest update of the optimizer began, in microseconds of the device's clock; None: now."""
-    this_rank()[1].times.start_us = now_us() if start_time is None else start_time
+    times = this_rank()[1].times
+    times.start_us = times.clock_us() if start_time is None else start_time
 
 
 def tft_set_update_end_time(end_time: int | None = None) -> None:
     """When it ended."""
-    this_rank()[1].times.end_us = now_us() if end_time is None else end_time
+    times = this_rank()[1].times
+    times.end_us = times.clock_us() if end_time is None else end_time
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int | None = None, end_time: int | None = None) -> bool:
