@@ -74,6 +74,8 @@ def wrapped_models() -> list[Any]:
 
 
 _stepped: tuple[Any, dict[int, int], list[torch.Tensor]] = (None, {}, [])
+# Of each living optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it.
+_counts: list[list[int]] = []
 
 
 def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
@@ -81,7 +83,7 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
 
     The very same object as before as long as nothing shows that they have changed.
     """
-    global _stepped
+    global _stepped, _counts
     seen = [entry for optimizer in living for entry in _signature(optimizer)]
     if seen != _stepped[0]:
         _samples.clear()
@@ -89,6 +91,7 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
         for index, tensor in enumerate(stepped_tensors()):
             found.setdefault(tensor.untyped_storage().data_ptr(), index)
         _stepped = (seen, found, list(_weights()))
+        _counts = list(map(_count, living))
     return _stepped[1]
 
 
@@ -118,6 +121,11 @@ def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
                     if isinstance(value, torch.Tensor):
                         seen.append(value.data_ptr())
     return seen
+
+
+def _count(optimizer: torch.optim.Optimizer) -> list[int]:
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    return [parameters, sum(1 for _ in _tensors(optimizer)) - parameters]
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -211,6 +219,8 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
         else:
             head, blobs = record_of(session, boundary, frame)
             session.recorder.write(boundary, head, blobs)
+            if boundary == 1:
+                session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
@@ -237,6 +247,12 @@ def _why_not_recorded(is_first: bool) -> str:
 
 def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
     """The record of a boundary: (packed plain part, tensors to write behind it)."""
+    record, blobs = describe(session, boundary, frame)
+    return values.pack(record), blobs
+
+
+def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The same before it is packed."""
     frames = user_frames(frame)
     living = optimizers()
     scopes: list[dict[str, Any]] = []
@@ -275,6 +291,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
+        "stepped": _counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
@@ -289,8 +306,9 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
+        "is_straight": False,
     }
-    return values.pack(record), snapshot.blobs
+    return record, snapshot.blobs
 
 
 _samples: dict[tuple[int, int], memoryview] = {}
