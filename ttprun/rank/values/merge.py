@@ -42,7 +42,7 @@ class Merge:
     ahead         fingerprints of data that the old run had fetched and not trained on: the new one fetches its own
 
     blobs         of the outcome: those of the last record, then those of mine, then a choice of both for modules
-    generators    numbers, in the outcome, of random generators whose state comes from the old run
+    generators    random generators whose state comes from the old run: number in the outcome -> kind and state
     left          what of `ahead` was met in the old run's variables
     """
 
@@ -55,7 +55,7 @@ class Merge:
         self._last_of: dict[int, int] = {}
         self._told: set[int] = set()  # numbers of the outcome whose object has been told
         self.blobs: list[memoryview] = [*last.blobs, *mine.blobs]
-        self.generators: list[int] = []
+        self.generators: dict[int, list[Any]] = {}
         self.left: set[bytes] = set()
 
     def record(self) -> dict[str, Any]:
@@ -232,6 +232,8 @@ class Merge:
                 tree.blobs[node[5] + offset]
                 for tree, node in ((self._first, first), (self._last, last), (self._mine, mine))
             )
+            if one != other and len(other) != len(own):
+                raise CannotRestoreError(f"{names[2][1][offset]} of a module has another shape than in the old run")
             self.blobs.append(own if one == other else other)
         told = dict(described[2])
         if described[1]["frozen"] != described[0]["frozen"]:
@@ -274,7 +276,7 @@ class Merge:
                 raise CannotRestoreError("a variable holds what an optimizer keeps of a weight")
             return [node[0], index, *node[2:]]
         if node[0] == Tag.RANDOM and number is not None:
-            self.generators.append(self._outcome_of_last(number))
+            self.generators[self._outcome_of_last(number)] = node[2:]
         return self._copied(node, is_mine=False, beside=mine)
 
     def _of_mine(self, node: Node) -> Node:

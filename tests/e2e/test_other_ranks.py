@@ -1,0 +1,69 @@
+"""A run goes on from a checkpoint of another number of ranks, or of other arguments: scenario A25.
+
+`counts_samples.py` counts in its weights how often each sample was trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Run
+
+RunTtprun = Callable[..., Run]
+COUNTS = "counts_samples.py"
+
+
+class Job:
+    """Launches of one job, which may differ in their ranks and arguments."""
+
+    def __init__(self, run_ttprun: RunTtprun, folder: Path) -> None:
+        self._run = run_ttprun
+        self._folder = folder
+
+    def launch(self, script: str, ranks: int, args: Sequence[str] = (), **how: object) -> Run:
+        """One launch."""
+        options = ["--save-dir", str(self._folder / "save")]
+        return self._run(script, ranks, script_args=args, options=options, out=self._folder / "out", **how)
+
+
+@pytest.fixture
+def job(run_ttprun: RunTtprun, tmp_path: Path) -> Job:
+    return Job(run_ttprun, tmp_path)
+
+
+def preempted(step: int) -> list[str]:
+    return [f"preempt:rank=0,step={step},phase=backward"]
+
+
+def counts_of(run: Run) -> list[int]:
+    """How often each sample was trained on."""
+    (line,) = [line for line in run.stdout[0] if line.startswith("counts ")]
+    return list(ast.literal_eval(line.removeprefix("counts ")))
+
+
+def assert_adapted(run: Run, boundary: int) -> None:
+    """The launch went on from a checkpoint of that boundary, and came to its end."""
+    first = run.incidents[0]
+    assert (first["kind"], first["rung"], first["outcome"]) == ("resume", "rewind", "recovered"), run.story()
+    assert first["boundary"] == boundary, run.story()
+    assert run.exit_code == 0, run.story()
+    assert "not bit-exact" in run.output, run.story()
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (1, 2), (2, 1)])
+def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_the_numbers_of_ranks(
+    job: Job, old: int, new: int
+) -> None:
+    first = job.launch(COUNTS, old, faults=preempted(4))
+    second = job.launch(COUNTS, new)
+
+    boundary = first.status["checkpoint"]["boundary"]
+    assert_adapted(second, boundary)
+    counts = counts_of(second)
+    assert min(counts) == 2, second.story()
+    left = 100 - boundary * 4 * old
+    assert sum(counts) - 200 == -left % new + -100 % new, second.story()
