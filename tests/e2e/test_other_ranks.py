@@ -67,3 +67,57 @@ def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_t
     assert min(counts) == 2, second.story()
     left = 100 - boundary * 4 * old
     assert sum(counts) - 200 == -left % new + -100 % new, second.story()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--ahead", "1"],
+        ["--ahead", "2"],
+        ["--accumulate", "3"],
+        ["--workers", "2", "--ahead", "1"],
+    ],
+    ids=" ".join,
+)
+def test_what_was_fetched_and_not_trained_on_is_dealt_out_anew(job: Job, args: list[str]) -> None:
+    first = job.launch(COUNTS, 2, args, faults=preempted(4))
+    second = job.launch(COUNTS, 3, args)
+
+    boundary = first.status["checkpoint"]["boundary"]
+    assert_adapted(second, boundary)
+    counts = counts_of(second)
+    whole = [count for count in counts if count != 2]
+    assert sum(counts) >= 200 - left_over(args), second.story()
+    assert len(whole) <= 8, second.story()
+
+
+def left_over(args: list[str]) -> int:
+    """Samples at the epochs' ends that no optimizer step has used: they are too few for one."""
+    return 2 * 3 * 4 * 3 if "--accumulate" in args else 0
+
+
+def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job: Job) -> None:
+    first = job.launch(COUNTS, 2, faults=preempted(4))
+    boundary = first.status["checkpoint"]["boundary"]
+    second = job.launch(
+        COUNTS,
+        2,
+        ["--epochs", "3"],
+        faults=[f"kill:rank=1,step={boundary},phase=before_step", f"kill:rank=0,step={boundary + 4},phase=backward"],
+    )
+
+    _, *others = second.incidents
+    assert_adapted(second, boundary)
+    assert [(one["rung"], one["outcome"]) for one in others] == [("replace", "recovered")] * 2, second.story()
+    assert counts_of(second) == [3] * 100, second.story()
+
+
+def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> None:
+    job.launch(COUNTS, 2, faults=preempted(4))
+    second = job.launch(COUNTS, 3, faults=preempted(6))
+    third = job.launch(COUNTS, 2)
+
+    boundary = second.status["checkpoint"]["boundary"]
+    assert_adapted(third, boundary)
+    counts = counts_of(third)
+    assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()

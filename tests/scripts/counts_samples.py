@@ -69,7 +69,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
 size = args.samples // world if args.split_by_hand else args.samples
 dataset = Numbers(size)
-sampler = DistributedSampler(dataset, num_replicas=1 if args.split_by_hand else None, rank=0 if args.split_by_hand else None)
+sampler = DistributedSampler(
+    dataset, num_replicas=1 if args.split_by_hand else None, rank=0 if args.split_by_hand else None
+)
 loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=args.workers)
 whole = torch.arange(30_000)  # too large to be recorded
 steps, trained = 0, 0

@@ -20,7 +20,7 @@ import msgpack
 from ttprun.rank import boundary, files, loaders, loops, rest
 from ttprun.rank.derive import Derived, states_in
 from ttprun.rank.record import Record
-from ttprun.rank.replay import STEPS_TO_LOOK_FOR, Replay, difference_of_place
+from ttprun.rank.replay import Replay, difference_of_place
 from ttprun.rank.results import Answers
 from ttprun.rank.session import Session
 from ttprun.rank.tensor_bytes import bytes_of
@@ -72,11 +72,10 @@ class Adapted(Replay):
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
         assert not self._has_arrived
+        self._note_setup()
         difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
         if difference:
-            self._steps_passed += 1
-            if self._steps_passed > STEPS_TO_LOOK_FOR:
-                self.refuse(f"the script does not come by the place of boundary {self.boundary}: {difference}")
+            self._pass_by(difference)
             return
         for entry in self.session.journal.unfinished():
             self.session.journal.wait(entry)
@@ -116,6 +115,7 @@ class Adapted(Replay):
         fields, tensors = boundary.describe(session, self.boundary, frame)
         fields |= {"is_straight": True, "lines": [0, 0]}
         fields |= {name: self._target[name] for name in ("weights", "files")}
+        fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
         session.recorder.write(self.boundary, pack(fields), tensors)
 
     def _order_buckets(self) -> None:

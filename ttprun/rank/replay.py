@@ -76,6 +76,7 @@ class Replay:
     live        set by the recovery thread once the tensors are in and the new generation is connected
     skip_lines  lines of stdout and stderr that the lost rank had written since boundary N
     setup_s     what the script itself has taken from its top to its first optimizer step; None before that
+    difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
     jump        how a loop begins that was under way
     """
@@ -106,6 +107,7 @@ class Replay:
         self._has_arrived = self._before is None
         self._is_at_target = False
         self._steps_passed = 0
+        self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
         self._output = Diverted(session)
@@ -193,8 +195,7 @@ class Replay:
 
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step."""
-        if self.setup_s is None:
-            self.setup_s = time.monotonic() - self._began_s
+        self._note_setup()
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
@@ -214,9 +215,19 @@ class Replay:
             self._passed = self._before["boundary"]
             loops.Hooks.enter = loops.Hooks.loop = None
             return
+        self._pass_by(difference)
+
+    def _note_setup(self) -> None:
+        if self.setup_s is None:
+            self.setup_s = time.monotonic() - self._began_s
+
+    def _pass_by(self, difference: str) -> None:
+        """This step is not yet where the replay begins. Refuses if it will never come there."""
         self._steps_passed += 1
+        self.difference = self.difference or difference
         if self._steps_passed > STEPS_TO_LOOK_FOR:
-            self.refuse(f"the replay does not come by the place of boundary {self._before['boundary']}: {difference}")
+            begins_at = self._before["boundary"] if self._before is not None else self.boundary
+            self.refuse(f"the replay does not come by the place of boundary {begins_at}: {difference}")
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """Where this place differs from a record's, "" if it is the same."""

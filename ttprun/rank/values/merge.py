@@ -15,9 +15,11 @@ from __future__ import annotations
 from typing import Any
 
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, pack, unpack
+from ttprun.rank.values.tensors import tensor_of
 from ttprun.rank.values.trees import (
     BLOB_AT,
     CONTENTS,
+    LAYOUT,
     Comparison,
     Node,
     Part,
@@ -128,6 +130,8 @@ class Merge:
             if mine is not MISSING and self._compared.is_same(first, last):
                 self._pair(last, found)
                 return self._of_mine(mine)
+            if not is_again and self._are_views(first, last, found):
+                return self._moved(last, found)
             return self._of_last(last, found)
         self._compared.bind(first, last)
         self._pair(last, found)
@@ -151,6 +155,27 @@ class Merge:
         return is_plain_alike and (
             last[0] == Tag.DICT
             or all(len({len(listed(node[at])) for node in (first, last, mine)}) == 1 for at in counts)
+        )
+
+    def _are_views(self, first: Node, last: list[Any], mine: Node) -> bool:
+        """Whether three tensors are parts of small memory that the training has not changed, say of a dataset."""
+        nodes = (first, last, mine)
+        if not all(is_node(node) and node[0] == Tag.TENSOR and isinstance(node[LAYOUT], list) for node in nodes):
+            return False
+        contents = [tree.contents(n) for tree, n in zip((self._first, self._last, self._mine), nodes, strict=True)]
+        return contents[0] == contents[1] and all(isinstance(one, bytes) for one in contents)
+
+    def _moved(self, last: list[Any], mine: list[Any]) -> Node:
+        """Another part of the new run's memory: that is not to be written over with the old run's."""
+        stride, offset, _ = last[LAYOUT]
+        size = mine[LAYOUT][2]
+        reach = offset + 1 + sum((length - 1) * by for length, by in zip(last[3], stride, strict=True))
+        if reach * tensor_of(last[2], [0], b"").element_size() > size:
+            raise CannotRestoreError("a tensor is a part of memory that is smaller in the new run")
+        self._pair(last, mine)
+        made = self._of_mine(mine)
+        return (
+            [*made[:2], last[2], last[3], [stride, offset, size], *made[CONTENTS:]] if made[0] == Tag.TENSOR else made
         )
 
     def _has_keys_alike(self, *nodes: list[Any]) -> bool:

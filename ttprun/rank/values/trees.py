@@ -59,6 +59,7 @@ SHAPES: dict[str, dict[int, Part]] = {
 }
 _RAW_STATES = ("torch", "python")  # random generators whose state is no node
 BLOB_AT = {Tag.CHANGED_DATA: 4, Tag.CHANGED_ARRAY: 4}
+LAYOUT = 4  # of a tensor's node: see tensors.py
 CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor whose memory it shares
 
 
