@@ -121,3 +121,32 @@ def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> Non
     assert_adapted(third, boundary)
     counts = counts_of(third)
     assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()
+
+
+STYLES = [
+    # script, arguments of the old run and of the new one, why it cannot go on
+    ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),
+    ("while_true_get_batch.py", [], [], ""),
+    ("plain_tensors.py", [], [], ""),
+    ("trainer_class.py", [], [], "it has 576 samples, and had 384 before: what of them is used up cannot be told"),
+    ("iter_next_two_optimizers.py", [], [], "it has 480 samples, and had 320 before"),
+]
+
+
+@pytest.mark.parametrize(("script", "old_args", "new_args", "why_not"), STYLES)
+def test_scripts_of_each_style_go_on_with_another_number_of_ranks_or_say_why_not(
+    job: Job, script: str, old_args: list[str], new_args: list[str], why_not: str
+) -> None:
+    first = job.launch(script, 2, old_args, faults=preempted(9))
+    second = job.launch(script, 3, new_args)
+
+    if why_not:
+        assert second.exit_code == 93, second.story()
+        assert why_not in second.status["reason"], second.story()
+        assert "--resume off begins anew" in second.status["reason"], second.story()
+    else:
+        assert_adapted(second, first.status["checkpoint"]["boundary"])
+        shas = {
+            line.partition("sha256 model")[2] for lines in second.hashes.values() for line in lines if "model" in line
+        }
+        assert len(shas) == 1, second.story()
