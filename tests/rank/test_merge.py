@@ -16,7 +16,7 @@ from tests.rank import user_values
 from tests.rank.test_values import as_the_recorder_writes_them
 from tests.rank.user_values import Meter, State
 from ttprun.rank import frames, values
-from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree
+from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree, spoil
 
 frames.add_user_directory(user_values.__file__)
 frames._user_directories.append(user_values.__file__)
@@ -198,12 +198,15 @@ def test_a_large_tensor_that_the_script_changes_is_taken_over() -> None:
     assert mine.unique().tolist() == [3.0]
 
 
-def test_of_a_module_the_buffers_and_attributes_that_changed_are_taken_over() -> None:
+def test_of_a_module_the_tensors_are_taken_over_as_from_its_own_checkpoint_and_attributes_if_they_changed() -> None:
     def of(rank: int, step: int) -> Scope:
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout(0.5))
         model[0].running_mean.fill_(step)
         model[0].running_var.fill_(10 + rank)
+        model[0].register_buffer("table", torch.full((2,), float(rank)), persistent=False)
+        model[0].register_buffer("mask", torch.zeros(1 + rank), persistent=False)
         model[1].p = 0.5 - step / 100
+        model[0].eps = rank
         model[0].train(step == 0)
         return {"model": model}
 
@@ -213,9 +216,37 @@ def test_of_a_module_the_buffers_and_attributes_that_changed_are_taken_over() ->
     go_on(of(1, 0), of(1, 7), mine)
 
     assert model[0].running_mean.tolist() == [7.0] * 3
-    assert model[0].running_var.tolist() == [10.0] * 3
+    assert model[0].running_var.tolist() == [11.0] * 3
+    assert model[0].table.tolist() == [0.0] * 2
+    assert model[0].mask.tolist() == [0.0]
     assert model[1].p == pytest.approx(0.43)
+    assert model[0].eps == 0
     assert not model[0].training
+
+
+def test_of_a_module_that_is_wrapped_in_one_of_the_runs_only_what_is_inside_counts() -> None:
+    class Wrapped(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    Wrapped.__module__ = "torch.nn.parallel.of_a_test"
+
+    def of(step: int, wrap: Any) -> Scope:
+        model = torch.nn.BatchNorm1d(2)
+        model.running_mean.fill_(step)
+        return {"model": wrap(model)}
+
+    one, other = of(0, Wrapped), of(0, torch.nn.Sequential)
+    plain = of(0, lambda model: model)
+
+    go_on(of(0, lambda model: model), of(5, lambda model: model), one)
+    go_on(of(0, Wrapped), of(6, Wrapped), plain)
+    with pytest.raises(CannotRestoreError):
+        go_on(of(0, Wrapped), of(6, Wrapped), other)
+
+    assert one["model"].module.running_mean.tolist() == [5.0] * 2
+    assert plain["model"].running_mean.tolist() == [6.0] * 2
 
 
 def test_of_an_optimizer_what_a_schedule_has_changed_is_taken_over_and_new_arguments_stay() -> None:
@@ -337,3 +368,54 @@ def test_state_of_a_dataclass_is_merged_like_any_object() -> None:
     found = go_on({"state": State(step=0)}, {"state": State(step=4, history=[1.0])}, {"state": State(step=0, best=3.0)})
 
     assert found["state"] == State(step=4, best=3.0, history=[1.0])
+
+
+def after_a_first_step(first: Scope, last: Scope, before: Scope, mine: Scope) -> Scope:
+    """What becomes of `mine`, if the new run's variables were `before` in front of its first step."""
+    tree, own = told(first), told(mine)
+    spoil(tree, told(before), own)
+    merge = Merge(tree, told(last), own)
+    restore = Restore(merge.blobs, is_comparing=True)
+    restore.module(mine, merge.record()["variables"][0], "")
+    return mine
+
+
+def test_what_only_the_first_step_has_set_comes_from_the_old_run() -> None:
+    """The new run's first step is trained on any data: what it has measured must not stay."""
+
+    def of(rank: int, scale: float | None) -> Scope:
+        meter = Meter()
+        meter.scale, meter.rank = scale, rank  # type: ignore[attr-defined]
+        return {
+            "meter": meter,
+            "scales": {"one": scale, "rank": rank},
+            "tensor": torch.tensor(scale or 0.0),
+            "rank": rank,
+        }
+
+    old = of(1, 0.25)
+
+    found = after_a_first_step(old, old, before=of(0, None), mine=of(0, 0.75))
+
+    assert (found["meter"].scale, found["meter"].rank) == (0.25, 0)
+    assert found["scales"] == {"one": 0.25, "rank": 0}
+    assert (float(found["tensor"]), found["rank"]) == (0.25, 0)
+
+
+def test_what_a_forward_pass_has_set_in_a_module_comes_from_the_old_run() -> None:
+    def of(scale: float | None) -> Scope:
+        model = torch.nn.Module()
+        model.scale, model.fixed = scale, [1]  # type: ignore[assignment]
+        return {"model": model}
+
+    old = of(0.25)
+
+    found = after_a_first_step(old, old, before=of(None), mine=of(0.75))
+
+    assert found["model"].scale == 0.25
+
+
+def test_what_the_first_step_has_added_to_a_list_is_not_kept() -> None:
+    found = after_a_first_step({"seen": [5]}, {"seen": [5]}, before={"seen": []}, mine={"seen": [0]})
+
+    assert found == {"seen": [5]}

@@ -11,11 +11,14 @@ Nobody can compare that with an undisturbed run. What does not fit is refused, w
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import msgpack
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.rank import boundary, files, loaders, loops, rest
 from ttprun.rank.derive import Derived, states_in
@@ -23,8 +26,7 @@ from ttprun.rank.record import Record
 from ttprun.rank.replay import Replay, difference_of_place
 from ttprun.rank.results import Answers
 from ttprun.rank.session import Session
-from ttprun.rank.tensor_bytes import bytes_of
-from ttprun.rank.values import CannotRestoreError, Merge, Tree, pack
+from ttprun.rank.values import CannotRestoreError, Merge, Tree, pack, spoil
 from ttprun.rank.values.nodes import Tag
 
 
@@ -54,6 +56,8 @@ class Adapted(Replay):
             _derive(last.fields, self._derived)
             last.fields["files"] = []  # the donor's own
         super().__init__(session, number, (0, 0), last, last, Answers([], []))
+        self._before_first_step: Tree | None = None
+        self._forward = register_module_forward_pre_hook(self._before_forward)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """What a loader's iterator begins with: dummies, and then what is left of the epoch."""
@@ -68,6 +72,14 @@ class Adapted(Replay):
             where = name[0].rpartition("|")[2].rpartition("/")[2]
             self.refuse(f"the DataLoader of {where} cannot go on with other ranks: {error}")
         return recorded | {"yielded": 0, "lead": 0, "workers": None, "rest": left, "source": source}
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """The first step begins with the first call of a model that learns: note how the set-up has left things."""
+        is_in_loop = bool(self._loops_used) or not any(self._target["loops"])
+        if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return
+        self._forward.remove()
+        self._before_first_step = boundary.look(sys._getframe(1))
 
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
@@ -100,7 +112,11 @@ class Adapted(Replay):
         session.recorder.write_first(self.boundary, head, blobs)
         found = [it["ahead"] for it in self._target["loaders"]]
         ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
-        merge = Merge(Tree(self._first.fields, self._first.blobs), self._old, mine, ahead)
+        first = Tree(self._first.fields, self._first.blobs)
+        self._forward.remove()
+        if self._before_first_step is not None:
+            spoil(first, self._before_first_step, mine)
+        merge = Merge(first, self._old, mine, ahead)
         taken = Record(self._target.fields | merge.record(), merge.blobs)
         if merge.left != ahead:
             raise CannotRestoreError(
@@ -133,8 +149,7 @@ def _described(session: Session, number: int, frame: FrameType) -> tuple[Tree, b
     """The record of this rank as it has been set up: (tree, packed, tensors)."""
     fields, tensors = boundary.describe(session, number, frame)
     packed = pack(fields)
-    record = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
-    return Tree(record.fields, record.blobs), packed, tensors
+    return boundary.tree_of(packed, tensors), packed, tensors
 
 
 def _generators_in(tree: Tree) -> list[list[Any]]:

@@ -22,6 +22,7 @@ from ttprun.board import Board, Field, Phase
 from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite, values
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
+from ttprun.rank.record import Record
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.tensor_bytes import bytes_of
@@ -309,6 +310,38 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "is_straight": False,
     }
     return record, snapshot.blobs
+
+
+def look(frame: FrameType) -> values.Tree:
+    """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
+    frames = user_frames(frame)
+    scopes = [user_frame.f_locals for user_frame in frames]
+    around = [loop for user_frame in frames for loop in loops.of_frame(user_frame)]
+    snapshot = values.Snapshot(
+        stepped_storages(optimizers()), [id(loop.over) for loop in around if loop.over is not None]
+    )
+    on_stack = set(map(id, scopes))
+    record = {
+        "place": place(frames),
+        "variables": [snapshot.variables(scope) for scope in scopes],
+        "loops": [],
+        "modules": {
+            name: snapshot.variables(vars(module))
+            for name, module in files.user_modules()
+            if id(module.__dict__) not in on_stack
+        },
+        "optimizers": [],
+        "stepped": _counts,
+        "loaders": [],
+        "blobs": [blob.nbytes for blob in snapshot.blobs],
+    }
+    return tree_of(values.pack(record), snapshot.blobs)
+
+
+def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
+    """A record as another process would read it."""
+    found = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
+    return values.Tree(found.fields, found.blobs)
 
 
 _samples: dict[tuple[int, int], memoryview] = {}

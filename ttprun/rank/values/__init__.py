@@ -12,12 +12,13 @@ from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.touched import spoil
 from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
-    "fingerprint", "forget", "kinds", "pack", "unpack",
+    "fingerprint", "forget", "kinds", "pack", "spoil", "unpack",
 ]  # fmt: skip
 
 

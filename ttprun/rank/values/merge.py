@@ -252,14 +252,16 @@ class Merge:
             raise CannotRestoreError("a module has other parts than in the old run, and they have changed since")
         self._pair_parts(last, mine)
         begin = len(self.blobs)
-        for offset in range(len(names[2][1])):
+        for offset, path in enumerate(names[2][1]):
             one, other, own = (
                 tree.blobs[node[5] + offset]
                 for tree, node in ((self._first, first), (self._last, last), (self._mine, mine))
             )
             if one != other and len(other) != len(own):
-                raise CannotRestoreError(f"{names[2][1][offset]} of a module has another shape than in the old run")
-            self.blobs.append(own if one == other else other)
+                raise CannotRestoreError(f"{path} of a module has another shape than in the old run")
+            # What a model's own checkpoint would hold is taken over as from one; the rest is the constructor's.
+            is_left = one == other and (path in described[2]["passing"] or len(other) != len(own))
+            self.blobs.append(own if is_left else other)
         told = dict(described[2])
         if described[1]["frozen"] != described[0]["frozen"]:
             told["frozen"] = described[1]["frozen"]
