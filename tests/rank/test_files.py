@@ -13,6 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -157,7 +158,7 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
     session = make_session(recorder=recorder, board=board, world_size=1)
     become(session)
     if begin_at is not None:
-        session.replay = object()  # type: ignore[assignment]
+        session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
         files.mute_all()
     for step, _ in enumerate(write(path)):
         boundary = step + 1
@@ -287,7 +288,7 @@ def replay_everything(directory: str) -> dict[str, Any]:
         pathlib.Path(path).write_text("lost rank's")
     os.mkdir(folder)
     session = make_session()
-    session.replay = object()  # type: ignore[assignment]
+    session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
     become(session)
     os.remove(old)
     os.rename(away, old)
