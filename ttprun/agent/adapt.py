@@ -84,7 +84,7 @@ def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
     ]
     for of_first, of_last, of_other in scopes:
         for name, node in of_last.items():
-            if name not in of_other or (name in of_first and changes.is_same(of_first[name], node)):
+            if name == "_" or name not in of_other or (name in of_first and changes.is_same(of_first[name], node)):
                 continue
             if not difference.is_same(of_other[name], node) and not (is_node(node) and node[0] == Tag.ACTIVATION):
                 yield name

@@ -49,7 +49,9 @@ def find(config: Config, store: CheckpointStore, world_size: int, arguments: Seq
                 f"and this is '{shlex.join(arguments)}'",
                 "start the same script, or give --resume off to begin anew",
             )
-        what_differs = f"is of {manifest.world_size} ranks, and this job has {world_size}"
+        what_differs = (
+            f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {world_size}"
+        )
         if manifest.world_size == world_size:
             what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"
         paths = [str(checkpoint.file(rank_file(rank))) for rank in range(manifest.world_size)]
