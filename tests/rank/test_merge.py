@@ -262,23 +262,24 @@ def test_of_an_optimizer_what_a_schedule_has_changed_is_taken_over_and_new_argum
 
 
 def test_a_weight_is_known_again_though_the_optimizers_in_front_of_it_have_got_state_since() -> None:
-    def of(steps: int) -> tuple[Scope, tuple[torch.optim.Optimizer, ...]]:
-        one, other = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
-        optimizers = (torch.optim.Adam([one]), torch.optim.Adam([other]))
+    def of(steps: int, current: int) -> tuple[Scope, tuple[torch.optim.Optimizer, ...]]:
+        one, *others = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
+        optimizers = (torch.optim.SGD([one], momentum=0.9), torch.optim.SGD(others))
         for _ in range(steps):
             one.sum().backward()
             optimizers[0].step()
-        return {"w": other, "others": [other, one]}, optimizers
+        return {"w": others[0], "all": [*others, one], "current": others[current]}, optimizers
 
-    mine, optimizers = of(0)
-    w = mine["w"]
-    merge = Merge(told(*of(0)), told(*of(2)), told(mine, optimizers))
+    mine, optimizers = of(0, 1)
+    weights = [*mine["all"]]
+    merge = Merge(told(*of(0, 1)), told(*of(2, 0)), told(mine, optimizers))
     stepped = [parameter for one in optimizers for parameter in one.param_groups[0]["params"]]
     restore = Restore(merge.blobs, True, stepped)
     restore.module(mine, merge.record()["variables"][0], "")
 
-    assert mine["w"] is w
-    assert mine["others"][0] is w
+    assert mine["w"] is weights[0]
+    assert all(found is weight for found, weight in zip(mine["all"], weights, strict=True))
+    assert mine["current"] is weights[0]
 
 
 def test_generators_that_were_drawn_from_are_taken_over_and_told_and_others_are_left() -> None:

@@ -29,10 +29,12 @@ def test_each_sample_is_used_at_least_once_in_the_epoch_and_at_most_once_but_for
             seen.update(taken)
         padded += -max(0, n - used) % replicas
         used = used_up(used, min(steps, len(of_rank[0])), 0, 0, size, replicas)
-    for rank in range(last):
-        seen.update(share(order, used, rank, last, False))
+    left = [share(order, used, rank, last, False) for rank in range(last)]
+    for indices in left:
+        seen.update(indices)
     padded += -max(0, n - used) % last
 
+    assert len(set(map(len, left))) == 1  # or some ranks would wait for the others in their last step
     assert set(seen) == set(order)
     assert seen.total() - n <= padded
 
