@@ -59,7 +59,6 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--ahead", type=int, default=0)
 parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--split-by-hand", action="store_true")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -67,11 +66,8 @@ rank, world = dist.get_rank(), dist.get_world_size()
 model = DDP(Counts(args.samples), broadcast_buffers=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
-size = args.samples // world if args.split_by_hand else args.samples
-dataset = Numbers(size)
-sampler = DistributedSampler(
-    dataset, num_replicas=1 if args.split_by_hand else None, rank=0 if args.split_by_hand else None
-)
+dataset = Numbers(args.samples)
+sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=args.workers)
 whole = torch.arange(30_000)  # too large to be recorded
 steps, trained = 0, 0
