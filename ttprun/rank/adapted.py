@@ -47,6 +47,7 @@ class Adapted(Replay):
         last = Record.of(*part["records"][-1][1:])
         self._old = Tree(last.fields, last.blobs)
         self._derived: Derived | None = None
+        self._is_resized = session.world_size != adapt["world_size"]
         if session.rank >= adapt["world_size"]:
             common = set()
             if adapt["other"]:
@@ -116,7 +117,7 @@ class Adapted(Replay):
         self._forward.remove()
         if self._before_first_step is not None:
             spoil(first, self._before_first_step, mine)
-        merge = Merge(first, self._old, mine, ahead)
+        merge = Merge(first, self._old, mine, ahead, is_resized=self._is_resized)
         taken = Record(self._target.fields | merge.record(), merge.blobs)
         if merge.left != ahead:
             raise CannotRestoreError(

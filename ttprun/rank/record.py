@@ -29,7 +29,8 @@ class Record:
         for size in fields["blobs"]:
             found.append(memoryview(blobs)[at : at + size])
             at += size
-        fields.setdefault("is_straight", False)
+        for name in ("is_straight", "kept"):
+            fields.setdefault(name, False)
         for iterator in fields["loaders"]:
             for name, value in _OF_OLDER_ITERATORS.items():
                 iterator.setdefault(name, value)

@@ -42,15 +42,19 @@ class Merge:
     first, last   of the old run
     mine          of the new one
     ahead         fingerprints of data that the old run had fetched and not trained on: the new one fetches its own
+    is_resized    the new run has another number of ranks
 
     blobs         of the outcome: those of the last record, then those of mine, then a choice of both for modules
     generators    random generators whose state comes from the old run: number in the outcome -> kind and state
     left          what of `ahead` was met in the old run's variables
     """
 
-    def __init__(self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes] = frozenset()) -> None:
+    def __init__(
+        self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes] = frozenset(), is_resized: bool = True
+    ) -> None:
         self._first, self._last, self._mine = first, last, mine
         self._ahead = ahead
+        self._is_resized = is_resized
         self._shift = 1 + max(last.definitions, default=0)  # from a number in mine to that of the outcome
         self._compared = Comparison(first, last)
         self._mine_of: dict[int, int] = {}  # number in the last record -> number in mine
@@ -296,6 +300,10 @@ class Merge:
             self._tell(self._outcome_of_last(number), node)
         if node[0] in _OF_DATA:
             return [Tag.ACTIVATION, node[2]]
+        if node[0] == Tag.FILE and self._is_resized:
+            raise CannotRestoreError(
+                "the script reads a file by itself in its steps, and how the ranks divide what is left is not known"
+            )
         if node[0] == Tag.WEIGHT:
             weight = self._last.weight(node[1])
             index = None if weight is None else self._mine.index_of(weight)

@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
     Tag.BYTES: {1: _N},
     Tag.BUFFER: {1: _N},
+    Tag.FILE: {1: _N},
     Tag.OBJECT: {1: _N, 3: Part.NAMED},
     Tag.VALUE_OBJECT: {2: Part.NAMED},
     Tag.CLASS: {1: _N, 3: Part.NAMED},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rank import user_values
-from tests.rank.test_values import as_the_recorder_writes_them
 from tests.rank.user_values import Meter, State
-from ttprun.rank import frames, values
+from tests.rank.values.carrying import as_the_recorder_writes_them
+from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree, spoil
-
-frames.add_user_directory(user_values.__file__)
-frames._user_directories.append(user_values.__file__)
 
 Scope = dict[str, Any]
 PLACE = [["script.py", "main", 7]]
@@ -326,6 +323,24 @@ def test_data_that_was_fetched_ahead_and_that_the_new_run_has_not_is_refused() -
 def test_what_cannot_be_recorded_is_refused_by_name() -> None:
     with pytest.raises(CannotRestoreError, match="state cannot be recorded"):
         go_on({}, {"state": itertools.groupby([])}, {})
+
+
+def test_a_file_that_the_script_reads_by_itself_is_refused_for_other_ranks_and_goes_on_for_other_arguments(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data").write_bytes(b"0123456789")
+    opened = [(tmp_path / "data").open("rb", buffering=0) for _ in range(3)]
+    opened[1].seek(7)
+    first, last, mine = ({"data": file} for file in opened)
+
+    with pytest.raises(CannotRestoreError, match="reads a file by itself"):
+        go_on(first, last, mine)
+    merge = Merge(told(first), told(last), told(mine), is_resized=False)
+    Restore(merge.blobs, is_comparing=True).module(mine, merge.record()["variables"][0], "")
+
+    assert opened[2].tell() == 7
+    for file in opened:
+        file.close()
 
 
 def test_a_first_step_in_another_function_is_refused() -> None:
