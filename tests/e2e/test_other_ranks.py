@@ -125,6 +125,28 @@ def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> Non
     assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()
 
 
+LONGER = [
+    # script, its arguments, what makes it longer
+    ("epochs_dataloader.py", ["--workers", "0"], ["--epochs", "4"]),  # workers' random numbers begin anew
+    ("trainer_class.py", [], ["--epochs", "5"]),  # it has a snapshot of its own, too
+    ("iter_next_two_optimizers.py", [], ["--iterations", "30"]),
+    ("plain_tensors.py", [], ["--steps", "50"]),
+]
+
+
+@pytest.mark.parametrize(("script", "args", "more"), LONGER, ids=[script for script, *_ in LONGER])
+def test_a_run_that_is_made_longer_by_its_arguments_ends_like_one_that_was_so_long_from_the_beginning(
+    job: Job, undisturbed: Callable[..., Run], script: str, args: list[str], more: list[str]
+) -> None:
+    """With as many ranks nothing is rounded otherwise: whatever were taken over wrongly would show in the weights."""
+    first = job.launch(script, 2, args, faults=preempted(9))
+    second = job.launch(script, 2, [*args, *more])
+
+    assert_adapted(second, first.status["checkpoint"]["boundary"])
+    reference = undisturbed(script, 2, [*args, *more])
+    assert second.hashes == reference.hashes, second.story()
+
+
 STYLES = [
     # script, arguments of the old run and of the new one, why it cannot go on
     ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),
