@@ -80,7 +80,10 @@ class Adapted(Replay):
         if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
             return
         self._forward.remove()
-        self._before_first_step = boundary.look(sys._getframe(1))
+        try:
+            self._before_first_step = boundary.look(sys._getframe(1))
+        except Exception as error:  # it must not end the script's own step
+            self.refuse(f"the variables in front of the first step cannot be read: {error!r}")
 
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
@@ -96,6 +99,8 @@ class Adapted(Replay):
             self._take_over(frame)
         except CannotRestoreError as error:
             self.refuse(str(error))
+        except Exception as error:  # the script must not go on with half of it
+            self.refuse(f"the variables cannot be taken over: {error!r}")
         self._has_arrived = self._is_at_target = True
         loops.Hooks.enter = loops.Hooks.loop = None
 

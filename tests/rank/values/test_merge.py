@@ -183,6 +183,13 @@ def test_a_large_tensor_that_is_not_the_first_ones_raises_when_it_is_used_and_on
         found["x"].sum()
 
 
+def test_a_large_tensor_that_the_new_run_has_made_again_is_left() -> None:
+    orders = [torch.randperm(20_000) for _ in range(2)]
+    mine = orders[1].clone()
+
+    assert go_on({"order": orders[0]}, {"order": orders[1]}, {"order": mine})["order"] is mine
+
+
 def test_a_large_tensor_that_the_script_changes_is_taken_over() -> None:
     ema, mine = torch.zeros(20_000), torch.zeros(20_000)
     values.begin_boundary()

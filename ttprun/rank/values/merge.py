@@ -6,8 +6,7 @@ the state of a scheduler) is the work of the training, and is taken from the las
 size, arguments, lengths) is the set-up's, and stays as the new run has made it. So it goes down to attributes of
 objects and keys of dictionaries. The outcome is again a record, which `Restore` writes into the variables.
 
-In it the objects of the new run have numbers behind all those of the old one. What stands at one place in both is one
-object, and has the new run's number. Begin with `Merge.value`.
+Begin with `Merge.value`; how the nodes of both runs get into one record is outcome.py's business.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from __future__ import annotations
 from typing import Any
 
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, pack, unpack
+from ttprun.rank.values.outcome import OF_DATA, Outcome
 from ttprun.rank.values.tensors import tensor_of
 from ttprun.rank.values.trees import (
-    BLOB_AT,
     CONTENTS,
     LAYOUT,
     Comparison,
     Node,
     Part,
     Tree,
-    count_of_parts,
     is_node,
     is_same_scalar,
     listed,
@@ -32,11 +30,10 @@ from ttprun.rank.values.trees import (
     shape_of,
 )
 
-_OF_DATA = frozenset({Tag.DATA, Tag.ARRAY_DATA})
 _HELD_IN = frozenset({Tag.LIST, Tag.TUPLE, Tag.DICT})
 
 
-class Merge:
+class Merge(Outcome):
     """One walk over three records.
 
     first, last   of the old run
@@ -45,23 +42,17 @@ class Merge:
     is_resized    the new run has another number of ranks
 
     blobs         of the outcome: those of the last record, then those of mine, then a choice of both for modules
-    generators    random generators whose state comes from the old run: number in the outcome -> kind and state
     left          what of `ahead` was met in the old run's variables
     """
 
     def __init__(
         self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes] = frozenset(), is_resized: bool = True
     ) -> None:
-        self._first, self._last, self._mine = first, last, mine
+        super().__init__(last, mine, is_resized)
+        self._first = first
         self._ahead = ahead
-        self._is_resized = is_resized
-        self._shift = 1 + max(last.definitions, default=0)  # from a number in mine to that of the outcome
         self._compared = Comparison(first, last)
-        self._mine_of: dict[int, int] = {}  # number in the last record -> number in mine
-        self._last_of: dict[int, int] = {}
-        self._told: set[int] = set()  # numbers of the outcome whose object has been told
         self.blobs: list[memoryview] = [*last.blobs, *mine.blobs]
-        self.generators: dict[int, list[Any]] = {}
         self.left: set[bytes] = set()
 
     def record(self) -> dict[str, Any]:
@@ -109,36 +100,38 @@ class Merge:
         }
         for name, node in mine.items():
             if name not in last and name not in first:
-                found[name] = self._of_mine(node)
+                found[name] = self.of_mine(node)
         return found
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
         """The node to restore where these three stand; `first` and `mine` may be MISSING."""
         if not is_node(last):
             is_left = first is not MISSING and not is_node(first) and is_same_scalar(first, last)
-            return self._of_mine(mine) if is_left and mine is not MISSING else last
+            return self.of_mine(mine) if is_left and mine is not MISSING else last
         first, last, found = self._first.resolve(first), self._last.resolve(last), self._mine.resolve(mine)
         if last[0] == Tag.ACTIVATION:
             return last
+        if last[0] in OF_DATA and found == last:  # made again, say by a loop that has jumped
+            return found
         if self._is_ahead(last):
             if mine is MISSING:
                 raise CannotRestoreError("data that was fetched ahead is kept where the new run has none")
-            self._pair(last, found)
-            return self._of_mine(mine)
+            self.pair(last, found)
+            return self.of_mine(mine)
         number = number_of(last)
-        is_again = number is not None and self._outcome_of_last(number) in self._told
+        is_again = number is not None and self.outcome_of_last(number) in self.told
         own = number_of(found)
         # Two names of one object in the one run may be two objects in the other.
-        is_again = is_again or (own is not None and self._outcome_of_mine(own) in self._told)
+        is_again = is_again or (own is not None and self.outcome_of_mine(own) in self.told)
         if is_again or not self._are_alike(first, last, found):
             if mine is not MISSING and self._compared.is_same(first, last):
-                self._pair(last, found)
-                return self._of_mine(mine)
+                self.pair(last, found)
+                return self.of_mine(mine)
             if not is_again and self._are_views(first, last, found):
                 return self._moved(last, found)
-            return self._of_last(last, found)
+            return self.of_last(last, found)
         self._compared.bind(first, last)
-        self._pair(last, found)
+        self.pair(last, found)
         return self._merged(first, last, found)
 
     def _are_alike(self, first: Node, last: list[Any], mine: Node) -> bool:
@@ -176,8 +169,8 @@ class Merge:
         reach = offset + 1 + sum((length - 1) * by for length, by in zip(last[3], stride, strict=True))
         if reach * tensor_of(last[2], [0], b"").element_size() > size:
             raise CannotRestoreError("a tensor is a part of memory that is smaller in the new run")
-        self._pair(last, mine)
-        made = self._of_mine(mine)
+        self.pair(last, mine)
+        made = self.of_mine(mine)
         return (
             [*made[:2], last[2], last[3], [stride, offset, size], *made[CONTENTS:]] if made[0] == Tag.TENSOR else made
         )
@@ -188,7 +181,7 @@ class Merge:
     def _merged(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
         number = number_of(mine)
         if number is not None:
-            self._tell(self._outcome_of_mine(number), mine)
+            self.tell(self.outcome_of_mine(number), mine)
         if last[0] == Tag.MODULE:
             return self._merged_module(first, last, mine)
         if last[0] == Tag.DICT:
@@ -198,7 +191,7 @@ class Merge:
         for at in range(len(last)):
             part = shape.get(at)
             if part is Part.NUMBER:
-                made[at] = self._outcome_of_mine(mine[at])
+                made[at] = self.outcome_of_mine(mine[at])
             elif part is Part.NODE:
                 made[at] = self.value(first[at], last[at], mine[at])
             elif part is Part.NODES:
@@ -224,7 +217,7 @@ class Merge:
             values.append(dict(zip(names, listed(node[3]), strict=True)))
         made = self.named(values[1], values[2], values[0])
         attributes = [self.named(first[5], last[5], mine[5])] if len(last) > 5 else []
-        number = self._outcome_of_mine(mine[1])
+        number = self.outcome_of_mine(mine[1])
         return [Tag.DICT, number, [keys[name] for name in made], list(made.values()), *last[4:5], *attributes]
 
     def _merged_module(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
@@ -235,16 +228,16 @@ class Merge:
             return self._merged_parts(inner_first, inner_last, mine)
         is_left = None in (first[6], last[6]) or first[3] == last[3]
         inner = self._mine.resolve(mine[6])
-        number = self._outcome_of_mine(inner[1])
-        if number in self._told:
+        number = self.outcome_of_mine(inner[1])
+        if number in self.told:
             wrapped: Node = [Tag.REFERENCE, number]
         elif self._are_alike(inner_first, inner_last, inner):
             self._compared.bind(inner_first, inner_last)
-            self._pair(inner_last, inner)
+            self.pair(inner_last, inner)
             wrapped = self._merged(inner_first, inner_last, inner)
         else:
-            wrapped = self._of_last(inner_last, inner)
-        outcome = self._outcome_of_mine(mine[1])
+            wrapped = self.of_last(inner_last, inner)
+        outcome = self.outcome_of_mine(mine[1])
         return [Tag.MODULE, outcome, mine[2], mine[3] if is_left else last[3], {}, 0, wrapped]
 
     def _merged_parts(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
@@ -252,9 +245,9 @@ class Merge:
         names = [[described[i]["modules"], [path for path, _ in described[i]["tensors"]]] for i in range(3)]
         if not names[0] == names[1] == names[2]:
             if self._compared.is_same(first, last):
-                return self._copied(mine, is_mine=True)
+                return self.copied(mine, is_mine=True)
             raise CannotRestoreError("a module has other parts than in the old run, and they have changed since")
-        self._pair_parts(last, mine)
+        self.pair_parts(last, mine)
         begin = len(self.blobs)
         for offset, path in enumerate(names[2][1]):
             one, other, own = (
@@ -277,130 +270,7 @@ class Merge:
             ]
             attributes[path] = self.named(*scopes)
         told["attributes"] = {path: {} for path in attributes}
-        return [Tag.MODULE, self._outcome_of_mine(mine[1]), mine[2], pack(told), attributes, begin, None]
-
-    # One node, of the old run or of the new one.
-
-    def _of_last(self, node: Node, mine: Node = MISSING) -> Node:
-        """A node of the old run's last record, to stand where `mine` stands now."""
-        if not is_node(node):
-            return node
-        if node[0] == Tag.REFERENCE:
-            outcome = self._outcome_of_last(node[1])
-            found = self._last.resolve(node)
-            if outcome in self._told or found is node:
-                return [Tag.REFERENCE, outcome]
-            node = found
-        mine = self._mine.resolve(mine)
-        number = number_of(node)
-        if number is not None:
-            if self._outcome_of_last(number) in self._told:
-                return [Tag.REFERENCE, self._outcome_of_last(number)]
-            self._pair(node, mine)
-            self._tell(self._outcome_of_last(number), node)
-        if node[0] in _OF_DATA:
-            return [Tag.ACTIVATION, node[2]]
-        if node[0] == Tag.FILE and self._is_resized:
-            raise CannotRestoreError(
-                "the script reads a file by itself in its steps, and how the ranks divide what is left is not known"
-            )
-        if node[0] == Tag.WEIGHT:
-            weight = self._last.weight(node[1])
-            index = None if weight is None else self._mine.index_of(weight)
-            if index is None:
-                raise CannotRestoreError("a variable holds what an optimizer keeps of a weight")
-            return [node[0], index, *node[2:]]
-        if node[0] == Tag.RANDOM and number is not None:
-            self.generators[self._outcome_of_last(number)] = node[2:]
-        return self._copied(node, is_mine=False, beside=mine)
-
-    def _of_mine(self, node: Node) -> Node:
-        """A node of the new run's record, left as it is."""
-        if not is_node(node):
-            return node
-        if node[0] == Tag.REFERENCE:
-            found = self._mine.resolve(node)
-            if self._outcome_of_mine(node[1]) in self._told or found is node:
-                return [Tag.REFERENCE, self._outcome_of_mine(node[1])]
-            node = found
-        number = number_of(node)
-        if number is not None:
-            outcome = self._outcome_of_mine(number)
-            if outcome in self._told:
-                return [Tag.REFERENCE, outcome]
-            self._tell(outcome, node)
-        return self._copied(node, is_mine=True)
-
-    def _copied(self, node: list[Any], is_mine: bool, beside: Node = MISSING) -> list[Any]:
-        """A node with the outcome's numbers; its parts are of the same record.
-
-        beside   what of the new run stands where a node of the old one will
-        """
-        outcome = self._outcome_of_mine if is_mine else self._outcome_of_last
-        has_counterparts = is_node(beside) and beside[0] == node[0] and shape_of(beside) == shape_of(node)
-        if has_counterparts and node[0] == Tag.DICT:
-            has_counterparts = listed(beside[2]) == listed(node[2])
-
-        def one(part: Node, counterpart: Node) -> Node:
-            return self._of_mine(part) if is_mine else self._of_last(part, counterpart)
-
-        def some(found: list[Node], counterparts: list[Node]) -> list[Node]:
-            return [one(p, counterparts[i] if i < len(counterparts) else MISSING) for i, p in enumerate(found)]
-
-        made = list(node)
-        for at, part in shape_of(node).items():
-            if at >= len(node):
-                continue
-            other = beside[at] if has_counterparts and at < len(beside) else None
-            if part is Part.NUMBER:
-                made[at] = outcome(node[at])
-            elif part is Part.NODE:
-                made[at] = one(node[at], MISSING if other is None else other)
-            elif part in (Part.NODES, Part.UNORDERED):
-                made[at] = some(listed(node[at]), listed(other) if other is not None and part is Part.NODES else [])
-            elif part is Part.NAMED:
-                made[at] = {name: one(p, (other or {}).get(name, MISSING)) for name, p in node[at].items()}
-            else:
-                made[at] = [{name: one(p, MISSING) for name, p in group.items()} for group in node[at]]
-        shift = len(self._last.blobs) if is_mine else 0
-        if node[0] in BLOB_AT:
-            made[BLOB_AT[node[0]]] += shift
-        elif node[0] == Tag.TENSOR and isinstance(node[CONTENTS], list):
-            made[CONTENTS] = [node[CONTENTS][0] + shift]
-        elif node[0] == Tag.TENSOR and isinstance(node[CONTENTS], int):
-            made[CONTENTS] = outcome(node[CONTENTS])
-        elif node[0] == Tag.MODULE and node[6] is None:
-            made[5] += shift
-            made[4] = {path: {name: one(p, MISSING) for name, p in nodes.items()} for path, nodes in node[4].items()}
-        return made
-
-    # Numbers.
-
-    def _outcome_of_mine(self, number: int) -> int:
-        return number + self._shift
-
-    def _outcome_of_last(self, number: int) -> int:
-        mine = self._mine_of.get(number)
-        return number if mine is None else self._outcome_of_mine(mine)
-
-    def _pair(self, last: Node, mine: Node) -> None:
-        """Let an object of the old run and one of the new run, which stand at one place, be one."""
-        if not is_node(last) or not is_node(mine) or last[0] != mine[0]:
-            return
-        number, own = number_of(last), number_of(mine)
-        if number is None or own is None or number in self._told:
-            return
-        if number not in self._mine_of and own not in self._last_of:
-            self._mine_of[number], self._last_of[own] = own, number
-
-    def _pair_parts(self, last: list[Any], mine: list[Any]) -> None:
-        """The same of all parts and tensors of modules that have the same ones."""
-        for offset in range(1 + count_of_parts(mine)):
-            self._mine_of.setdefault(last[1] + offset, mine[1] + offset)
-            self._last_of.setdefault(mine[1] + offset, last[1] + offset)
-
-    def _tell(self, outcome: int, node: list[Any]) -> None:
-        self._told.update(range(outcome, outcome + 1 + count_of_parts(node)))
+        return [Tag.MODULE, self.outcome_of_mine(mine[1]), mine[2], pack(told), attributes, begin, None]
 
     # Data that was fetched ahead.
 
