@@ -13,6 +13,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -157,7 +158,7 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
     session = make_session(recorder=recorder, board=board, world_size=1)
     become(session)
     if begin_at is not None:
-        session.replay = object()  # type: ignore[assignment]
+        session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
         files.mute_all()
     for step, _ in enumerate(write(path)):
         boundary = step + 1
@@ -287,7 +288,7 @@ def replay_everything(directory: str) -> dict[str, Any]:
         pathlib.Path(path).write_text("lost rank's")
     os.mkdir(folder)
     session = make_session()
-    session.replay = object()  # type: ignore[assignment]
+    session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
     become(session)
     os.remove(old)
     os.rename(away, old)
@@ -341,3 +342,31 @@ def open_wrongly(directory: str) -> list[Any]:
 
 def test_a_file_for_appending_is_like_any_other(tmp_path: Any) -> None:
     assert [(real, ours) for real, ours in run_alone(open_wrongly, str(tmp_path)) if real != ours] == []
+
+
+def set_up_among_others(directory: str) -> dict[str, str]:
+    """A rank of a run that goes on with other ranks: its first step writes, and is undone."""
+    frames.add_user_directory(os.path.dirname(__file__))
+    patches.apply_all(with_replay=True)
+    files.mute_all()
+    log, own = (f"{directory}/{name}" for name in ("log", "log of a new rank"))
+    pathlib.Path(log).write_text("step 1\nstep 2\nstep 3, which comes again\n")
+    session = make_session()
+    session.replay = SimpleNamespace(is_alone=False)  # type: ignore[assignment]
+    become(session)
+    opened = [open(path, "w") for path in (log, own)]  # noqa: SIM115 - as people write it
+    for file in opened:
+        file.write("a step that is undone\n")
+    recorded = files.positions_again([[log, len("step 1\nstep 2\n")]])
+    session.replay = None
+    files.unmute(session, recorded, 2)
+    for file in opened:
+        file.write("step 3\n")
+        file.close()
+    return {"log": read(log), "own": read(own), "recorded": str([size for _, size in recorded])}
+
+
+def test_a_step_that_is_undone_writes_nothing_to_files_of_the_old_run_nor_to_new_ones(tmp_path: Any) -> None:
+    found = run_alone(set_up_among_others, str(tmp_path))
+
+    assert found == {"log": "step 1\nstep 2\nstep 3\n", "own": "step 3\n", "recorded": "[14, 0]"}

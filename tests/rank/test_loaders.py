@@ -167,7 +167,7 @@ class FakeReplay:
     def __init__(self, records: list[dict[str, Any]]) -> None:
         self._left = list(records)
 
-    def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         found = next((it for it in self._left if it["name"] == name), None)
         if found is not None:
             self._left.remove(found)

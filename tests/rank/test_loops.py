@@ -368,3 +368,19 @@ def test_loops_of_generators_are_found_in_their_frames(run_followed: Any) -> Non
     (loop,) = loops.of_frame(reader.gi_frame)
 
     assert loop.position == 2
+
+
+@pytest.mark.parametrize(("now", "expected"), [(range(12), [6, 7, 8, 9, 10, 11]), (range(8), [6, 7]), (range(6), [])])
+def test_with_other_arguments_a_range_goes_on_behind_its_item_up_to_the_new_end(now: range, expected: Any) -> None:
+    recorded, _ = begin_at(range(10), 7)
+
+    jump = loops.JumpToNewEnd(new_site(), recorded, now, lambda: 0)
+
+    assert list(jump) == expected
+    assert jump.record()["bounds"] == [0, now.stop, 1]
+
+
+def test_with_other_arguments_a_range_of_another_step_does_not_come_by_the_place() -> None:
+    recorded, _ = begin_at(range(10), 7)
+
+    assert list(loops.JumpToNewEnd(new_site(), recorded, range(0, 20, 2), lambda: 0)) == []

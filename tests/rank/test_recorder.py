@@ -108,3 +108,27 @@ def test_a_record_that_does_not_fit_where_it_is_to_be_restored_is_refused() -> N
 
     with pytest.raises(RecordTooLargeError, match="record_limit_mib"):
         small.restore(saved.export(1))
+
+
+def test_the_first_record_is_kept_whatever_comes_after_it_and_is_given_away_too() -> None:
+    recorder = empty()
+    recorder.write_first(1, b"the first head", [torch.arange(3)])
+    for boundary in range(1, 12):
+        recorder.write(boundary, b"another", [torch.ones(5)])
+
+    restored = carried_over(recorder, 11)
+
+    expected = (1, b"the first head", torch.arange(3).numpy().tobytes())
+    assert recorder.read_first() == restored.read_first() == expected
+    assert [boundary for boundary in range(12) if restored.read(boundary)] == [8, 9, 10, 11]
+
+
+def test_what_an_older_version_gave_away_has_no_first_record() -> None:
+    exported = filled(up_to=3).export(3)
+    del exported["first"]
+
+    other = empty()
+    other.restore(exported)
+
+    assert other.read_first() is None
+    assert other.read(3) is not None

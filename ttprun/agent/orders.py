@@ -87,6 +87,11 @@ class Orders:
             words = {"repair_type": frameworks.repair_type(), "reboot_type": frameworks.reboot_type(seat.rank)}
             seat.tell(order | words)
             return
+        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
+        stored = self._supervisor.stored
+        if action.source is None and stored is not None and stored.origin is not None:
+            seat.tell(order | {"adapt": stored.origin.told_to(seat.rank)})
+            return
         lost = self._recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
         source = self._recorded(self._supervisor.seats[source_rank], action.boundary)
@@ -104,14 +109,7 @@ class Orders:
                 )
             )
             return
-        seat.tell(
-            {
-                "op": "replay",
-                "generation": action.generation,
-                "boundary": action.boundary,
-                "skip_lines": self.lines_to_skip(seat, action.boundary),
-            }
-        )
+        seat.tell(order | {"adapt": None, "skip_lines": self.lines_to_skip(seat, action.boundary)})
 
     def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
         """A rank's record of a boundary, whoever wrote it; empty if there is none."""
@@ -156,14 +154,16 @@ class Orders:
                 return
 
     def _go_back(self, seat: Seat, stored: Stored) -> None:
-        """Let a seat be as it was at the boundary of a snapshot or checkpoint."""
+        """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
         board, row = self._supervisor.board, seat.local_rank
-        part = stored.rank_part(seat.rank)
         slot_bytes = self._supervisor.config.record_limit_mib << 20
         os.close(seat.record_fd)
         seat.record_fd = Recorder.create(slot_bytes)
-        Recorder(seat.record_fd, slot_bytes).restore(part)
-        out, err = part["lines"]
+        out, err = 0, 0
+        if stored.origin is None:
+            part = stored.rank_part(seat.rank)
+            Recorder(seat.record_fd, slot_bytes).restore(part)
+            out, err = part["lines"]
         seat.go_back_to(stored.boundary, (out, err))
         board.set(row, Field.RECORDED, stored.boundary)
         board.set(row, Field.APPLIED, stored.boundary)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ttprun.agent.adapt import adapted
 from ttprun.agent.checkpoints import ENDED_NAME
-from ttprun.agent.stored import Stored, open_checkpoint
+from ttprun.agent.stored import Stored, open_checkpoint, rank_file
 from ttprun.config import Config
 from ttprun.errors import ConfigError
 from ttprun.observe.progress import ProgressLog
@@ -38,23 +39,30 @@ def find(config: Config, store: CheckpointStore, world_size: int, arguments: Seq
         return None
     checked_s = time.monotonic() - began_s
     manifest = checkpoint.valid_manifest()
-    if manifest.world_size != world_size:
-        raise ConfigError(
-            f"checkpoint '{checkpoint.path}' is of {manifest.world_size} ranks, and this job has {world_size}",
-            f"start {manifest.world_size} ranks, or give --resume off to begin anew",
-        )
     try:
         stored = open_checkpoint(checkpoint, checked_s)
+        if manifest.world_size == world_size and stored.arguments == tuple(arguments):
+            return stored
+        if script_of(stored.arguments) != script_of(arguments):
+            raise ConfigError(
+                f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
+                f"and this is '{shlex.join(arguments)}'",
+                "start the same script, or give --resume off to begin anew",
+            )
+        what_differs = (
+            f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {world_size}"
+        )
+        if manifest.world_size == world_size:
+            what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"
+        paths = [str(checkpoint.file(rank_file(rank))) for rank in range(manifest.world_size)]
+        return adapted(stored, paths, world_size, what_differs)
     except InvalidCheckpointError as error:
         raise ConfigError(f"checkpoint '{checkpoint.path}': {error.reason}", "name another with --resume") from None
-    if stored.arguments != tuple(arguments):
-        # The script's variables will have the values that they had, so new arguments would be passed over in silence.
-        raise ConfigError(
-            f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
-            f"and this is '{shlex.join(arguments)}'",
-            "give the same arguments, or --resume off to begin anew",
-        )
-    return stored
+
+
+def script_of(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The script itself, or `-m` and the module."""
+    return tuple(arguments[: 2 if tuple(arguments[:1]) == ("-m",) else 1])
 
 
 def _newest(store: CheckpointStore) -> Checkpoint | None:

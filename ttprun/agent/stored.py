@@ -31,6 +31,24 @@ def unpack(packed: bytes) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Another run's ranks, from which those of this one take over what the training has changed.
+
+    world_size  how many there were
+    paths       of their own parts
+    """
+
+    world_size: int
+    paths: tuple[str, ...]
+
+    def told_to(self, rank: int) -> dict[str, Any]:
+        """What a rank of this run must know: from whom it takes over, and who else there was."""
+        donor = rank % self.world_size
+        other = self.paths[(donor + 1) % self.world_size] if self.world_size > 1 else ""
+        return {"world_size": self.world_size, "donor": self.paths[donor], "other": other}
+
+
+@dataclass(frozen=True)
 class Stored:
     """One snapshot or checkpoint.
 
@@ -41,6 +59,7 @@ class Stored:
     files      paths of the files with the tensors, readable by the ranks
     rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
                raises InvalidCheckpointError if that cannot be read
+    origin     set if it is of other ranks or other arguments: then no rank can go on from it as it is
     checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
     """
 
@@ -51,6 +70,7 @@ class Stored:
     files: tuple[str, ...]
     rank_part: Callable[[int], dict[str, Any]]
     checked_s: float = 0.0
+    origin: Origin | None = None
 
 
 def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:

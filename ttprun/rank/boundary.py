@@ -22,6 +22,7 @@ from ttprun.board import Board, Field, Phase
 from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite, values
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
+from ttprun.rank.record import Record
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
 from ttprun.rank.tensor_bytes import bytes_of
@@ -74,6 +75,8 @@ def wrapped_models() -> list[Any]:
 
 
 _stepped: tuple[Any, dict[int, int], list[torch.Tensor]] = (None, {}, [])
+# Of each living optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it.
+_counts: list[list[int]] = []
 
 
 def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
@@ -81,7 +84,7 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
 
     The very same object as before as long as nothing shows that they have changed.
     """
-    global _stepped
+    global _stepped, _counts
     seen = [entry for optimizer in living for entry in _signature(optimizer)]
     if seen != _stepped[0]:
         _samples.clear()
@@ -89,6 +92,7 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
         for index, tensor in enumerate(stepped_tensors()):
             found.setdefault(tensor.untyped_storage().data_ptr(), index)
         _stepped = (seen, found, list(_weights()))
+        _counts = list(map(_count, living))
     return _stepped[1]
 
 
@@ -118,6 +122,11 @@ def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
                     if isinstance(value, torch.Tensor):
                         seen.append(value.data_ptr())
     return seen
+
+
+def _count(optimizer: torch.optim.Optimizer) -> list[int]:
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    return [parameters, sum(1 for _ in _tensors(optimizer)) - parameters]
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -211,6 +220,8 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
         else:
             head, blobs = record_of(session, boundary, frame)
             session.recorder.write(boundary, head, blobs)
+            if boundary == 1:
+                session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
@@ -237,6 +248,12 @@ def _why_not_recorded(is_first: bool) -> str:
 
 def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
     """The record of a boundary: (packed plain part, tensors to write behind it)."""
+    record, blobs = describe(session, boundary, frame)
+    return values.pack(record), blobs
+
+
+def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The same before it is packed."""
     frames = user_frames(frame)
     living = optimizers()
     scopes: list[dict[str, Any]] = []
@@ -275,6 +292,7 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
+        "stepped": _counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
@@ -289,8 +307,41 @@ def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes,
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
+        "is_straight": False,
     }
-    return values.pack(record), snapshot.blobs
+    return record, snapshot.blobs
+
+
+def look(frame: FrameType) -> values.Tree:
+    """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
+    frames = user_frames(frame)
+    scopes = [user_frame.f_locals for user_frame in frames]
+    around = [loop for user_frame in frames for loop in loops.of_frame(user_frame)]
+    snapshot = values.Snapshot(
+        stepped_storages(optimizers()), [id(loop.over) for loop in around if loop.over is not None]
+    )
+    on_stack = set(map(id, scopes))
+    record = {
+        "place": place(frames),
+        "variables": [snapshot.variables(scope) for scope in scopes],
+        "loops": [],
+        "modules": {
+            name: snapshot.variables(vars(module))
+            for name, module in files.user_modules()
+            if id(module.__dict__) not in on_stack
+        },
+        "optimizers": [],
+        "stepped": _counts,
+        "loaders": [],
+        "blobs": [blob.nbytes for blob in snapshot.blobs],
+    }
+    return tree_of(values.pack(record), snapshot.blobs)
+
+
+def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
+    """A record as another process would read it."""
+    found = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
+    return values.Tree(found.fields, found.blobs)
 
 
 _samples: dict[tuple[int, int], memoryview] = {}

@@ -64,6 +64,8 @@ def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **k
     if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
         return _real_open(file, mode, *args, **kwargs)
     path = os.path.abspath(os.fspath(file))
+    if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
+        _real_open(path, "a").close()  # a file that no rank of the old run has had
     is_muted = session.replay is not None and os.path.isfile(path)
     if is_muted or "a" in mode:
         opened = _open_followed(session, file, is_muted, mode, *args, **kwargs)
@@ -148,6 +150,12 @@ def positions() -> list[list[Any]]:
             except (OSError, ValueError):
                 continue
     return found
+
+
+def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
+    """The same while another run's files are muted: where they stood at its boundary, and the ends of all others."""
+    where = dict(map(tuple, recorded))
+    return [[path, where.get(path, os.path.getsize(path))] for path, opened in _tracked if not opened.closed]
 
 
 def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:

@@ -27,6 +27,7 @@ from ttprun.rank import (
     patches,
     workers,
 )
+from ttprun.rank.adapted import Adapted
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import Journal
 from ttprun.rank.kept_weights import KeptWeights
@@ -77,7 +78,10 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     if is_replacement and order["op"] == "replay":
         files.mute_all()
-        session.replay = Replay(session, order["boundary"], tuple(order["skip_lines"]))
+        if order["adapt"] is not None:
+            session.replay = Adapted(session, order["boundary"], order["adapt"])
+        else:
+            session.replay = Replay.of_lost(session, order["boundary"], tuple(order["skip_lines"]))
         session.replay.begin()
     elif is_replacement:
         output.skip_lines(*order["skip_lines"])

@@ -197,8 +197,10 @@ def _finish() -> None:
         module = sys.modules.get("ttprun.rank.session")
         session = module.current() if module is not None else None
         if session is not None and session.replay is not None:
-            session.replay.refuse(
-                f"the replay has come to the script's end and not by the place of boundary {session.replay.boundary}"
+            replay = session.replay
+            why = f": {replay.difference}" if replay.difference else ""
+            replay.refuse(
+                f"the replay has come to the script's end and not by the place of boundary {replay.boundary}{why}"
             )
 
 

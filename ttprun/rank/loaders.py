@@ -3,6 +3,9 @@
 An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
 sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler
 pass over the batches that were handed out, without loading them.
+
+A run that goes on with another number of ranks makes iterators over what is left of their epoch (`rest.py`); such a one
+has a "rest" in its record, and is made again in the same way.
 """
 
 from __future__ import annotations
@@ -12,22 +15,25 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.data.dataloader as torch_dataloader
 from torch.utils.data import DataLoader, Sampler
 
-from ttprun.rank import random_state, workers
+from ttprun.rank import random_state, rest, workers
 from ttprun.rank.frames import location_key
+from ttprun.rank.samples import fetched_ahead
 from ttprun.rank.session import current
 from ttprun.rank.values import fingerprint, streams
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to tell that it is empty
 _made: Counter[str] = Counter()
+_each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
 _positioned = 0
+_MOST_PARTS = 8  # of a batch have fingerprints
 
 
 def wrap_init(original: Any) -> Any:
@@ -51,7 +57,7 @@ def wrap_iter(original: Any) -> Any:
             return original(self)
         name = getattr(self, "_ttprun_name", ["", 0])
         if session.replay is not None:
-            recorded = session.replay.iterator_to_make(name)
+            recorded = session.replay.iterator_to_make(self, name)
             if recorded is not None:
                 return _make_at(original, self, recorded)
         began = _beginning(self, name)
@@ -81,6 +87,9 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
         "epochs": [getattr(sampler, "epoch", None) for sampler in _samplers(loader)],
         "generators": [generator.get_state().numpy().tobytes() for generator in _generators(loader)],
         "lead": 0,
+        "each": _each.get(tuple(name), 0),
+        "source": rest.source_of(loader),
+        "rest": None,
     }
 
 
@@ -90,6 +99,8 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
         streams.is_worker(worker)
+    iterator._ttprun_at = None
+    iterator._ttprun_recent = []
     _iterators[:] = [known for known in _iterators if known() not in (None, iterator)]
     _iterators.append(weakref.ref(iterator))
 
@@ -103,21 +114,27 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
     Skipping.batches = 0 if is_iterable else skip
-    if recorded["workers"][1]:
+    if recorded["rest"] is not None:
+        Skipping.stream = rest.batches_of(loader, recorded["rest"])
+    own_workers = recorded["workers"] or _workers_key(loader)  # another run's have nothing to tell
+    if own_workers[1]:
         # The lost rank's iterator was begun again here, which draws no seed for its workers, as making one does.
         Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
-    workers.will_make(workers.Making(tuple(recorded["workers"]), Skipping.batches))
+    workers.will_make(workers.Making(tuple(own_workers), Skipping.batches))
     iterator = original(loader)
     workers.will_make(None)
     # Without workers no index has been asked for yet, and another iterator may be made before that.
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
+    iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
     Skipping.before_first = None
     if is_iterable:  # there is no sampler to advance: the batches have to be loaded
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
-    began = ("name", "rng", "epochs", "generators", "lead", "workers")
-    _register(iterator, {key: recorded[key] for key in began})
+    began = ("name", "rng", "epochs", "generators", "lead", "each", "source", "rest")
+    if recorded["each"]:
+        _each[tuple(recorded["name"])] = recorded["each"]
+    _register(iterator, {key: recorded[key] for key in began} | {"workers": own_workers})
     _positioned += 1
     return iterator
 
@@ -133,10 +150,12 @@ class Skipping:
 
     batches       that it has to pass over
     before_first  called before the sampler begins
+    stream        of batches, in the place of the sampler's own
     """
 
     batches = 0
     before_first: Callable[[], None] | None = None
+    stream: Iterator[Any] | None = None
 
 
 def wrap_next_index(original: Any) -> Any:
@@ -147,6 +166,9 @@ def wrap_next_index(original: Any) -> Any:
         before_first, Skipping.before_first = Skipping.before_first, None
         if before_first is not None:
             before_first()
+        stream, Skipping.stream = Skipping.stream or self.__dict__.pop("_ttprun_stream", None), None
+        if stream is not None:
+            self._sampler_iter = stream
         for _ in range(skip):
             next(self._sampler_iter)
         if skip and hasattr(self, "_worker_queue_idx_cycle"):  # batch k belongs to worker k mod n
@@ -168,8 +190,9 @@ def forget() -> None:
     _order = itertools.count()
     _positioned = 0
     workers.will_make(None)
+    _each.clear()
     Skipping.batches = 0
-    Skipping.before_first = None
+    Skipping.before_first = Skipping.stream = None
 
 
 def iterator_types() -> tuple[type, ...]:
@@ -189,10 +212,38 @@ def records() -> list[dict[str, Any]]:
     alive = _alive()
     under_way = [number for number in range(len(alive)) if _is_under_way(alive, number)]
     found = [alive[number] for number in sorted(under_way, key=lambda number: alive[number]._ttprun_order)]
-    return [
-        dict(iterator._ttprun, yielded=iterator._num_yielded, batch=_fingerprints(iterator._ttprun_batch))
-        for iterator in found
-    ]
+    return list(map(_record_of, found))
+
+
+def _record_of(iterator: Any) -> dict[str, Any]:
+    began, yielded = iterator._ttprun, iterator._num_yielded
+    batch = _fingerprints(iterator._ttprun_batch)
+    ahead = fetched_ahead(began["lead"], began["each"])
+    return dict(began, yielded=yielded, batch=batch, ahead=_fetched(iterator, batch, ahead) if ahead else [])
+
+
+def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
+    """Fingerprints of all tensors that were fetched and not trained on yet; None if they are not all known.
+
+    batch   those of the newest batch
+    """
+    recent, yielded = iterator._ttprun_recent, iterator._num_yielded
+    if not recent or recent[-1][0] != yielded:
+        recent.append((yielded, batch if _is_of_tensors(iterator._ttprun_batch) else None))
+    del recent[:-ahead]
+    if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
+        return None
+    known = [found for _, found in recent]
+    return None if None in known else [one for found in known for one in found]
+
+
+def _is_of_tensors(batch: Any) -> bool:
+    """Whether the fingerprints of a batch tell all of it."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return 0 < len(batch) <= _MOST_PARTS and all(map(_is_of_tensors, batch))
+    return isinstance(batch, torch.Tensor) and batch.layout is torch.strided
 
 
 def _alive() -> list[Any]:
@@ -206,7 +257,7 @@ def _fingerprints(batch: Any) -> list[bytes]:
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
-        return [found for item in batch[:8] for found in _fingerprints(item)]
+        return [found for item in batch[:_MOST_PARTS] for found in _fingerprints(item)]
     return []
 
 
@@ -234,10 +285,14 @@ _HELD_BY_ONE = _references_of_one()
 
 
 def note_boundary() -> None:
-    """The first boundary after an iterator was made tells how far its reader reads ahead."""
+    """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead."""
     for iterator in _alive():
-        if iterator._num_yielded and not iterator._ttprun["lead"]:
-            iterator._ttprun["lead"] = iterator._num_yielded
+        began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
+        if yielded and not began["lead"]:
+            began["lead"] = yielded
+        elif at and yielded > at:
+            began["each"] = _each[tuple(began["name"])] = yielded - at
+        iterator._ttprun_at = yielded
 
 
 def wrap_next(original: Any) -> Any:

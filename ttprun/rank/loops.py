@@ -155,10 +155,7 @@ class Jump(Loop):
     def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
         """An iterator behind the first item to hand out, and that item."""
         if isinstance(iterable, range) and record["bounds"]:
-            # The lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now.
-            _, *end = self.bounds = record["bounds"]
-            same_end = end == [iterable.stop, iterable.step]
-            rest = iter(range(*self.bounds)[skip:] if same_end else ())
+            rest = iter(self._rest(iterable, skip, record["bounds"]))
             return rest, next(rest, _END)
         if isinstance(iterable, range | list | tuple | str):
             values: Any = list(iterable) if isinstance(iterable, str) else iterable
@@ -178,6 +175,14 @@ class Jump(Loop):
                 first = next(items, _END)
         return items, first
 
+    def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
+        """What is left of a range.
+
+        bounds   the lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now
+        """
+        self.bounds = bounds
+        return range(*bounds)[skip:] if bounds[1:] == [iterable.stop, iterable.step] else range(0)
+
     def _at_enumerated(self, iterable: Any, skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
         inner, start = iterable.__reduce__()[1]
         plain = dict(record, current=None)
@@ -186,6 +191,17 @@ class Jump(Loop):
             return items, _END
         counted = enumerate(items, start + skip + 1)
         return counted, (start + skip, first)
+
+
+class JumpToNewEnd(Jump):
+    """The same in a run that goes on with other arguments: a range may end elsewhere now."""
+
+    __slots__ = ()
+
+    def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
+        start, _, step = bounds
+        self.bounds = [start, iterable.stop, step]
+        return range(*self.bounds)[skip:] if iterable.step == step else range(0)
 
 
 def _plain(item: Any) -> Any:

@@ -143,6 +143,11 @@ class Change:
 
 ALSO: tuple[Change, ...] = (
     Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
+    Change(
+        "torch.nn",
+        "global forward hook",
+        "in a run that goes on with other ranks or arguments, up to its first step: to note what the set-up has left",
+    ),
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
     Change("sys", "excepthook", "to tell the agent that the script itself has failed, or to run it again"),
     Change(

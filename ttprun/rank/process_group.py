@@ -239,7 +239,7 @@ class ManagedGroup(ProcessGroup):
         is_kept = session.is_repairable()
         if is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES:
             entry.place = location_key()
-        if session.replay is not None:
+        if session.replay is not None and session.is_replaying_alone():
             session.replay.answer(entry)
             entry.is_done = True
             return ManagedWork(journal, entry)

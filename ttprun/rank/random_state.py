@@ -6,6 +6,7 @@ script has loaded them. torch is not imported here: loops are followed from the 
 
 from __future__ import annotations
 
+import functools
 import random
 import struct
 import sys
@@ -20,9 +21,15 @@ RngState = dict[str, Any]
 _WORDS = struct.Struct(f"{len(random.getstate()[1])}I")  # of the Mersenne Twister
 
 
-def _python_state() -> list[Any]:
-    version, words, gauss = random.getstate()
+def state_of_python(generator: Any) -> list[Any]:
+    """The state of a `random.Random`, or of the module, in our form."""
+    version, words, gauss = generator.getstate()
     return [version, _WORDS.pack(*words), gauss]
+
+
+def state_of_numpy(generator: Any) -> list[Any]:
+    """The state of a `numpy.random.RandomState` in our form."""
+    return _pack_mersenne(generator.get_state(legacy=False))
 
 
 def _memory(at: int, size: int) -> Any:
@@ -41,7 +48,11 @@ def _python_state_from_memory() -> list[Any]:
     return [random.Random.VERSION, raw[4:] + raw[:4], _instance.gauss_next]
 
 
-_read_python = _python_state_from_memory if _python_state_from_memory() == _python_state() else _python_state
+_read_python = (
+    _python_state_from_memory
+    if _python_state_from_memory() == state_of_python(random)
+    else functools.partial(state_of_python, random)
+)
 
 
 class _Numpy:

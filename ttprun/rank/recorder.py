@@ -1,9 +1,10 @@
 """The recorder: what one rank leaves behind, in shared memory outside its process.
 
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
-boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), a
-log of the results of small collectives, from which a replay answers calls whose peers have long gone on, a ring of
-the random states of DataLoader workers, and how much was appended to which file.
+boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), the
+run's first record (what has changed since then is what a run on other ranks takes over), a log of the results of small
+collectives, from which a replay answers calls whose peers have long gone on, a ring of the random states of DataLoader
+workers, and how much was appended to which file.
 
 A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
 ones."""
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 SLOTS = 4
+FIRST = SLOTS  # the slot behind those of the newest boundaries
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
 WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
@@ -53,11 +55,12 @@ class Recorder:
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._log_start = HEADER_BYTES + (SLOTS + 1) * slot_bytes
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
         """Address space that a recorder takes; memory is taken only for what is written."""
-        return HEADER_BYTES + SLOTS * slot_bytes + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
+        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
 
     @classmethod
     def create(cls, slot_bytes: int) -> int:
@@ -69,7 +72,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Forget all records and the log."""
-        for slot in range(SLOTS):
+        for slot in range(SLOTS + 1):
             _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
         _LOG.pack_into(self._map, _LOG_AT, 0)
 
@@ -81,38 +84,51 @@ class Recorder:
 
         Raises RecordTooLargeError, with the older records untouched.
         """
+        self._write(boundary % SLOTS, boundary, head, blobs)
+
+    def write_first(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
+        """Keep the record of a boundary for good, beside the newest ones; arguments and errors as those of `write`."""
+        self._write(FIRST, boundary, head, blobs)
+
+    def _write(self, slot: int, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
         sizes = [blob.nbytes for blob in blobs]
-        at = self._address + self._begin_slot(boundary, head, sum(sizes))
+        at = self._address + self._begin_slot(slot, head, sum(sizes))
         for blob, size in zip(blobs, sizes, strict=True):
             ctypes.memmove(at, blob.data_ptr(), size)
             at += size
-        self._end_slot(boundary, head, sum(sizes))
+        self._end_slot(slot, boundary, head, sum(sizes))
 
-    def _begin_slot(self, boundary: int, head: bytes, blob_bytes: int) -> int:
-        """Write the head over the oldest record; returns the offset of the blobs."""
+    def _begin_slot(self, slot: int, head: bytes, blob_bytes: int) -> int:
+        """Write the head over what the slot holds; returns the offset of the blobs."""
         if len(head) + blob_bytes > self._slot_bytes:
             raise RecordTooLargeError(
                 f"the record of a boundary takes {(len(head) + blob_bytes) >> 20} MiB, more than record_limit_mib "
                 f"= {self._slot_bytes >> 20} allows"
             )
-        slot = boundary % SLOTS
         at = HEADER_BYTES + slot * self._slot_bytes
         _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
         self._map[at : at + len(head)] = head
         return at + len(head)
 
-    def _end_slot(self, boundary: int, head: bytes, blob_bytes: int) -> None:
-        _SLOT.pack_into(self._map, boundary % SLOTS * _SLOT.size, boundary, len(head), blob_bytes)
+    def _end_slot(self, slot: int, boundary: int, head: bytes, blob_bytes: int) -> None:
+        _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
         """Copies of (head, blobs) of a boundary's record, None if it is not there."""
-        slot = boundary % SLOTS
-        found, head_bytes, blob_bytes = _SLOT.unpack_from(self._map, slot * _SLOT.size)
-        if found != boundary:
+        found = self._read(boundary % SLOTS)
+        return found[1:] if found is not None and found[0] == boundary else None
+
+    def read_first(self) -> tuple[int, bytes, bytes] | None:
+        """Copies of (boundary, head, blobs) of the record that is kept for good, None if there is none."""
+        return self._read(FIRST)
+
+    def _read(self, slot: int) -> tuple[int, bytes, bytes] | None:
+        boundary, head_bytes, blob_bytes = _SLOT.unpack_from(self._map, slot * _SLOT.size)
+        if boundary == NO_BOUNDARY:
             return None
         at = HEADER_BYTES + slot * self._slot_bytes
         middle = at + head_bytes
-        return bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
+        return boundary, bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
 
     def export(self, boundary: int) -> dict[str, Any]:
         """All that a replay up to `boundary` needs, for `restore`; to be packed with msgpack.
@@ -126,6 +142,7 @@ class Recorder:
         if not records or records[-1][0] != boundary:
             raise KeyError(boundary)
         return {
+            "first": self.read_first(),
             "records": records,
             "log": list(self.read_log()),
             "workers": list(self._written_parts(start - WORKER_BYTES, start)),
@@ -148,10 +165,13 @@ class Recorder:
     def restore(self, exported: dict[str, Any]) -> None:
         """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
-        for boundary, head, blobs in exported["records"]:
-            at = self._begin_slot(boundary, head, len(blobs))
+        slots = [(record[0] % SLOTS, record) for record in exported["records"]]
+        if exported.get("first") is not None:  # an older version of ttprun kept none
+            slots.append((FIRST, exported["first"]))
+        for slot, (boundary, head, blobs) in slots:
+            at = self._begin_slot(slot, head, len(blobs))
             self._view[at : at + len(blobs)] = blobs
-            self._end_slot(boundary, head, len(blobs))
+            self._end_slot(slot, boundary, head, len(blobs))
         for entry in exported["log"]:
             self.append_log(entry)
         for offset, part in exported["workers"]:
@@ -165,7 +185,7 @@ class Recorder:
         need = _ENTRY.size + len(entry)
         if used + need > LOG_BYTES:
             return False
-        at = HEADER_BYTES + SLOTS * self._slot_bytes + used
+        at = self._log_start + used
         _ENTRY.pack_into(self._map, at, len(entry))
         self._map[at + _ENTRY.size : at + need] = entry
         _LOG.pack_into(self._map, _LOG_AT, used + need)
@@ -174,7 +194,7 @@ class Recorder:
     def read_log(self) -> Iterator[bytes]:
         """The log's entries, oldest first."""
         (used,) = _LOG.unpack_from(self._map, _LOG_AT)
-        at = HEADER_BYTES + SLOTS * self._slot_bytes
+        at = self._log_start
         end = at + used
         while at < end:
             (size,) = _ENTRY.unpack_from(self._map, at)
@@ -186,7 +206,7 @@ class Recorder:
         iterator, _, worker, batch = place
         ring = (iterator % WORKER_ITERATORS) * WORKERS + worker % WORKERS
         entry = ring * WORKER_BATCHES + batch % WORKER_BATCHES
-        return HEADER_BYTES + SLOTS * self._slot_bytes + LOG_BYTES + entry * WORKER_ENTRY_BYTES
+        return self._log_start + LOG_BYTES + entry * WORKER_ENTRY_BYTES
 
     def write_worker(self, place: tuple[int, int, int, int], state: bytes) -> None:
         """Keep a worker's random states; `place` is (iterator, epoch, worker, batch of this worker)."""

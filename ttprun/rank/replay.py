@@ -26,10 +26,11 @@ from ttprun.rank import boundary, faults, files, gradients, loaders, loops, rand
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.output import Diverted
+from ttprun.rank.record import Record
 from ttprun.rank.recorder import SLOTS
 from ttprun.rank.results import Answers, as_result
 from ttprun.rank.session import Session
-from ttprun.rank.values import CannotRestoreError, Restore, unpack
+from ttprun.rank.values import CannotRestoreError, Restore
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
@@ -39,33 +40,29 @@ STEPS_TO_LOOK_FOR = (
 )
 
 
-class Record:
-    """A boundary's record, unpacked. Raises KeyError if the recorder does not hold it."""
-
-    def __init__(self, session: Session, number: int) -> None:
-        found = session.recorder.read(number)
-        if found is None:
-            raise KeyError(number)
-        head, blobs = found
-        self.fields: dict[str, Any] = unpack(head)
-        self.blobs: list[memoryview] = []
-        at = 0
-        for size in self.fields["blobs"]:
-            self.blobs.append(memoryview(blobs)[at : at + size])
-            at += size
-
-    def __getitem__(self, name: str) -> Any:
-        return self.fields[name]
+def read_record(session: Session, number: int) -> Record:
+    """A boundary's record. Raises KeyError if the recorder does not hold it."""
+    found = session.recorder.read(number)
+    if found is None:
+        raise KeyError(number)
+    return Record.of(*found)
 
 
 def _record_to_begin_at(session: Session, target: Record) -> Record | None:
-    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary."""
+    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
+
+    From a run's first record behind a change of its ranks there is no way back: a replay comes straight by its place.
+    """
     number = target["boundary"]
+    if target["is_straight"]:
+        return target
     for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
-        record = Record(session, earlier)
+        record = read_record(session, earlier)
         if record["place"] == target["place"]:
             return record
-    return Record(session, number - 1) if number > 1 else None
+        if record["is_straight"]:
+            break
+    return read_record(session, number - 1) if number > 1 else None
 
 
 class _Skip:
@@ -79,28 +76,51 @@ class Replay:
     live        set by the recovery thread once the tensors are in and the new generation is connected
     skip_lines  lines of stdout and stderr that the lost rank had written since boundary N
     setup_s     what the script itself has taken from its top to its first optimizer step; None before that
+    difference  why the script's first step was not where the replay begins
+    is_alone    collectives are answered without the other ranks
+    jump        how a loop begins that was under way
     """
 
-    def __init__(self, session: Session, number: int, skip_lines: tuple[int, int]) -> None:
+    is_alone = True
+    jump = loops.Jump
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        skip_lines: tuple[int, int],
+        target: Record,
+        before: Record | None,
+        answers: Answers,
+    ) -> None:
+        """A replay up to one record by way of another one, by whose place the script comes first; None: by none."""
         self.session = session
         self.boundary = number
         self.live = threading.Event()
         self.skip_lines = skip_lines
         self.setup_s: float | None = None
         self._began_s = time.monotonic()
-        self._target = Record(session, number)
-        self._before = _record_to_begin_at(session, self._target)
+        self._target = target
+        self._before = before
+        self._answers = answers
         self._passed = 0  # newest boundary that the replay has come by
         self._has_arrived = self._before is None
         self._is_at_target = False
         self._steps_passed = 0
+        self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
-        first = self._before["boundary"] if self._before else number
-        records = [Record(session, known) for known in range(first, number + 1)]
-        recent = [as_result(packed) for record in records for packed in record["results"]]
-        self._answers = Answers(session.recorder.read_log(), recent)
         self._output = Diverted(session)
+
+    @classmethod
+    def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
+        """The replay of what a lost rank has left in its recorder. Raises KeyError."""
+        target = read_record(session, number)
+        before = _record_to_begin_at(session, target)
+        first = before["boundary"] if before else number
+        records = [read_record(session, known) for known in range(first, number + 1)]
+        recent = [as_result(packed) for record in records for packed in record["results"]]
+        return cls(session, number, skip_lines, target, before, Answers(session.recorder.read_log(), recent))
 
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
@@ -146,10 +166,10 @@ class Replay:
             assert self._before is not None
             site.has_steps = site.has_steps or token["lead"] > 0
             site.is_outer = token["item_rng"] is not None
-            return loops.Jump(site, token, iterable, loaders.positioned)
+            return self.jump(site, token, iterable, loaders.positioned)
         return loops.Loop(site, token, iterable)
 
-    def iterator_to_make(self, name: list[Any]) -> dict[str, Any] | None:
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """The record of the DataLoader iterator that the lost rank had under way, for a loader of this name."""
         if self._has_arrived or self._before is None:
             return None
@@ -175,12 +195,11 @@ class Replay:
 
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step."""
-        if self.setup_s is None:
-            self.setup_s = time.monotonic() - self._began_s
+        self._note_setup()
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
-            record = self._target if is_target else Record(self.session, self._passed)
+            record = self._target if is_target else read_record(self.session, self._passed)
             difference = self._difference(record, frame)
             if difference:
                 self.refuse(f"the replay has come to another place than boundary {self._passed}: {difference}")
@@ -190,45 +209,51 @@ class Replay:
         assert self._before is not None
         difference = self._difference(self._before, frame)
         if not difference:
-            self._put_in(self._before, frame, is_comparing=False)
+            self._is_at_target = self._before is self._target
+            self._put_in(self._before, frame, is_comparing=self._is_at_target)
             self._has_arrived = True
             self._passed = self._before["boundary"]
             loops.Hooks.enter = loops.Hooks.loop = None
             return
+        self._pass_by(difference)
+
+    def _note_setup(self) -> None:
+        if self.setup_s is None:
+            self.setup_s = time.monotonic() - self._began_s
+
+    def _pass_by(self, difference: str) -> None:
+        """This step is not yet where the replay begins. Refuses if it will never come there."""
         self._steps_passed += 1
+        self.difference = self.difference or difference
         if self._steps_passed > STEPS_TO_LOOK_FOR:
-            self.refuse(f"the replay does not come by the place of boundary {self._before['boundary']}: {difference}")
+            begins_at = self._before["boundary"] if self._before is not None else self.boundary
+            self.refuse(f"the replay does not come by the place of boundary {begins_at}: {difference}")
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """Where this place differs from a record's, "" if it is the same."""
-        frames = user_frames(frame)
-        here = place(frames)
-        if here != record["place"]:
-            return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
-        for user_frame, recorded in zip(frames, record["loops"], strict=True):
-            positions = [[loop.site.key, loop.position, loop.current] for loop in loops.of_frame(user_frame)]
-            expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
-            if positions != expected:
-                return f"its loops stand at {positions}, the lost rank's at {expected}"
+        difference = difference_of_place(record, frame)
+        if difference:
+            return difference
         yielded = sorted([it["name"], it["yielded"]] for it in loaders.records())
         expected = sorted([it["name"], it["yielded"]] for it in record["loaders"])
         if [count for _, count in yielded] != [count for _, count in expected]:
             return f"its DataLoaders have handed out {yielded}, the lost rank's {expected}"
         if record is self._target:
-            used = {tuple(it["name"]): it["yielded"] for it in self._before["loaders"]} if self._before else {}
+            before = None if self._before is record else self._before
+            used = {tuple(it["name"]): it["yielded"] for it in before["loaders"]} if before else {}
             pairs = zip(loaders.records(), record["loaders"], strict=True)
             if any(
                 mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"]))
                 for mine, lost in pairs
             ):
                 return "a DataLoader has handed out another batch than in the lost rank"
-        if record["entropy"] and record is not self._before:
+        if record["entropy"] and (record is not self._before or record is self._target):
             return "the script draws from os.urandom in its steps, and other numbers come out each time"
         if record["unfollowed"]:
             return "a loop around the optimizer step was not followed in the lost rank"
         return ""
 
-    def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> None:
+    def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> Restore:
         restore = Restore(record.blobs, is_comparing, boundary.stepped_tensors())
         try:
             frames = user_frames(frame)
@@ -253,6 +278,7 @@ class Replay:
         if restore.mismatches:
             self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
         random_state.restore(record["rng"])
+        return restore
 
     def after_step(self) -> None:
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
@@ -263,9 +289,7 @@ class Replay:
         told = {"generation": session.generation, "boundary": self.boundary, "setup_s": self.setup_s}
         session.channel.send({"op": "replayed"} | told)
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
-        for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
-            if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
-                model._has_rebuilt_buckets = True
+        self._order_buckets()
         gradients.poison(boundary.optimizers())
         self._output.end(*self.skip_lines)
         files.unmute(session, self._target["files"], self.boundary)
@@ -281,6 +305,12 @@ class Replay:
         session.board.set(session.local_rank, Field.MEETINGS, 0)
         session.touch(Phase.COMPUTING)
 
+    def _order_buckets(self) -> None:
+        """DDP orders its buckets anew at its second step, with all ranks; the lost rank has been there."""
+        for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
+            if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
+                model._has_rebuilt_buckets = True
+
     def end_without_repair(self) -> None:
         """Undo the diversion of output: the process is about to end."""
         self._output.end(0, 0)
@@ -288,6 +318,20 @@ class Replay:
     def refuse(self, reason: str) -> None:
         """This replay has failed. Does not return."""
         report_mismatch(self.session.channel, self.session.generation, reason)
+
+
+def difference_of_place(record: Record, frame: FrameType) -> str:
+    """Where the code and its loops stand otherwise than in a record, "" if it is the same."""
+    frames = user_frames(frame)
+    here = place(frames)
+    if here != record["place"]:
+        return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
+    for user_frame, recorded in zip(frames, record["loops"], strict=True):
+        positions = [[loop.site.key, loop.position, loop.current] for loop in loops.of_frame(user_frame)]
+        expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
+        if positions != expected:
+            return f"its loops stand at {positions}, the lost rank's at {expected}"
+    return ""
 
 
 def _told(where: list[list[Any]]) -> str:

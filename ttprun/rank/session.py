@@ -93,9 +93,13 @@ class Session:
             return False
         return bool(self.groups) if self.world_size > 1 else bool(self.options["keeps_state"])
 
+    def is_replaying_alone(self) -> bool:
+        """Collectives are answered by the replay: the other ranks have been here before, and do not come again."""
+        return self.replay is not None and self.replay.is_alone
+
     def meets_nobody(self) -> bool:
-        """Collectives are answered without the other ranks: they have been here before, and do not come again."""
-        return self.replay is not None or (self.framework is not None and self.framework.is_joining)
+        """Groups are made without the other ranks."""
+        return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
 
     def tell_modules(self) -> None:
         """Say once, after the first step, what a standby should have imported."""

@@ -1,20 +1,24 @@
 """The values in a script's variables: recorded at a boundary, and restored in a replacement.
 
 snapshot.py walks over the variables, restore.py writes them back, nodes.py is the form between the two; kinds.py is the
-table that says how each kind of value is treated, and the other files treat one kind each. The rule of all: what is
-neither restored, nor reproduced by the replay and compared, is refused with the variable's name.
+table that says how each kind of value is treated, and the other files treat one kind each. For a run that goes on with
+other ranks merge.py makes one record of three, which trees.py compares. The rule of all: what is neither restored, nor
+reproduced by the replay and compared, is refused with the variable's name.
 """
 
 from ttprun.rank.values import callables, kinds, large, modules, objects, snapshot, unchanged
 from ttprun.rank.values.large import fingerprint
+from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.touched import spoil
+from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
-    "CannotRestoreError", "Restore", "Snapshot", "UnrecordedTensorError", "begin_boundary", "fingerprint", "forget",
-    "kinds", "pack", "unpack",
+    "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
+    "fingerprint", "forget", "kinds", "pack", "spoil", "unpack",
 ]  # fmt: skip
 
 

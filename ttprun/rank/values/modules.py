@@ -84,6 +84,11 @@ class _Layout:
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
         described["frozen"] = self.requires_grad()
+        described["passing"] = [
+            f"{path}.{name}" if path else name
+            for path, part in self.modules
+            for name in part._non_persistent_buffers_set
+        ]
         described["attributes"] = {path: self._attributes(path, part, snapshot) for path, part in self.modules}
         self.tensors = [where[name] for where, name in self.slots]
         self.objects += self.tensors

@@ -99,6 +99,10 @@ class Restore:
             return self._objects[number]
         return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
 
+    def object_of(self, number: int) -> Any:
+        """What stands for an object of the record, MISSING if nothing does."""
+        return self._objects.get(number, MISSING)
+
     def items(self, live: Any, nodes: Any, name: str) -> list[Any]:
         """Values of a container's items, each set over its counterpart in `live`."""
         if not isinstance(nodes, list):

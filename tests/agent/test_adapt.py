@@ -1,0 +1,98 @@
+"""What the agent sees of a checkpoint of other ranks before it starts any: a refusal, or what the user must know."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from ttprun.agent.adapt import adapted
+from ttprun.agent.stored import Stored
+from ttprun.errors import ConfigError
+from ttprun.rank import values
+from ttprun.rank.values import Snapshot
+
+
+def record(boundary: int, scope: dict[str, Any], **fields: Any) -> list[Any]:
+    """A boundary's record as a rank's part holds it."""
+    values.begin_boundary()
+    snapshot = Snapshot({})
+    told = {
+        "place": [["script.py", "<module>", 7]],
+        "variables": [snapshot.variables(scope)],
+        "loops": [[]],
+        "modules": {},
+        "optimizers": [],
+        "stepped": [],
+        "loaders": [],
+        "unfollowed": False,
+        "blobs": [],
+    }
+    return [boundary, values.pack(told | fields), b""]
+
+
+def stored(*parts: dict[str, Any]) -> Stored:
+    return Stored(9, "save/step-9", ("train.py",), [], (), lambda rank: parts[rank])
+
+
+def part(rank: int, **fields: Any) -> dict[str, Any]:
+    """A rank that has trained: a loss of its own, a counter, and a tensor that all have alike."""
+    common = {"rank": rank, "shared": torch.ones(2)}
+    last = common | {"loss": 0.5 + rank, "steps": 9, "shared": torch.zeros(2)}
+    return {"first": record(1, common | {"loss": 3.0, "steps": 1}), "records": [record(9, last, **fields)]}
+
+
+def test_the_user_is_told_from_whom_the_variables_come_that_differ_and_that_it_is_not_bit_exact(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, "ttprun"):
+        found = adapted(stored(part(0), part(1)), ["zero", "one"], 3, "is of 2 ranks, and this job has 3")
+
+    (line,) = caplog.messages
+    assert "resumed on 3 ranks from 2: sums are rounded otherwise, so not bit-exact" in line
+    assert "rank r takes the variables of old rank r mod 2; which differed between the ranks in: loss;" in line
+    assert "rank 2 draws random numbers that are derived from those" in line
+    assert found.origin is not None
+    assert found.origin.told_to(2) == {"world_size": 2, "donor": "zero", "other": "one"}
+    assert found.origin.told_to(1) == {"world_size": 2, "donor": "one", "other": "zero"}
+
+
+def test_one_old_rank_has_no_other_to_compare_with(caplog: pytest.LogCaptureFixture) -> None:
+    found = adapted(stored(part(0)), ["zero"], 2, "is of 1 rank, and this job has 2")
+
+    assert found.origin is not None
+    assert found.origin.told_to(1) == {"world_size": 1, "donor": "zero", "other": ""}
+    assert "differed" not in caplog.text
+
+
+def test_with_other_arguments_only_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    adapted(stored(part(0), part(1)), ["zero", "one"], 2, "was made with other arguments ('train.py')")
+
+    (line,) = caplog.messages
+    assert "not bit-exact with one that was never interrupted" in line
+    assert "mod" not in line
+
+
+ITERATOR = {"name": ["/home/me/train.py:12", 1], "lead": 1, "yielded": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [
+        ([{"first": None, "records": []}], "an older version of ttprun wrote it, without the run's first step"),
+        ([part(0, unfollowed=True)], "a loop around the optimizer step was not followed"),
+        ([part(0, loaders=[ITERATOR])], "the DataLoader of train.py:12: an older version of ttprun has not noted"),
+        (
+            [part(0, loaders=[ITERATOR | {"source": {"kind": "has a sampler of its own (Mine)"}}])],
+            "the DataLoader of train.py:12: it has a sampler of its own (Mine)",
+        ),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_before_anything_starts(ranks: list[Any], why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        adapted(stored(*ranks), ["zero"], 3, "is of 1 rank, and this job has 3")
+
+    assert why in str(refused.value)
+    assert "start as many ranks with the same arguments, or give --resume off to begin anew" in str(refused.value)

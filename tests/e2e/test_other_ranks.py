@@ -1,0 +1,177 @@
+"""A run goes on from a checkpoint of another number of ranks, or of other arguments: scenario A25.
+
+`counts_samples.py` counts in its weights how often each sample was trained on.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Run
+
+RunTtprun = Callable[..., Run]
+COUNTS = "counts_samples.py"
+
+
+class Job:
+    """Launches of one job, which may differ in their ranks and arguments."""
+
+    def __init__(self, run_ttprun: RunTtprun, folder: Path) -> None:
+        self._run = run_ttprun
+        self._folder = folder
+
+    def launch(self, script: str, ranks: int, args: Sequence[str] = (), **how: object) -> Run:
+        """One launch."""
+        options = ["--save-dir", str(self._folder / "save")]
+        return self._run(script, ranks, script_args=args, options=options, out=self._folder / "out", **how)
+
+
+@pytest.fixture
+def job(run_ttprun: RunTtprun, tmp_path: Path) -> Job:
+    return Job(run_ttprun, tmp_path)
+
+
+def preempted(step: int) -> list[str]:
+    return [f"preempt:rank=0,step={step},phase=backward"]
+
+
+def counts_of(run: Run) -> list[int]:
+    """How often each sample was trained on."""
+    (line,) = [line for line in run.stdout[0] if line.startswith("counts ")]
+    return list(ast.literal_eval(line.removeprefix("counts ")))
+
+
+def assert_adapted(run: Run, boundary: int) -> None:
+    """The launch went on from a checkpoint of that boundary, and came to its end."""
+    first = run.incidents[0]
+    assert (first["kind"], first["rung"], first["outcome"]) == ("resume", "rewind", "recovered"), run.story()
+    assert first["boundary"] == boundary, run.story()
+    assert run.exit_code == 0, run.story()
+    assert "not bit-exact" in run.output, run.story()
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (1, 2), (2, 1)])
+def test_every_sample_is_trained_on_once_an_epoch_but_for_the_padding_whatever_the_numbers_of_ranks(
+    job: Job, old: int, new: int
+) -> None:
+    first = job.launch(COUNTS, old, faults=preempted(4))
+    second = job.launch(COUNTS, new)
+
+    boundary = first.status["checkpoint"]["boundary"]
+    assert_adapted(second, boundary)
+    counts = counts_of(second)
+    assert min(counts) == 2, second.story()
+    left = 100 - boundary * 4 * old
+    assert sum(counts) - 200 == -left % new + -100 % new, second.story()
+
+
+@pytest.mark.parametrize(
+    ("args", "each"),
+    [
+        (["--ahead", "1"], 1),
+        (["--ahead", "2"], 1),
+        (["--accumulate", "3"], 3),
+        (["--workers", "2", "--ahead", "1"], 1),
+    ],
+    ids=["ahead", "two ahead", "accumulate", "workers"],
+)
+def test_what_was_fetched_and_not_trained_on_is_dealt_out_anew(job: Job, args: list[str], each: int) -> None:
+    first = job.launch(COUNTS, 2, args, faults=preempted(3))
+    second = job.launch(COUNTS, 3, args)
+
+    boundary = first.status["checkpoint"]["boundary"]
+    assert_adapted(second, boundary)
+    used = boundary * each * 4 * 2
+    counts = counts_of(second)
+    assert sum(counts) == used + 3 * trained_on(100 - used, 3, each) + 3 * trained_on(100, 3, each), second.story()
+    assert sum(count > 2 for count in counts) <= 4, second.story()  # 2 of padding in each of the two epochs
+
+
+def trained_on(samples: int, ranks: int, each: int) -> int:
+    """Samples that each rank trains on, in batches of 4 and steps of `each` batches; a rest is too small for a step."""
+    of_rank = -(-samples // ranks)
+    batches = [min(4, of_rank - begin) for begin in range(0, of_rank, 4)]
+    return sum(batches[: len(batches) // each * each])
+
+
+def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job: Job) -> None:
+    first = job.launch(COUNTS, 2, faults=preempted(4))
+    boundary = first.status["checkpoint"]["boundary"]
+    second = job.launch(
+        COUNTS,
+        2,
+        ["--epochs", "3"],
+        faults=[f"kill:rank=1,step={boundary},phase=before_step", f"kill:rank=0,step={boundary + 4},phase=backward"],
+    )
+
+    _, *others = second.incidents
+    assert_adapted(second, boundary)
+    assert [(one["rung"], one["outcome"]) for one in others] == [("replace", "recovered")] * 2, second.story()
+    assert counts_of(second) == [3] * 100, second.story()
+
+
+def test_a_run_that_has_changed_its_ranks_can_change_them_again(job: Job) -> None:
+    job.launch(COUNTS, 2, faults=preempted(4))
+    second = job.launch(COUNTS, 3, faults=preempted(6))
+    third = job.launch(COUNTS, 2)
+
+    boundary = second.status["checkpoint"]["boundary"]
+    assert_adapted(third, boundary)
+    counts = counts_of(third)
+    assert (min(counts), sum(counts)) == (2, 200 + (100 - 4 * 8 - (boundary - 4) * 12) % 2), third.story()
+
+
+LONGER = [
+    # script, its arguments, what makes it longer
+    ("epochs_dataloader.py", ["--workers", "0"], ["--epochs", "4"]),  # workers' random numbers begin anew
+    ("trainer_class.py", [], ["--epochs", "5"]),  # it has a snapshot of its own, too
+    ("iter_next_two_optimizers.py", [], ["--iterations", "30"]),
+    ("plain_tensors.py", [], ["--steps", "50"]),
+    ("while_true_get_batch.py", [], ["--warmup_iters=5"]),  # as long as it is, and other words
+]
+
+
+@pytest.mark.parametrize(("script", "args", "more"), LONGER, ids=[script for script, *_ in LONGER])
+def test_a_run_that_is_made_longer_by_its_arguments_ends_like_one_that_was_so_long_from_the_beginning(
+    job: Job, undisturbed: Callable[..., Run], script: str, args: list[str], more: list[str]
+) -> None:
+    """With as many ranks nothing is rounded otherwise: whatever were taken over wrongly would show in the weights."""
+    first = job.launch(script, 2, args, faults=preempted(9))
+    second = job.launch(script, 2, [*args, *more])
+
+    assert_adapted(second, first.status["checkpoint"]["boundary"])
+    reference = undisturbed(script, 2, [*args, *more])
+    assert second.hashes == reference.hashes, second.story()
+
+
+STYLES = [
+    # script, arguments of the old run and of the new one, why it cannot go on
+    ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),
+    ("while_true_get_batch.py", [], [], ""),
+    ("plain_tensors.py", [], [], ""),
+    ("trainer_class.py", [], [], "it has 576 samples, and had 384 before: what of them is used up cannot be told"),
+    ("iter_next_two_optimizers.py", [], [], "it has 480 samples, and had 320 before"),
+]
+
+
+@pytest.mark.parametrize(("script", "old_args", "new_args", "why_not"), STYLES, ids=[style[0] for style in STYLES])
+def test_scripts_of_each_style_go_on_with_another_number_of_ranks_or_say_why_not(
+    job: Job, script: str, old_args: list[str], new_args: list[str], why_not: str
+) -> None:
+    first = job.launch(script, 2, old_args, faults=preempted(9))
+    second = job.launch(script, 3, new_args)
+
+    if why_not:
+        assert second.exit_code == 93, second.story()
+        assert why_not in second.status["reason"], second.story()
+        assert "--resume off begins anew" in second.status["reason"], second.story()
+    else:
+        assert_adapted(second, first.status["checkpoint"]["boundary"])
+        shas = {
+            line.partition("sha256 model")[2] for lines in second.hashes.values() for line in lines if "model" in line
+        }
+        assert len(shas) == 1, second.story()

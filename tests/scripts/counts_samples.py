@@ -1,0 +1,100 @@
+"""How often each sample was trained on, as the weights themselves: one a sample, and each look takes one off it.
+
+All sums are of whole numbers, so the weights are the same whatever the number of ranks.
+"""
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+class Numbers(Dataset):
+    """Sample i is i."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+class Counts(nn.Module):
+    """The sum of the weights that a batch names; a buffer has the batches that this rank has seen."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, indices):
+        self.batches += 1
+        return self.weight[indices].sum()
+
+
+def ahead(batches, count):
+    """The batches, `count` of them fetched before they are needed."""
+    waiting = []
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > count:
+            yield waiting.pop(0)
+    yield from waiting
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--samples", type=int, default=100)
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--batch-size", type=int, default=4)
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--ahead", type=int, default=0)
+parser.add_argument("--workers", type=int, default=0)
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+model = DDP(Counts(args.samples), broadcast_buffers=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)
+dataset = Numbers(args.samples)
+sampler = DistributedSampler(dataset)
+loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler, num_workers=args.workers)
+whole = torch.arange(30_000)  # too large to be recorded
+steps, trained = 0, 0
+
+for epoch in range(args.epochs):
+    sampler.set_epoch(epoch)
+    batches = ahead(loader, args.ahead) if args.ahead else loader
+    for i, indices in enumerate(batches):
+        (model(indices) * world).backward()
+        trained += len(indices)
+        if (i + 1) % args.accumulate:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        steps += 1
+        print(f"[rank {rank} of {world}] epoch {epoch} batch {i} step {steps} indices {indices.tolist()}", flush=True)
+    optimizer.zero_grad()
+    total = torch.tensor(trained)
+    dist.all_reduce(total)
+    print(f"[rank {rank} of {world}] epoch {epoch} is over, {int(total)} trained", flush=True)
+
+counts = [-int(weight) for weight in model.module.weight]
+if rank == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(model.module.state_dict(), os.path.join(args.out, "final.pt"))
+    print(f"counts {counts}")
+    print(f"steps {steps} of the schedule {schedule.last_epoch}, batches {int(model.module.batches)}, {len(whole)}")
+print(f"[rank {rank} of {world}] sha256 model {hashlib.sha256(str(counts).encode()).hexdigest()}")
+dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""A boundary's record, as it comes out of a recorder or a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttprun.rank.values import unpack
+
+# Of iterators in records that a version of ttprun wrote which did not know them.
+_OF_OLDER_ITERATORS: dict[str, Any] = {"each": 0, "source": None, "rest": None, "ahead": []}
+
+
+class Record:
+    """A boundary's record, unpacked.
+
+    fields   of its head
+    blobs    bytes of each
+    """
+
+    def __init__(self, fields: dict[str, Any], blobs: list[memoryview]) -> None:
+        self.fields = fields
+        self.blobs = blobs
+
+    @classmethod
+    def of(cls, head: bytes, blobs: bytes) -> Record:
+        """A record as a recorder gives it."""
+        fields = unpack(head)
+        found, at = [], 0
+        for size in fields["blobs"]:
+            found.append(memoryview(blobs)[at : at + size])
+            at += size
+        for name in ("is_straight", "kept"):
+            fields.setdefault(name, False)
+        for iterator in fields["loaders"]:
+            for name, value in _OF_OLDER_ITERATORS.items():
+                iterator.setdefault(name, value)
+        return cls(fields, found)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]

@@ -1,0 +1,309 @@
+"""A record as a tree: what each kind of node holds, its objects by number, and whether two records tell the same.
+
+SHAPES is the table; what it does not name of a node is plain. Begin with `Tree`.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from ttprun.rank.values.nodes import MISSING, Tag, unpack, unpack_items
+from ttprun.rank.values.snapshot import FIXED
+from ttprun.rank.values.tensors import tensor_of
+
+Node = Any
+
+
+class Part(enum.Enum):
+    """What stands at a place of a node."""
+
+    NUMBER = "number"
+    NODE = "node"
+    NODES = "nodes"
+    UNORDERED = "nodes in any order"
+    NAMED = "nodes by name"
+    GROUPS = "list of nodes by name"
+
+
+_N = Part.NUMBER
+SHAPES: dict[str, dict[int, Part]] = {
+    Tag.LIST: {1: _N, 2: Part.NODES, 4: Part.NAMED},
+    Tag.TUPLE: {1: Part.NODES, 3: Part.NAMED},
+    Tag.SET: {1: _N, 2: Part.UNORDERED, 4: Part.NAMED},
+    Tag.FROZENSET: {1: Part.UNORDERED, 3: Part.NAMED},
+    Tag.DEQUE: {1: _N, 2: Part.NODES, 4: Part.NAMED},
+    Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
+    Tag.BYTES: {1: _N},
+    Tag.BUFFER: {1: _N},
+    Tag.FILE: {1: _N},
+    Tag.OBJECT: {1: _N, 3: Part.NAMED},
+    Tag.VALUE_OBJECT: {2: Part.NAMED},
+    Tag.CLASS: {1: _N, 3: Part.NAMED},
+    Tag.FUNCTION: {1: _N, 3: Part.NAMED, 4: Part.NAMED, 5: Part.NODES},
+    Tag.METHOD: {1: Part.NODE},
+    Tag.PARTIAL: {1: _N, 2: Part.NODE, 3: Part.NODE, 4: Part.NODE},
+    Tag.TENSOR: {1: _N},
+    Tag.CHANGED_DATA: {1: _N},
+    Tag.CHANGED_ARRAY: {1: _N},
+    Tag.ARRAY: {1: _N, 6: Part.NODE},
+    Tag.OBJECT_ARRAY: {1: _N, 3: Part.NODES},
+    Tag.RANDOM: {1: _N},
+    Tag.OPTIMIZER: {1: _N, 3: Part.GROUPS, 4: Part.NAMED},
+    Tag.ITERATOR: {1: _N, 3: Part.NODES, 4: Part.NODE},
+    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE},
+    Tag.MODULE: {1: _N},
+}
+_RAW_STATES = ("torch", "python")  # random generators whose state is no node
+BLOB_AT = {Tag.CHANGED_DATA: 4, Tag.CHANGED_ARRAY: 4}
+LAYOUT = 4  # of a tensor's node: see tensors.py
+CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor whose memory it shares
+
+
+def shape_of(node: list[Any]) -> dict[int, Part]:
+    """Which of a node's places hold what."""
+    if node[0] == Tag.RANDOM and node[2] not in _RAW_STATES:
+        return {1: Part.NUMBER, 3: Part.NODE}
+    if node[0] == Tag.MODULE and node[6] is not None:
+        return {1: Part.NUMBER, 6: Part.NODE}
+    return SHAPES.get(node[0], {})
+
+
+def listed(nodes: Any) -> list[Node]:
+    """A container's nodes, which may be packed."""
+    return nodes if isinstance(nodes, list) else list(unpack_items(nodes))
+
+
+def is_node(value: Any) -> bool:
+    """Whether it is more than a scalar."""
+    return value.__class__ is list
+
+
+def number_of(node: Node) -> int | None:
+    """The number of the object that a node defines; None if it defines none."""
+    if not is_node(node) or shape_of(node).get(1) is not Part.NUMBER:
+        return None
+    number: int = node[1]
+    return number
+
+
+def parts(node: list[Any]) -> Iterator[Node]:
+    """The nodes right below a node."""
+    for at, part in shape_of(node).items():
+        if at >= len(node) or part is Part.NUMBER:
+            continue
+        if part is Part.NODE:
+            yield node[at]
+        elif part in (Part.NODES, Part.UNORDERED):
+            yield from listed(node[at])
+        elif part is Part.NAMED:
+            yield from node[at].values()
+        else:
+            yield from (item for group in node[at] for item in group.values())
+
+
+class Tree:
+    """One record.
+
+    fields       as it was unpacked
+    blobs        bytes of each
+    definitions  by number, the node of the object; of a module's parts, that of the module
+    """
+
+    def __init__(self, fields: dict[str, Any], blobs: list[memoryview]) -> None:
+        self.fields = fields
+        self.blobs = blobs
+        self.variables = [_with_fixed(scope) for scope in fields["variables"]]
+        self.modules = {name: _with_fixed(scope) for name, scope in fields["modules"].items()}
+        self.definitions: dict[int, list[Any]] = {}
+        overs = [loop["over"] for of_frame in fields["loops"] for loop in of_frame]
+        scopes = [*self.variables, *self.modules.values()]
+        for node in (*(node for scope in scopes for node in scope.values()), *overs, *fields["optimizers"]):
+            self._index(node)
+
+    def _index(self, node: Node) -> None:
+        if not is_node(node):
+            return
+        number = number_of(node)
+        if number is not None:
+            for one in range(number, number + 1 + count_of_parts(node)):
+                self.definitions.setdefault(one, node)
+        for part in parts(node):
+            self._index(part)
+
+    def resolve(self, node: Node) -> Node:
+        """The node that defines what a reference stands for; the node itself if it is no reference to a whole."""
+        if is_node(node) and node[0] == Tag.REFERENCE:
+            found = self.definitions.get(node[1])
+            if found is not None and found[1] == node[1]:
+                return found
+        return node
+
+    def contents(self, node: list[Any]) -> Any:
+        """The bytes of a tensor or changed array; a number if it shares another one's memory."""
+        if node[0] in BLOB_AT:
+            return bytes(self.blobs[node[BLOB_AT[node[0]]]])
+        found = node[CONTENTS]
+        return bytes(self.blobs[found[0]]) if isinstance(found, list) else found
+
+    def digest(self, node: Node) -> bytes | None:
+        """The fingerprint of a tensor's elements, as the loaders note it; None if it is none."""
+        if not is_node(node):
+            return None
+        if node[0] == Tag.DATA:
+            found: bytes = node[3]
+            return found
+        if node[0] == Tag.CHANGED_DATA:
+            return xxhash.xxh3_64_digest(self.contents(node))
+        if node[0] != Tag.TENSOR:
+            return None
+        _, _, dtype, shape, layout, _, _, _ = node
+        raw = self.contents(node)
+        while isinstance(raw, int):
+            raw = self.contents(self.definitions[raw])
+        if not layout:
+            return xxhash.xxh3_64_digest(raw) if raw else b""
+        stride, offset, _ = layout
+        tensor = tensor_of(dtype, [len(raw) // (tensor_of(dtype, [0], b"").element_size())], raw)
+        return xxhash.xxh3_64_digest(tensor.as_strided(shape, stride, offset).contiguous().numpy().tobytes())
+
+    def weight(self, index: int) -> tuple[int, bool, int] | None:
+        """(optimizer, whether it is a parameter, which one) of what optimizers update; None if it is not known."""
+        for optimizer, (parameters, states) in enumerate(self.fields["stepped"]):
+            if index < parameters:
+                return optimizer, True, index
+            if index < parameters + states:
+                return optimizer, False, index - parameters
+            index -= parameters + states
+        return None
+
+    def index_of(self, weight: tuple[int, bool, int]) -> int | None:
+        """The other way round; None if there is no such parameter here."""
+        optimizer, is_parameter, index = weight
+        counts = self.fields["stepped"]
+        if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
+            return None
+        return sum(map(sum, counts[:optimizer])) + index
+
+
+def _with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
+    found = {name: node for name, node in scope.items() if name != FIXED}
+    return (unpack(scope[FIXED]) if FIXED in scope else {}) | found
+
+
+def count_of_parts(node: list[Any]) -> int:
+    """How many further numbers a node takes: of a module's parts and tensors, but for the module itself."""
+    if node[0] != Tag.MODULE or node[6] is not None:
+        return 0
+    described = unpack(node[3])
+    return len(described["modules"]) + len(described["tensors"]) - 1
+
+
+def is_same_scalar(one: Any, other: Any) -> bool:
+    """Whether two scalars are alike, in type too."""
+    if one.__class__ is not other.__class__:
+        return False
+    return bool(one == other) or (one.__class__ is float and math.isnan(one) and math.isnan(other))
+
+
+class Comparison:
+    """Whether nodes of an earlier record and of a later one tell the same; numbers may differ.
+
+    same   number in the earlier record -> number in the later one, of objects that stand at the same place
+    """
+
+    def __init__(self, first: Tree, last: Tree) -> None:
+        self.first, self.last = first, last
+        self.same: dict[int, int] = {}
+        self._open: set[int] = set()  # numbers of what is being compared further up
+        self._known: dict[tuple[int, int], bool] = {}
+
+    def bind(self, first: Node, last: Node) -> None:
+        """Two nodes stand at the same place."""
+        one, other = number_of(first), number_of(last)
+        if one is not None and other is not None:
+            for offset in range(1 + min(count_of_parts(first), count_of_parts(last))):
+                self.same.setdefault(one + offset, other + offset)
+
+    def is_same(self, first: Node, last: Node) -> bool:
+        """Whether nothing has changed."""
+        if first is MISSING or last is MISSING:
+            return first is last
+        if not is_node(first) or not is_node(last):
+            return is_same_scalar(first, last)
+        first, last = self.first.resolve(first), self.last.resolve(last)
+        if Tag.REFERENCE in (first[0], last[0]):  # to a part of a module
+            return bool(first[0] == last[0] and self.same.get(first[1]) == last[1])
+        if first[0] != last[0] or len(first) != len(last):
+            return False
+        one, other = number_of(first), number_of(last)
+        if one is None or other is None:
+            return one is other and self._are_same_parts(first, last)
+        if self.same.get(one, other) != other:
+            return False
+        self.bind(first, last)
+        if one in self._open:
+            return True
+        if (one, other) not in self._known:
+            self._open.add(one)
+            self._known[one, other] = self._are_same_parts(first, last)
+            self._open.discard(one)
+        return self._known[one, other]
+
+    def _are_same_parts(self, first: list[Any], last: list[Any]) -> bool:
+        if first[0] == Tag.WEIGHT:
+            return bool(self.first.weight(first[1]) == self.last.weight(last[1]) and first[2:] == last[2:])
+        if first[0] in (Tag.TENSOR, *BLOB_AT):
+            return self.is_same_tensor(first, last)
+        if first[0] == Tag.MODULE and first[6] is None:
+            return self._is_same_module(first, last)
+        shape = shape_of(first)
+        return all(self._is_same_part(shape.get(at), first[at], last[at]) for at in range(len(first)))
+
+    def _is_same_part(self, part: Part | None, first: Any, last: Any) -> bool:
+        if part is Part.NUMBER:
+            return True
+        if part is Part.NODE:
+            return self.is_same(first, last)
+        if part is Part.NODES:
+            return self.are_same(listed(first), listed(last))
+        if part is Part.UNORDERED:
+            return self.are_same(sorted(listed(first), key=repr), sorted(listed(last), key=repr))
+        if part is Part.NAMED:
+            return self.are_same_named(first, last)
+        if part is Part.GROUPS:
+            return len(first) == len(last) and all(map(self.are_same_named, first, last))
+        return bool(first == last)
+
+    def are_same(self, first: list[Node], last: list[Node]) -> bool:
+        """The same of lists."""
+        return len(first) == len(last) and all(map(self.is_same, first, last))
+
+    def are_same_named(self, first: dict[str, Node], last: dict[str, Node]) -> bool:
+        """The same of nodes by name."""
+        return first.keys() == last.keys() and all(self.is_same(first[name], last[name]) for name in first)
+
+    def is_same_tensor(self, first: list[Any], last: list[Any]) -> bool:
+        """The same of tensors whose elements were recorded, and of large arrays that change."""
+        skip = {1, BLOB_AT.get(first[0], CONTENTS)}
+        if any(first[at] != last[at] for at in range(len(first)) if at not in skip):
+            return False
+        one, other = self.first.contents(first), self.last.contents(last)
+        if isinstance(one, int) and isinstance(other, int):
+            return self.same.get(one) == other
+        return bool(one == other)
+
+    def _is_same_module(self, first: list[Any], last: list[Any]) -> bool:
+        if first[2] != last[2] or first[3] != last[3]:
+            return False
+        count = len(unpack(first[3])["tensors"])
+        blobs = zip(self.first.blobs[first[5] :][:count], self.last.blobs[last[5] :][:count], strict=True)
+        if any(one != other for one, other in blobs):
+            return False
+        return first[4].keys() == last[4].keys() and all(
+            self.are_same_named(nodes, last[4][path]) for path, nodes in first[4].items()
+        )
