@@ -236,3 +236,11 @@ def test_a_rank_of_a_compiled_model_is_replaced_and_nothing_differs(
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed("compiled_model.py", 2))
+
+
+def test_what_else_torch_offers_works_as_under_torchrun(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    run = run_ttprun("many_features.py", 2)
+
+    assert run.exit_code == 0, run.story()
+    assert run.stdout == undisturbed("many_features.py", 2).stdout
+    assert run.incidents == [], run.story()

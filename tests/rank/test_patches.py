@@ -39,6 +39,7 @@ class Original:
 class Thing:
     """Stands for the object whose method is patched."""
 
+    _enable = True
     _num_yielded = 0
     generator = None
     sampler = None
@@ -54,6 +55,7 @@ CALLS: dict[str, Call] = {
     "torch.distributed.distributed_c10d.destroy_process_group": ((None,), {}),
     "torch.distributed.distributed_c10d._process_group_name": (([0, 1], True), {}),
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
+    "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
     "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
     "torch.utils.data.dataloader.DataLoader.__iter__": ((THING,), {}),

@@ -54,6 +54,18 @@ def wrap_ddp_init(original: Any) -> Any:
     return init
 
 
+def wrap_join(original: Any) -> Any:
+    """Join.__enter__, by way of DistributedDataParallel.join: a rank without data left steps no optimizer any more."""
+
+    def enter(self: Any) -> Any:
+        session = current()
+        if session is not None and self._enable and session.world_size > 1:
+            session.give_up_protection("with join() the ranks do not step together")
+        return original(self)
+
+    return enter
+
+
 def forget() -> None:
     """The run of the script is over."""
     global _running, _stepped

@@ -63,6 +63,12 @@ PATCHES: tuple[Patch, ...] = (
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
+        "torch.distributed.algorithms.join",
+        "Join.__enter__",
+        "ttprun.rank.boundary:wrap_join",
+        "to know that ranks will take different numbers of steps: none is replaced from then on",
+    ),
+    Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
         "ttprun.rank.boundary:wrap_optimizer_init",

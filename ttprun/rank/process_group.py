@@ -167,6 +167,11 @@ class ManagedGroup(ProcessGroup):
             self.has_new_peers = False
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        """What DCP's async_save asks for: the devices of the backends that torch would have registered."""
+        return [torch.device("cpu")]
+
+    @property
     def connection(self) -> Connection | None:
         """The present connection; None while there is none."""
         return self._connection

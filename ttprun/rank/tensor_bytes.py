@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
+import numpy
 import torch
 
 
@@ -15,9 +17,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a strided CPU tensor, in order; shares its memory if it is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    """The elements of a strided tensor, in order; shares its memory if that is contiguous and the CPU's.
+
+    Not by tensor.numpy(), behind which torch lets nobody resize the tensor's storage any more, as FSDP does.
+    """
+    flat = plain(tensor.detach()).contiguous()
     if not flat.numel():
         return memoryview(b"")
-    array: Any = flat.view(torch.uint8).numpy()
+    buffer: Any = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    buffer.holds = flat
+    array: Any = numpy.frombuffer(buffer, numpy.uint8)
     return memoryview(array)
