@@ -8,8 +8,8 @@ from typing import Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel, Message
-from ttprun.rank import boundary
 from ttprun.rank import session as sessions
+from ttprun.rank import trained
 from ttprun.rank.connection import Exchange
 from ttprun.rank.journal import Journal
 from ttprun.rank.kept_weights import KeptWeights
@@ -77,7 +77,7 @@ def make_session(
         snapshots=Snapshots(page, 0, [], 0),
         recorder=known.pop("recorder", recorder),
         journal=journal,
-        kept_weights=KeptWeights(boundary.weights, lambda number: b"", lambda text: None),
+        kept_weights=KeptWeights(trained.weights, lambda number: b"", lambda text: None),
         verifier=Verifier(line, journal, every=0, is_strict=False),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),

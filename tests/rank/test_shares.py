@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ttprun.board import Board, Field
-from ttprun.rank import boundary, replicated, shares, snapshots
+from ttprun.rank import replicated, shares, snapshots
 from ttprun.rank.memory import Memory
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.snapshots import Snapshots
+from ttprun.rank.trained import forget, wrap_optimizer_init
 from ttprun.state.files import read_entry
 
 SHARES = 3
@@ -26,9 +27,9 @@ Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
 @pytest.fixture
 def trained() -> Iterator[Trained]:
     """A model after one step, known as a script's own is."""
-    made = boundary.wrap_optimizer_init(torch.optim.Optimizer.__init__)
+    made = wrap_optimizer_init(torch.optim.Optimizer.__init__)
     original, torch.optim.Optimizer.__init__ = torch.optim.Optimizer.__init__, made  # type: ignore[method-assign]
-    boundary.forget()
+    forget()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -36,7 +37,7 @@ def trained() -> Iterator[Trained]:
     optimizer.step()
     yield model, optimizer
     torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
-    boundary.forget()
+    forget()
 
 
 def state() -> dict[str, torch.Tensor]:

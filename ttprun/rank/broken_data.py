@@ -50,13 +50,13 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _is_gradient(tensor: torch.Tensor) -> bool:
     """Whether a tensor is given by autograd (DDP's buckets), or is the gradient of an optimizer's parameter."""
-    from ttprun.rank import boundary
+    from ttprun.rank import trained
 
     if torch._C._current_graph_task_id() != -1:
         return True
     gradients = (
         parameter.grad
-        for optimizer in boundary.optimizers()
+        for optimizer in trained.optimizers()
         for group in optimizer.param_groups
         for parameter in group["params"]
     )
@@ -65,12 +65,12 @@ def _is_gradient(tensor: torch.Tensor) -> bool:
 
 def flip_bit(seed: int) -> str:
     """Flip one bit of one parameter that an optimizer holds; returns which. Raises ValueError if there is none."""
-    from ttprun.rank import boundary
+    from ttprun.rank import trained
 
     drawn = random.Random(seed)
     parameters = [
         (f"optimizer {number}, group {group_number}, parameter {index}", parameter)
-        for number, optimizer in enumerate(boundary.optimizers())
+        for number, optimizer in enumerate(trained.optimizers())
         for group_number, group in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(group["params"])
         if parameter.numel() and parameter.is_contiguous()

@@ -13,7 +13,7 @@ import torch
 
 from ttprun.device import registry
 from ttprun.device.sim import Queue, SimulatedNpu
-from ttprun.rank import boundary
+from ttprun.rank import trained
 from ttprun.rank.operations import tensors_in
 from ttprun.rank.session import Session
 from ttprun.rank.tensor_bytes import bytes_of
@@ -34,7 +34,7 @@ def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]
     npu = device.module.npu
     ruined: list[torch.Tensor] = []
     if kind in ("uce-high", "uce-fatal", "ecc"):
-        ruined = boundary.stepped_tensors()
+        ruined = trained.stepped_tensors()
         if not ruined:
             raise ValueError("no optimizer holds a parameter yet")
     elif kind == "uce-low":
@@ -85,7 +85,7 @@ def _gradients(session: Session) -> Iterator[torch.Tensor]:
         for entry in session.journal.unfinished()
         for tensor in tensors_in(list(entry.args))
     }
-    for optimizer in boundary.optimizers():
+    for optimizer in trained.optimizers():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = parameter.grad

@@ -25,6 +25,7 @@ from ttprun.rank import (
     loops,
     output,
     patches,
+    trained,
     workers,
 )
 from ttprun.rank.adapted import Adapted
@@ -113,8 +114,8 @@ def make_session(presence: Presence) -> Session:
         verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
         kept_weights=KeptWeights(
-            boundary.weights,
-            lambda number: boundary.weights_sample(number, boundary.optimizers()),
+            trained.weights,
+            lambda number: trained.weights_sample(number, trained.optimizers()),
             lambda text: presence.channel.send({"op": "note", "text": text}),
         ),
         results=Results(recorder),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttprun.rank import boundary, entropy, files, gradients, loaders, loops, random_state, rewrite, values
+from ttprun.rank import boundary, entropy, files, gradients, loaders, loops, random_state, rewrite, trained, values
 from ttprun.rank.frames import is_user_file
 
 
@@ -101,7 +101,7 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    for forget in (boundary.forget, loaders.forget, gradients.forget, values.forget):
+    for forget in (boundary.forget, trained.forget, loaders.forget, gradients.forget, values.forget):
         forget()
     loops.Hooks.enter = loops.Hooks.loop = None
     _forget_modules()

@@ -59,7 +59,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
-        "ttprun.rank.boundary:wrap_ddp_init",
+        "ttprun.rank.trained:wrap_ddp_init",
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
@@ -71,7 +71,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
-        "ttprun.rank.boundary:wrap_optimizer_init",
+        "ttprun.rank.trained:wrap_optimizer_init",
         "to know what the optimizers update; a global hook marks each step",
         is_for_frameworks=True,
     ),
@@ -154,6 +154,7 @@ ALSO: tuple[Change, ...] = (
         "global forward hook",
         "in a run that goes on with other ranks or arguments, up to its first step: to note what the set-up has left",
     ),
+    Change("torch._dynamo", "trace_rules", "torch.compile does not trace our functions; only if the script uses it"),
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
     Change("sys", "excepthook", "to tell the agent that the script itself has failed, or to run it again"),
     Change(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.board import Field, Phase
-from ttprun.rank import boundary, faults, files, gradients, loaders, loops, random_state
+from ttprun.rank import faults, files, gradients, loaders, loops, random_state, trained
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.output import Diverted
@@ -254,7 +254,7 @@ class Replay:
         return ""
 
     def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> Restore:
-        restore = Restore(record.blobs, is_comparing, boundary.stepped_tensors())
+        restore = Restore(record.blobs, is_comparing, trained.stepped_tensors())
         try:
             frames = user_frames(frame)
             for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
@@ -266,7 +266,7 @@ class Replay:
             for name, variables in record["modules"].items():
                 if name in known:
                     restore.module(vars(known[name]), variables, f"{name}: ")
-            found = boundary.optimizers()
+            found = trained.optimizers()
             if len(found) != len(record["optimizers"]):
                 raise CannotRestoreError(
                     f"the script has made {len(found)} optimizers in the replay, {len(record['optimizers'])} before"
@@ -290,7 +290,7 @@ class Replay:
         session.channel.send({"op": "replayed"} | told)
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
         self._order_buckets()
-        gradients.poison(boundary.optimizers())
+        gradients.poison(trained.optimizers())
         self._output.end(*self.skip_lines)
         files.unmute(session, self._target["files"], self.boundary)
         session.results.begin_step(self.boundary)
@@ -307,7 +307,7 @@ class Replay:
 
     def _order_buckets(self) -> None:
         """DDP orders its buckets anew at its second step, with all ranks; the lost rank has been there."""
-        for model, was_rebuilt in zip(boundary.wrapped_models(), self._target["rebuilt"], strict=False):
+        for model, was_rebuilt in zip(trained.wrapped_models(), self._target["rebuilt"], strict=False):
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ttprun.device import registry
-from ttprun.rank import boundary
+from ttprun.rank import trained
 from ttprun.rank.session import current
 from ttprun.rank.tensor_bytes import bytes_of
 
@@ -27,7 +27,7 @@ class NotRepairableError(RuntimeError):
 
 
 def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
-    for number, optimizer in enumerate(boundary.optimizers()):
+    for number, optimizer in enumerate(trained.optimizers()):
         for group_number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = f"optimizer.{number}/{group_number}.{index}"

@@ -17,9 +17,9 @@ import msgpack
 
 from ttprun.board import Board, Field, Phase
 from ttprun.rank import replicated, shares
-from ttprun.rank.boundary import optimizers, weights_sample
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
+from ttprun.rank.trained import optimizers, weights_sample
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel

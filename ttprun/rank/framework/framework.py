@@ -16,7 +16,7 @@ from typing import Any
 from ttprun.board import FINISHED, Field, Phase
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.rank import faults
-from ttprun.rank.boundary import commit
+from ttprun.rank.commit import commit
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable

@@ -1,0 +1,77 @@
+"""The commit: no rank steps its optimizer before all have written their records of the boundary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ttprun.board import Board, Field, Phase
+from ttprun.rank.session import Session
+
+_LOOK_AGAIN_S = 1.0
+
+
+def commit(
+    session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
+) -> None:
+    """Wait until every rank of the node has recorded the boundary.
+
+    held   called now and then while a recovery holds this rank back; what it raises ends the wait
+
+    The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
+    stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
+    """
+    session.touch(Phase.COMMITTING)
+    while True:
+        _wait_for_records(session, boundary, held, look_again_s)
+        with session.changed:
+            if session.is_holding and session.settle_at < boundary and not session.unprotected:
+                held()
+                session.changed.wait(look_again_s)
+            elif _is_recorded_by_all(session, boundary):
+                session.is_applying = True
+                return
+
+
+def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
+    board = session.board
+    stuck_since = 0.0
+    for row in range(board.n_ranks):
+        while (recorded := board.get(row, Field.RECORDED)) < boundary:
+            if session.unprotected or session.settle_at >= boundary:
+                return
+            if session.is_holding:
+                held()
+            at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
+            board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
+            is_alive = board.get(row, Field.PULSE_NS) != pulse
+            is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or _where(board, row) != at
+            if is_working or session.is_holding:
+                stuck_since = 0.0
+            elif not is_alive:
+                continue  # a stopped process says nothing of where it stands; whoever looks for hangs will find it
+            elif not stuck_since:
+                stuck_since = time.monotonic()
+            elif time.monotonic() - stuck_since > session.options["commit_timeout_s"]:
+                session.give_up_protection(
+                    f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
+                    "collective: the ranks do not step together"
+                )
+
+
+def _where(board: Board, row: int) -> tuple[int, int, int]:
+    """Where a rank's main thread is: phase, collectives, and heartbeats, which move as long as it runs bytecode.
+
+    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued. Who
+    waits for them in our own loop runs that loop's bytecode only.
+    """
+    phase = board.get(row, Field.PHASE)
+    beats = 0 if phase == Phase.WAITING else board.get(row, Field.MAIN_BEATS)
+    return phase, board.get(row, Field.COLLECTIVES), beats
+
+
+def _is_recorded_by_all(session: Session, boundary: int) -> bool:
+    board = session.board
+    if session.unprotected or session.settle_at >= boundary:
+        return True
+    return all(board.get(row, Field.RECORDED) >= boundary for row in range(board.n_ranks))
