@@ -151,6 +151,8 @@ class Reports:
         at_s, reason = time.monotonic(), seat.divergence
         diverged = recovery.RankDiverged(at_s=at_s, rank=seat.rank, pid=seat.pid, boundary=recorded, reason=reason)
         self._supervisor.advance(diverged)
+        if not seat.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
+            seat.divergence = ""
 
     def _on_faulted(self, seat: Seat, message: Message) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
