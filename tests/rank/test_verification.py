@@ -79,3 +79,20 @@ def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_o
     assert agent.read_available() == [{"op": "aside"}]
     agent.close()
     rank.close()
+
+
+def test_a_recovery_that_could_not_be_proved_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_HASH_LIMIT_S", 0.05)
+    agent, rank = channel.pair()
+    verifier = Verifier(rank, Journal(limit_bytes=1), every=0, is_strict=False)
+    verifier._is_idle.clear()  # as while an earlier look is being hashed
+
+    verifier.prove_from(7)
+    verifier.look(8, iter([torch.ones(3)]))
+    (told,) = agent.read_available()
+    verifier.look(10, iter([torch.ones(3)]))  # behind the proof's steps: nobody waits
+
+    assert told["op"] == "note"
+    assert "at step 8 the recovery is not proved" in told["text"]
+    agent.close()
+    rank.close()

@@ -63,8 +63,11 @@ class Verifier:
                 threading.Event().wait()
         self._had_nan = bool(where)
         is_proof = boundary <= self._prove_until
-        if is_proof:
-            self._is_idle.wait(_HASH_LIMIT_S)
+        if is_proof and not self._is_idle.wait(_HASH_LIMIT_S):
+            text = (
+                f"the weights of an earlier step are still being hashed: at step {boundary} the recovery is not proved"
+            )
+            self._channel.send({"op": "note", "text": text})
         is_due = is_proof or (self._every and (boundary == 1 or boundary % self._every == 0))
         if is_due and self._is_idle.is_set():
             self._copy(list(weights))
