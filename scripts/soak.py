@@ -34,7 +34,7 @@ from ttprun.drill.compare import compare_twins  # noqa: E402
 from ttprun.drill.pairing import Injection, pair  # noqa: E402
 from ttprun.drill.scenario import Scenario  # noqa: E402
 from ttprun.drill.twins import Twin, run_twin  # noqa: E402
-from ttprun.faults import ENDING_KINDS, KINDS, Fault, check_fault, phases_of  # noqa: E402
+from ttprun.faults import ENDING_KINDS, KINDS, Fault, check_fault, parse_fault, phases_of  # noqa: E402
 
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.2
@@ -182,12 +182,7 @@ def run_once(
     number: int, subject: Subject, faults: list[str], options: argparse.Namespace, reference: Twin, folder: Path
 ) -> Outcome:
     """One disturbed run, judged."""
-    hit = {
-        int(part.removeprefix("rank="))
-        for text in faults
-        for part in text.replace(":", ",").split(",")
-        if "rank=" in part
-    }
+    hit = {parse_fault(text).rank for text in faults}
     scenario = scenario_of(subject, options, faults)
     watch = Watch(folder, next(rank for rank in range(options.ranks) if rank not in hit))
     twin = run_twin(scenario, folder, "disturbed")

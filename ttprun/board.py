@@ -42,6 +42,9 @@ class Field(enum.IntEnum):
     SNAPSHOT_AT = 24  # of the first row: the boundary at which all ranks take it
     PAUSE_ASKED = 25  # of the first row: number of the pause that the agent wants, 0: none; the agent writes it
     PAUSE_AT = 26  # of the first row: the boundary behind which all ranks wait
+    ENDED_BY = 27  # of the first row: the signal that the agent passes on to all ranks to end them; the agent writes it
+    STAND_ASKED = 28  # of the first row: 1 while the agent waits for a boundary that is not open; the agent writes it
+    OPEN_AT = 29  # of the first row: the newest open boundary (`ttprun.rank.open_boundaries`), 0: none so far
 
 
 class Phase(enum.IntEnum):

@@ -30,7 +30,7 @@ FILE_ONLY = ("device_errors", "launch")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
-RungName = Literal["reconnect", "rerun", "replace", "rewind", "restart", "persist"]
+RungName = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart", "persist"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
@@ -52,7 +52,9 @@ class Config(BaseModel):
     allow_faults: bool = Field(False, description="let 'ttprun inject-fault' and 'faults' break ranks of this run")
     faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
     rungs: list[RungName] = Field(
-        list(get_args(RungName)), description="ways of recovery that may be used; what is left out is passed over"
+        list(get_args(RungName)),
+        description="ways of recovery that may be used; what is left out is passed over (resize: with --mindio, if the "
+        "framework can train with fewer ranks)",
     )
     retry_on: list[str] = Field(
         [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
@@ -89,6 +91,9 @@ class Config(BaseModel):
         "auto: 5 times the slowest recent step, at least 10",
     )
     commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
+    pause_timeout_s: Seconds = Field(
+        3600, description="seconds that a scheduler's pause lasts if it names no limit (mindio)"
+    )
     verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
     on_nan: Literal["warn", "stop"] = Field(
         "warn", description="what to do when a rank's own gradient is NaN: say so, or end the job in front of the step"
@@ -142,6 +147,11 @@ class Config(BaseModel):
                 raise ValueError(f"{name} is {value!r}; give a number, a text, true, false or a list of texts")
         return {str(name).replace("-", "_"): value for name, value in launch.items()}
 
+    @property
+    def nan_limit_s(self) -> float | None:
+        """How long a rank with a NaN stands in front of its step while the job is saved and ended; None: not at all."""
+        return self.freeze_timeout_s + self.persist_timeout_s if self.on_nan == "stop" else None
+
     def without_repair(self) -> Config:
         """The same, but no rank is repaired: a failure restarts the whole group, if that is not switched off too."""
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung == "restart"]})
@@ -153,7 +163,7 @@ class Config(BaseModel):
 
     def for_one_rank(self) -> Config:
         """The same for a job without peers: what is lost can only come from a snapshot or a checkpoint."""
-        needs_peers = ("reconnect", "rerun", "replace")
+        needs_peers = ("reconnect", "rerun", "replace", "resize")
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung not in needs_peers]})
 
     def to_yaml(self) -> str:

@@ -4,38 +4,29 @@
 
 Parameters and AdamW's state together take `--mib` in each rank, and all ranks hold the same. A step is a small
 all-reduce, a gradient of one value, and the optimizer's own pass over the state. It can save itself as people do it, by
-torch.save in rank 0 while the others wait, or by torch.distributed.checkpoint.async_save. Begin with main().
+torch.save in rank 0 while the others wait, or by torch.distributed.checkpoint.async_save; and it can make plain copies,
+beside which those of ttprun can be seen. Begin with main().
 """
 
 import argparse
 import json
 import math
+import mmap
 import os
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from measured import Log, evict, sync
 from torch import Tensor, nn
 
 DEPTH = 8
 BYTES_OF_PARAMETER = 12  # its value and two moments, float32
-COPIES = 5
-
-
-class Log:
-    """One line per completed step: `step <number> <time> <pid>`, as steplog.py reads it. None: nothing is written."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.file = open(path, "a", buffering=1) if path is not None else None  # noqa: SIM115
-
-    def write(self, word: str, step: int) -> None:
-        if self.file is not None:
-            self.file.write(f"{word} {step} {time.time():.6f} {os.getpid()}\n")
+ROOM_BYTES = 128 << 20  # tensors are not cut: the shares are of unequal size
 
 
 class Saver:
@@ -88,21 +79,6 @@ def build_model(mib: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(DEPTH)))
 
 
-def sync(path: Path) -> None:
-    """Return when the disk has a file."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def evict(path: Path) -> None:
-    """Drop a file from the page cache, as if it had been written on another machine or long ago."""
-    sync(path)
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Load a file that is not cached; returns seconds of torch.load alone, and with the taking over."""
     if dist.get_rank() == 0:
@@ -116,19 +92,42 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     return {"torch_load_s": read_s, "torch_resume_s": time.perf_counter() - began_s}
 
 
-def copy_s(size_bytes: int) -> float:
-    """Median seconds of a plain copy of so many bytes within memory that is there, while all ranks do the same."""
-    source, target = torch.ones(size_bytes // 4), torch.ones(size_bytes // 4)
-    took_s = []
-    for _ in range(COPIES):
-        dist.barrier()
-        began_s = time.perf_counter()
-        target.copy_(source)
-        took_s.append(time.perf_counter() - began_s)
-    return median(took_s)
+class Copier:
+    """Copies what a rank copies for a snapshot, as plainly as can be: its share of the state, into shared memory.
+
+    Two places in turn, kept from one copy to the next like those of ttprun's snapshots: so the memory is as warm, and
+    new at the first two copies only. Only the maps are kept here: tensors among its variables ttprun would record.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.places = [shared_memory(size_bytes) for _ in range(2)]
+
+    def copy(self, optimizer: torch.optim.Optimizer) -> None:
+        place, at = torch.frombuffer(self.places[0], dtype=torch.float32), 0
+        for tensor in state_of(optimizer)[:: dist.get_world_size()]:
+            place[at : at + tensor.numel()].copy_(tensor.view(-1))
+            at += tensor.numel()
+        self.places.reverse()
+
+
+def shared_memory(size_bytes: int) -> mmap.mmap:
+    """A file in memory, mapped; its pages are taken when they are written."""
+    fd = os.memfd_create("copy")
+    os.ftruncate(fd, size_bytes)
+    mapped = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED)
+    os.close(fd)
+    return mapped
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The weights and AdamW's moments, tensors of one size."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    moments = [optimizer.state[weight][name] for weight in weights for name in ("exp_avg", "exp_avg_sq")]
+    return [tensor.detach() for tensor in weights + moments]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace, log: Log, saver: Saver) -> None:
+    copier = Copier((args.mib << 20) // dist.get_world_size() + ROOM_BYTES)
     for step in range(args.steps):
         loss = torch.tensor([1.0 + dist.get_rank() + step % 3])
         dist.all_reduce(loss)
@@ -137,7 +136,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Nam
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.fill_(loss.item())
         optimizer.step()
-        log.write("step", step + 1)
+        if args.copy_every and (step + 1) % args.copy_every == args.copy_at:
+            copier.copy(optimizer)
+        log.write("step", time.time(), step + 1)
         if args.save != "none" and (step + 1) % args.save_every == 0:
             saver.save(model, optimizer, step // args.save_every)
     saver.finish()
@@ -151,6 +152,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="existing directory for one report a rank, written at the end")
     parser.add_argument("--save", choices=["none", "torch", "async"], default="none", help="how it saves itself")
     parser.add_argument("--save-every", type=int, default=20, help="steps (default 20)")
+    parser.add_argument("--copy-every", type=int, default=0, help="a plain copy every so many steps; 0: never")
+    parser.add_argument("--copy-at", type=int, default=0, help="steps behind each multiple of --copy-every")
     parser.add_argument("--save-to", type=Path, default=Path(), help="existing directory for what it saves")
     return parser.parse_args()
 
@@ -167,10 +170,7 @@ def main() -> None:
     train(model, optimizer, args, log, saver)
 
     if args.report is not None:
-        tensors = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if v is not None)]
-        size_bytes = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-        report: dict[str, Any] = {"size_bytes": size_bytes, "blocked_s": saver.blocked_s, "durable_s": saver.durable_s}
-        report["copy_s"] = copy_s(size_bytes // dist.get_world_size())
+        report: dict[str, Any] = {"blocked_s": saver.blocked_s, "durable_s": saver.durable_s}
         if args.save == "torch":
             report |= load(args.save_to / "state.pt", model, optimizer)
         (args.report / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))

@@ -8,7 +8,10 @@ Each round, one behind the other, in folders that are removed again:
     never   ttprun --snapshot-every never; after the last step it is ended by SIGTERM: a dying gasp. Then dd once more
     every   the same command with snapshots every 20 steps, the files dropped from the page cache before. It goes on
             from the dying gasp, so this is the time to resume; then its steps are compared with those of `never`; at
-            the end comes `ttprun checkpoint now`
+            the end comes `ttprun checkpoint now`. Two steps before each snapshot the script itself makes a plain copy
+            of as many bytes of its state, all ranks at once, into shared memory that is kept as a snapshot's is (two
+            places in turn, written 40 steps ago): by how much this makes its step longer is what a snapshot's step
+            is compared with
     torch   torchrun; the script itself calls torch.save every 20 steps, and loads the file again at the end, not cached
     async   torchrun; the script calls torch.distributed.checkpoint.async_save every 20 steps
 
@@ -32,7 +35,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from big_state import evict
+from measured import evict
 from runs import (
     REPOSITORY,
     TORCHRUN,
@@ -53,7 +56,8 @@ SCRIPT = Path(__file__).resolve().parent / "big_state.py"
 MIB = 1 << 20
 EVERY = 20  # steps from one save to the next
 FRESH = 2  # saves whose memory is new
-SAVES = 6
+SAVES = 8
+COPY_AT = 18  # steps behind a snapshot: the disk is done with it by then
 WARM_UP = 5  # steps that are left out
 LIMIT_S = 600.0
 Figures = dict[str, float]
@@ -68,7 +72,7 @@ TABLE = (
     ("`checkpoint now`: share of dd", "asked_share", 1, 2),
     ("  seconds from the command's arrival", "asked_whole_s", 1, 2),
     ("median step without snapshots, ms", "never_step_s", 1e3, 1),
-    ("copy of a rank's share within its memory, ms", "copy_s", 1e3, 1),
+    ("plain copy of a rank's share by the script: the step is longer by, ms", "copy_stall_s", 1e3, 1),
     ("snapshot: the step is longer by, ms", "every_stall_s", 1e3, 1),
     ("  in such copies (aim: 1 or less)", "every_stall_in_copies", 1, 2),
     ("  share of wall time, one per 20 steps (aim: 0.05 or less)", "every_stall_share", 1, 4),
@@ -103,7 +107,10 @@ def measure_round(options: argparse.Namespace, folder: Path, tell: Callable[[str
     for path in save_dir.glob("*/*"):
         evict(path)
     found |= measure_every(options, folder / "every", save_dir)
-    tell(f"resumed in {found['check_s'] + found['transfer_s']:.2f} s, stalls {found['every_stall_s'] * 1e3:.0f} ms")
+    tell(
+        f"resumed in {found['check_s'] + found['transfer_s']:.2f} s, stalls {found['every_stall_s'] * 1e3:.0f} ms, "
+        f"those of a plain copy {found['copy_stall_s'] * 1e3:.0f} ms"
+    )
     for kind in ("torch", "async"):
         found |= measure_saving(kind, options, folder / kind)
         tell(f"{kind}: stalls {found[f'{kind}_stall_s'] * 1e3:.0f} ms")
@@ -117,7 +124,7 @@ def ratios_of(found: Figures) -> Figures:
         "resume_s": resume_s,
         "resume_per_load": resume_s / found["torch_load_s"],
         "resume_per_torch_resume": resume_s / found["torch_resume_s"],
-        "every_stall_in_copies": found["every_stall_s"] / found["copy_s"],
+        "every_stall_in_copies": found["every_stall_s"] / found["copy_stall_s"],
     }
     for name in ("gasp", "asked"):
         ratios[f"{name}_bytes_s"] = found["size_bytes"] / found[f"{name}_s"]
@@ -139,7 +146,7 @@ def measure_never(options: argparse.Namespace, folder: Path, save_dir: Path) -> 
         if run.process.wait(LIMIT_S) != 143:
             raise BenchmarkError(f"no dying gasp: exit code {run.process.returncode}; {run.last_words()}")
     written = event(run, "checkpoint_written")
-    undisturbed = steps_of(steps_s, range(WARM_UP, steps))
+    undisturbed = steps_of(steps_s, set(range(WARM_UP, steps)).difference(copies_in(steps_s)))
     return {
         "size_bytes": written["bytes"],
         "gasp_s": written["took_s"],
@@ -162,6 +169,7 @@ def measure_every(options: argparse.Namespace, folder: Path, save_dir: Path) -> 
         written = [found["took_s"] for found in events(run) if found.get("cause") == "periodic"]
         (resume,) = [found for found in events(run) if found["event"] == "incident" and found["outcome"] == "recovered"]
         run.process.kill()  # the ranks go with it
+    copies = copies_in(steps_s)
     return {
         "check_s": event(run, "checkpoint_found")["took_s"],
         "transfer_s": resume["transfer_s"],
@@ -169,12 +177,13 @@ def measure_every(options: argparse.Namespace, folder: Path, save_dir: Path) -> 
         "asked_s": asked["took_s"],
         "asked_whole_s": asked["at_s"] - at_s,
         "every_durable_s": median(written),
-        **stalls("every", steps_s, snapshots, first),
+        **stalls("every", steps_s, snapshots, first, others=copies),
+        **stalls("copy", steps_s, copies, first, others=snapshots),
     }
 
 
 def measure_saving(kind: str, options: argparse.Namespace, folder: Path) -> Figures:
-    """Steps of a script that saves itself, and what the machine needs for a copy."""
+    """Steps of a script that saves itself."""
     folder.mkdir()
     arguments = [f"--mib={options.mib}", f"--steps={EVERY * (SAVES + 1)}", f"--save={kind}", f"--save-every={EVERY}"]
     arguments += ["--step-logs={folder}/logs", "--report={folder}/reports", "--save-to={folder}"]
@@ -184,25 +193,26 @@ def measure_saving(kind: str, options: argparse.Namespace, folder: Path) -> Figu
     # A save comes behind its step's line in the log, so it lengthens the step that follows.
     found = stalls(kind, step_times(run), [EVERY * number + 1 for number in range(1, SAVES + 1)], 0)
     found[f"{kind}_durable_s"] = median(reports[0]["durable_s"][FRESH:])
-    found["copy_s"] = max(report["copy_s"] for report in reports)
     for name in ("torch_load_s", "torch_resume_s"):
         if name in reports[0]:
             found[name] = max(report[name] for report in reports)
     return found
 
 
-def stalls(name: str, steps_s: dict[int, float], saves: list[int], first: int) -> Figures:
+def stalls(name: str, steps_s: dict[int, float], saves: list[int], first: int, others: Iterable[int] = ()) -> Figures:
     """By how much steps with a save are longer, and what steps take.
 
     steps_s   by number, seconds
     saves     numbers of the steps that are longer
     first     the run began behind this step
+    others    steps that are longer for another reason: left out
     """
     saves = [step for step in saves if step in steps_s]
     if len(saves) <= FRESH:
         raise BenchmarkError(f"'{name}' has saved {len(saves)} times only, in {len(steps_s)} steps")
-    rest = range(saves[FRESH - 1] + 1, max(steps_s) + 1)
-    without = median(seconds for step, seconds in steps_s.items() if step not in saves and step > first + WARM_UP)
+    apart = set(saves) | set(others)
+    rest = set(range(saves[FRESH - 1] + 1, max(steps_s) + 1)).difference(others)
+    without = median(seconds for step, seconds in steps_s.items() if step not in apart and step > first + WARM_UP)
     return {
         f"{name}_step_s": without,
         f"{name}_mean_step_s": mean(steps_of(steps_s, rest)),
@@ -215,6 +225,7 @@ def start_ttprun(options: argparse.Namespace, folder: Path, save_dir: Path, ever
     """ttprun without a standby, whose start would take a core from the first steps."""
     ours = ["--snapshot-every", every, "--save-dir", str(save_dir), "--standbys", "0"]
     arguments = [f"--mib={options.mib}", f"--steps={steps}", "--step-logs=logs"]
+    arguments += [f"--copy-every={EVERY}", f"--copy-at={COPY_AT}"]
     return Run(TTPRUN, options.ranks, folder, ours, arguments, SCRIPT)
 
 
@@ -228,6 +239,11 @@ def wait_for_steps(run: Run, step: int) -> None:
         if run.process.poll() is not None or time.monotonic() > give_up_at_s:
             raise BenchmarkError(f"it came to step {done} only, not to {step}; {run.last_words()}")
         time.sleep(LOOK_AGAIN_S)
+
+
+def copies_in(steps_s: dict[int, float]) -> list[int]:
+    """Numbers of the steps in which the script has made a plain copy."""
+    return [step for step in sorted(steps_s) if step % EVERY == COPY_AT]
 
 
 def step_times(run: Run) -> dict[int, float]:

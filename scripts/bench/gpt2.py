@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from measured import sha256_of, write_report
 from torch.nn.parallel import DistributedDataParallel as DDP
-from train import sha256_of, write_report
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from char_gpt import CharGPT

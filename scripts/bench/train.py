@@ -12,33 +12,17 @@ import time
 STARTED_AT_S = time.time()
 
 import argparse  # noqa: E402
-import hashlib  # noqa: E402
-import json  # noqa: E402
-import statistics  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from measured import Log, sha256_of, write_report  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 IMPORTED_AT_S = time.time()
 SAMPLES, CLASSES, SEED = 4096, 10, 1234
-
-
-class Log:
-    """One line per completed step: `step <number> <time> <pid>`; and how far the process is: `<word> - <time> <pid>`.
-
-    path   appended to, so that a restarted run goes on in it; None: nothing is written
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.file = open(path, "a", buffering=1) if path is not None else None  # noqa: SIM115
-
-    def write(self, word: str, at_s: float, step: int | None = None) -> None:
-        if self.file is not None:
-            self.file.write(f"{word} {'-' if step is None else step} {at_s:.6f} {os.getpid()}\n")
 
 
 def build_model(width: int, depth: int) -> nn.Module:
@@ -73,49 +57,6 @@ def load_checkpoint(path: Path | None, model: nn.Module, optimizer: torch.optim.
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["steps_done"])
-
-
-def sha256_of(model: nn.Module) -> str:
-    """SHA-256 over the bytes of all tensors, in the order of their names."""
-    digest = hashlib.sha256()
-    for _, tensor in sorted(model.state_dict().items()):
-        digest.update(tensor.contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def memory_bytes() -> dict[str, int]:
-    """This process' peak memory, and what is resident of memory files that it shares with other processes (Linux)."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    shared, is_memory_file = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        word = line.split(None, 1)[0]
-        if not word.endswith(":"):
-            is_memory_file = "/memfd:" in line
-        elif word == "Rss:" and is_memory_file:
-            shared += int(line.split()[1]) << 10
-    return {"peak_bytes": int(status["VmHWM"].split()[0]) << 10, "memory_file_bytes": shared}
-
-
-def write_report(folder: Path, model: nn.Module, step_s: list[float], cpu_s: float) -> None:
-    """What this rank has measured, as JSON in `folder`.
-
-    step_s   seconds of each step after the warm-up
-    cpu_s    processor time that these steps took together, in all threads
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    quantiles = statistics.quantiles(step_s, n=10)
-    report = {
-        "pid": os.getpid(),
-        "steps": len(step_s),
-        "median_step_s": statistics.median(step_s),
-        "p10_step_s": quantiles[0],
-        "p90_step_s": quantiles[-1],
-        "cpu_step_s": cpu_s / len(step_s),
-        "parameters": sum(parameter.numel() for parameter in trained),
-        "gradient_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        **memory_bytes(),
-    }
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -6,6 +6,7 @@
     ... scripts/examples/megatron_like.py --uce 20:1:high                            # retry: in the same process
     ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; go on with --load
     ... scripts/examples/megatron_like.py --hot-switch 20:1          # a healthy rank gets a new process, as planned
+    ttprun --mindio --rungs resize ... --fault kill:rank=3,step=20 ... --upgrade 40    # the others train on; all again
 
 Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` has its memory
 fail, and really spoils what lay there.
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron_parts import REPLICAS, Gpt, Layers, Optimizer, Schedule, batch_of
-from mindio_ttp.controller_ttp import tft_notify_controller_prepare_action
+from mindio_ttp.controller_ttp import tft_notify_controller_change_strategy, tft_notify_controller_prepare_action
 from mindio_ttp.framework_ttp import (
     RepairType,
     tft_end_updating_os,
@@ -41,6 +42,10 @@ from mindio_ttp.framework_ttp import (
     tft_register_save_ckpt_handler,
     tft_register_stop_handler,
     tft_register_stream_sync_handler,
+    tft_register_zit_downgrade_rebuild_handler,
+    tft_register_zit_upgrade_rebuild_handler,
+    tft_register_zit_upgrade_repair_handler,
+    tft_register_zit_upgrade_rollback_handler,
     tft_report_load_ckpt_step,
     tft_set_dp_group_info,
     tft_set_optimizer_replica,
@@ -89,14 +94,16 @@ def train(state: State) -> None:
         raise RuntimeError("ARF FINISH")
     layers, data = state.layers, iter(range(state.consumed, 1 << 62))
     while state.iteration < state.options.steps:
-        optimizer = state.optimizer
-        loss = state.model(batch_of(layers, next(data)))
-        fail_if_due(state)
-        state.device.module.npu.operate(optimizer.tensors())
-        state.model.zero_grad()
-        loss.backward()
-        gradient = optimizer.reduce_gradients()
-        dist.barrier()
+        optimizer, batch, gradients = state.optimizer, next(data), []
+        for part in layers.parts:
+            loss = state.model(batch_of(batch, part))
+            fail_if_due(state)
+            state.device.module.npu.operate(optimizer.tensors())
+            state.model.zero_grad()
+            loss.backward()
+            gradients.append(optimizer.flat_gradients())
+        gradient = optimizer.reduce_gradients(gradients)
+        dist.barrier(group=layers.world_group)
         tft_start_updating_os()
         tft_set_update_start_time()
         optimizer.update(gradient, state.schedule.rate, state.iteration + 1)
@@ -106,21 +113,24 @@ def train(state: State) -> None:
         state.iteration += 1
         state.consumed += 1
         state.schedule.step += 1
-        if layers.rank == 0 and state.iteration % 10 == 0:
+        if layers.is_first and state.iteration % 10 == 0:
             print(f"iteration {state.iteration} loss {loss.item():.6f}", flush=True)
         if state.options.save_every and state.iteration % state.options.save_every == 0:
             save_periodically(state)
-        if layers.rank == 0 and state.options.hot_switch and state.options.hot_switch[0] == state.iteration:
+        if layers.is_first and state.options.hot_switch and state.options.hot_switch[0] == state.iteration:
             tft_notify_controller_prepare_action("hot switch", dict.fromkeys(state.options.hot_switch[1:], 1))
+        if layers.is_first and state.options.upgrade == state.iteration:
+            tft_notify_controller_change_strategy("upgrade")
         tft_pause_train(state.iteration)
 
 
 def save_periodically(state: State) -> None:
-    """The first half writes its shards; what is lost with all its copies comes from here."""
-    if state.layers.dp_rank < state.layers.half:
+    """The first holder of each shard writes it; what is lost with all its copies comes from here."""
+    layers = state.layers
+    if layers.dp_rank in layers.first_holders:
         write_shard(state, state.iteration)
-    dist.barrier()
-    if state.layers.rank == 0:
+    dist.barrier(group=layers.world_group)
+    if layers.is_first:
         rename(state.iteration, [state])
 
 
@@ -197,6 +207,31 @@ def rollback(step: int, args: Any, ctx: Any) -> None:
     state.optimizer.gather_weights()
 
 
+# The same of a smaller group, and of one that is whole again.
+
+
+def downgrade_rebuild(dp_ranks: list[int], world_ranks: list[int], args: Any, params: str) -> None:
+    """Only these ranks are left; the tensor-parallel groups among them are connected."""
+    args[0].layers.shrink(dp_ranks, world_ranks)
+
+
+def upgrade_rebuild(ranks: list[int], args: Any, params: str) -> None:
+    """These ranks have come back; the groups that were made at the start are connected."""
+    args[0].layers.be_whole()
+
+
+def upgrade_repair(
+    step: int, need_rebuild: bool, error_ranks: list[int], repair_info: dict[str, Any], args: Any, params: str
+) -> None:
+    """As for ranks that are replaced."""
+    repair(step, need_rebuild, error_ranks, repair_info, args, None)
+
+
+def upgrade_rollback(step: int, args: Any, params: str) -> None:
+    """As in every recovery."""
+    rollback(step, args, None)
+
+
 def save_ckpt(step: int, save_info: list[dict[str, Any]], args: Any, ctx: Any) -> None:
     """Write this rank's shard, if it was chosen to."""
     state = args[0]
@@ -247,6 +282,10 @@ def register(state: State) -> None:
     tft_register_save_ckpt_handler(save_ckpt)
     tft_register_rename_handler(rename)
     tft_register_stream_sync_handler(lambda: state.device.module.npu.synchronize(0))
+    tft_register_zit_downgrade_rebuild_handler(downgrade_rebuild)
+    tft_register_zit_upgrade_rebuild_handler(upgrade_rebuild)
+    tft_register_zit_upgrade_repair_handler(upgrade_repair)
+    tft_register_zit_upgrade_rollback_handler(upgrade_rollback)
 
 
 def main() -> None:
@@ -259,12 +298,13 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
     parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
+    parser.add_argument("--upgrade", type=int, help="STEP behind which ranks that have left are called back")
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
-        tft_init_controller(rank, world, False, True)
+        tft_init_controller(rank, world, False, True, True)
         tft_start_controller("127.0.0.1", 8000, False)
-    tft_init_processor(rank, world, False, False, "", True, True)
+    tft_init_processor(rank, world, False, False, "", True, True, True)
     tft_start_processor("127.0.0.1", 8000)
     if tft_is_reboot_node():
         print(f"rank {rank} has a new process ({tft_get_reboot_type()})", flush=True)
@@ -280,7 +320,7 @@ def main() -> None:
     train(state)
     weights = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()
     print(f"rank {rank} sha256 {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}", flush=True)
-    if rank == 0:
+    if layers.is_first:
         Path(options.out).mkdir(parents=True, exist_ok=True)
         torch.save(weights, Path(options.out) / "final.pt")
     dist.destroy_process_group()

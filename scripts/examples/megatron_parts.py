@@ -3,6 +3,9 @@
 The optimizer's state is one flat piece of float32 (weights, and Adam's two averages). A data-parallel group is cut in
 two halves; inside each half the piece is cut into shards, one a rank. So rank i of the first half holds what rank i of
 the second holds: that is the copy from which a lost rank is repaired.
+
+If ranks leave, the others compute their parts of each batch too, and add up the gradients of all parts. With two
+data-parallel ranks, one of which leaves, that is the very sum that an all-reduce of two makes: no bit differs.
 """
 
 from __future__ import annotations
@@ -51,7 +54,10 @@ class _SumOfParts(torch.autograd.Function):
 class Layers:
     """Where this rank stands in its world: tensor-parallel neighbours are next to each other.
 
-    half, shard   ranks in one half of the data-parallel group, and this rank's place in its half
+    half, shard    ranks in one half of the data-parallel group, and this rank's place in its half
+    parts          of each batch that this rank computes; its own place in the data-parallel group, if all are there
+    first_holders  for each shard, the first place in the data-parallel group that is there and holds it
+    world_group    of all that are there, if some are not
     """
 
     def __init__(self, rank: int, world: int, tensor_parallel: int, dropout: float) -> None:
@@ -61,7 +67,13 @@ class Layers:
         self.dp_ranks = list(range(self.tp_rank, world, tensor_parallel))
         self.half = self.dp // REPLICAS
         self.shard = self.dp_rank % self.half
-        self.tp_group = self.dp_group = self.half_group = None
+        self.tp_group = self.dp_group = self.half_group = self.whole_dp_group = None
+        self.world_ranks = list(range(world))
+
+    @property
+    def is_first(self) -> bool:
+        """This rank does what only one has to do."""
+        return self.rank == self.world_ranks[0]
 
     def make_groups(self) -> None:
         """Every rank makes every group, in the same order."""
@@ -72,8 +84,26 @@ class Layers:
         for at in range(self.tp):
             ranks = list(range(at, self.world, self.tp))
             group = dist.new_group(ranks)
-            self.dp_group = group if self.rank in ranks else self.dp_group
+            self.whole_dp_group = group if self.rank in ranks else self.whole_dp_group
+        self.be_whole()
+
+    def be_whole(self) -> None:
+        """All ranks are there."""
+        self.world_ranks, self.world_group, self.dp_group = list(range(self.world)), None, self.whole_dp_group
+        self.parts, self.first_holders = [self.dp_rank], list(range(self.half))
         self.make_half_groups()
+        self.gather_group, self.gathered = self.half_group, list(range(self.half))
+
+    def shrink(self, dp_ranks: list[int], world_ranks: list[int]) -> None:
+        """Only these are there: they share the parts of the others, and gather each shard from who holds it."""
+        self.world_ranks = world_ranks
+        self.world_group = dist.new_group(world_ranks, use_local_synchronization=True)
+        self.dp_group = self.gather_group = dist.new_group(dp_ranks, use_local_synchronization=True)
+        present = [self.dp_ranks.index(rank) for rank in dp_ranks]
+        absent = [part for part in range(self.dp) if part not in present]
+        self.parts = sorted([self.dp_rank, *absent[present.index(self.dp_rank) :: len(present)]])
+        self.first_holders = [next(at for at in present if at % self.half == shard) for shard in range(self.half)]
+        self.gathered = [present.index(at) for at in self.first_holders]
 
     def make_half_groups(self) -> None:
         """The groups that the optimizer holds: a rebuild makes them anew."""
@@ -162,9 +192,15 @@ class Optimizer:
         """All that is kept: what a repair sends, and a checkpoint holds."""
         return [self.main, self.exp_avg, self.exp_avg_sq]
 
-    def reduce_gradients(self) -> Tensor:
-        """Mean over the data-parallel group of this rank's shard of the gradients."""
-        flat = torch.cat([parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None])
+    def flat_gradients(self) -> Tensor:
+        """The gradients of the part that was computed last."""
+        return torch.cat([parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None])
+
+    def reduce_gradients(self, of_parts: list[Tensor]) -> Tensor:
+        """Mean over all parts of the batch of this rank's shard of the gradients; given those that it has computed."""
+        flat = of_parts[0]
+        for other in of_parts[1:]:
+            flat = flat + other
         dist.all_reduce(flat, group=self.layers.dp_group)
         padded = functional.pad(flat / self.layers.dp, (0, self.size * self.layers.half - self.length))
         return padded[self.layers.shard * self.size :][: self.size]
@@ -177,15 +213,17 @@ class Optimizer:
         self.main.sub_(rate * mean / (square.sqrt() + 1e-8))
 
     def gather_weights(self) -> None:
-        """Write the weights of the model from the shards of this rank's half."""
-        shards = [torch.empty(self.size) for _ in range(self.layers.half)]
-        dist.all_gather(shards, self.main, group=self.layers.half_group)
+        """Write the weights of the model from the shards of this rank's half, or of all that are there."""
+        group = self.layers.gather_group
+        found = [torch.empty(self.size) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, self.main, group=group)
+        shards = [found[at] for at in self.layers.gathered]
         with torch.no_grad():
             nn.utils.vector_to_parameters(torch.cat(shards)[: self.length], self.parameters)
 
 
-def batch_of(layers: Layers, iteration: int, size: int = 4) -> Tensor:
+def batch_of(iteration: int, part: int, size: int = 4) -> Tensor:
     """Tokens of one iteration; tensor-parallel ranks read the same."""
-    generator = torch.Generator().manual_seed(10_000 * iteration + layers.dp_rank)
+    generator = torch.Generator().manual_seed(10_000 * iteration + part)
     start = torch.randint(VOCABULARY, (size, 1), generator=generator)
     return (start + torch.arange(CONTEXT + 1)) % VOCABULARY

@@ -39,7 +39,7 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
     assert "--standbys" in text
 
 
-@pytest.mark.parametrize("command", ["status", "inject-fault", "drill", "checkpoints", "doctor", "explain"])
+@pytest.mark.parametrize("command", ["status", "inject-fault", "recall", "drill", "checkpoints", "doctor", "explain"])
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])
 

@@ -102,6 +102,19 @@ def test_a_terminal_of_80_columns_shows_everything_in_colour(run: RunDirectory) 
     assert "0.420" in text
 
 
+def test_ranks_that_are_away_are_told_with_the_step_since_which_they_are(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = status_of("healthy")
+    ranks = (*shown.ranks[:2], replace(shown.ranks[2], state="away", step=12))
+    write_status(run.status, replace(shown, ranks=ranks, away=(2,)))
+
+    code = main(["status"])
+
+    assert code == 0
+    assert "rank 2 away since step 12, training goes on with 2 of 3 ranks" in capsys.readouterr().out
+
+
 def test_watching_ends_with_the_run_and_its_exit_code(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     write_status(run.status, status_of("recovering"))
     failing = threading.Timer(0.2, write_status, (run.status, status_of("failed")))

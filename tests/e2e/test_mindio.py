@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,8 +13,10 @@ from tests.e2e.harness import (
     Launch,
     Run,
     RunTtprun,
+    StartTtprun,
     assert_recovered_by,
     assert_survivors_kept_their_pids,
+    environment,
 )
 
 PAIR = "mindio_pair.py"
@@ -212,6 +216,143 @@ def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: Run
     assert "no update of the optimizer has ended yet" in result.incidents[0]["reason"], result.story()
     assert result.exit_code == 0, result.story()
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
+
+
+# Training with fewer ranks. No replacement is to be had where the rung is left out.
+IRREPLACEABLE = (*MINDIO, "--rungs", "reconnect,rerun,resize,restart,persist")
+
+
+def test_a_replica_leaves_the_rest_trains_on_the_same_batches_and_all_train_again_with_identical_weights(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    faults = ["kill:rank=3,step=12,phase=backward"]
+
+    result = run_ttprun(
+        MEGATRON, 4, faults=faults, options=IRREPLACEABLE, script_args=[*STEPS, "--dropout=0", "--upgrade=20"]
+    )
+
+    assert_recovered_by(result, ["resize", "resize"])
+    assert [(one["kind"], one["ranks"], one["boundary"]) for one in result.incidents] == [
+        ("signal 9", [3], 12),
+        ("upgrade", [2, 3], 20),
+    ], result.story()
+    assert sizes_of(result) == [[2, 3], []]
+    assert parts_of(result) == [{"0": ["send"], "1": ["send"], "2": ["receive"], "3": ["receive"]}], result.story()
+    assert [len(result.pids[rank]) for rank in (0, 1)] == [1, 1], result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--dropout=0"), result.story()
+    assert result.exit_code == 0, result.story()
+
+
+def test_ranks_that_are_away_can_be_called_back_at_any_moment(start_ttprun: StartTtprun, weights: Undisturbed) -> None:
+    longer = ("--dropout=0", "--steps=150")
+    faults = ["kill:rank=1,step=12,phase=collective"]
+    launch = start_ttprun(MEGATRON, 4, faults=faults, options=IRREPLACEABLE, script_args=longer)
+    launch.wait_for_event("group_resized")
+
+    recall = [sys.executable, "-m", "ttprun", "recall", str(launch.run_dir)]
+    told = subprocess.run(recall, capture_output=True, text=True, check=False, env=dict(environment()))
+    result = launch.finish()
+
+    assert (told.returncode, told.stdout) == (0, "rank 0, 1 called back\n"), told.stderr
+    assert_recovered_by(result, ["resize", "resize"])
+    assert "ttprun recall" in result.incidents[1]["reason"], result.story()
+    assert result.hashes == weights(MEGATRON, 4, *longer), result.story()
+    assert result.exit_code == 0, result.story()
+
+
+def test_a_rank_of_a_smaller_group_is_replaced_from_one_that_is_left(run_ttprun: RunTtprun) -> None:
+    on_its_way = ["kill:rank=3,phase=rebuild"] * 3
+    faults = ["kill:rank=3,step=12,phase=backward", *on_its_way, "kill:rank=2,step=20,phase=backward"]
+    layout = ("--dropout=0", "--tensor-parallel=1")
+
+    result = run_ttprun(MEGATRON, 4, faults=faults, options=MINDIO, script_args=[*STEPS, *layout, "--upgrade=25"])
+
+    assert_recovered_by(result, ["resize", "replace", "resize"])
+    assert "3 attempts to replace rank 3 failed" in result.incidents[0]["reason"], result.story()
+    assert sizes_of(result) == [[3], []], result.story()
+    assert parts_of(result)[-2:] == [{"0": ["send"], "2": ["receive"]}, {"1": ["send"], "3": ["receive"]}]
+    assert result.exit_code == 0, result.story()
+    assert len({lines[-1].split()[-1] for lines in result.hashes.values()}) == 1, result.story()
+
+
+def test_a_job_whose_replica_has_left_ends_well_without_it(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
+    faults = ["kill:rank=0,step=12,phase=in_step"]
+
+    result = run_ttprun(MEGATRON, 4, faults=faults, options=IRREPLACEABLE, script_args=[*STEPS, "--dropout=0"])
+
+    assert_recovered_by(result, ["resize"])
+    assert result.status["away"] == [0, 1], result.story()
+    assert [rank["state"] for rank in result.status["ranks"]] == ["away", "away", "finished", "finished"]
+    whole = weights(MEGATRON, 4, "--dropout=0")
+    assert result.hashes == {0: [], 1: [], 2: whole[2], 3: whole[3]}, result.story()
+    assert result.exit_code == 0, result.story()
+
+
+def test_one_more_rank_is_lost_while_the_rest_becomes_a_smaller_group(run_ttprun: RunTtprun) -> None:
+    faults = ["kill:rank=3,step=12,phase=backward", "kill:rank=2,phase=rebuild"]
+
+    result = run_ttprun(
+        MEGATRON,
+        4,
+        faults=faults,
+        options=IRREPLACEABLE,
+        script_args=[*STEPS, "--dropout=0", "--tensor-parallel=1", "--upgrade=20"],
+    )
+
+    assert_recovered_by(result, ["resize", "resize"])
+    assert sizes_of(result) == [[2, 3], []], result.story()
+    assert result.exit_code == 0, result.story()
+    assert len({lines[-1].split()[-1] for lines in result.hashes.values()}) == 1, result.story()
+
+
+def test_a_rank_that_is_lost_on_its_way_back_leaves_once_more(run_ttprun: RunTtprun, weights: Undisturbed) -> None:
+    faults = ["kill:rank=3,step=12,phase=backward", "kill:rank=2,phase=rebuild"]
+
+    result = run_ttprun(
+        MEGATRON, 4, faults=faults, options=IRREPLACEABLE, script_args=[*STEPS, "--dropout=0", "--upgrade=20"]
+    )
+
+    assert_recovered_by(result, ["resize", "resize"])
+    assert sizes_of(result) == [[2, 3], [2, 3]], result.story()
+    whole = weights(MEGATRON, 4, "--dropout=0")
+    assert [result.hashes[rank] for rank in (0, 1)] == [whole[0], whole[1]], result.story()
+    assert result.exit_code == 0, result.story()
+
+
+def test_a_rest_that_would_not_hold_the_whole_state_is_not_gone_on_with_and_the_reason_says_so(
+    run_ttprun: RunTtprun,
+) -> None:
+    faults = ["kill:rank=3,step=12,phase=backward", "kill:rank=1,step=16,phase=backward"]
+
+    result = run_ttprun(
+        MEGATRON,
+        4,
+        faults=faults,
+        options=[*MINDIO, "--rungs", "resize,persist"],
+        script_args=[*STEPS, "--dropout=0", "--tensor-parallel=1"],
+    )
+
+    assert [incident["outcome"] for incident in result.incidents] == ["recovered", "failed"], result.story()
+    assert "of a shard of ranks 0, 1, 2, 3 no copy would be left" in result.incidents[1]["reason"], result.story()
+    assert result.exit_code not in (0, None), result.story()
+
+
+def test_a_framework_without_handlers_for_fewer_ranks_is_restarted_as_ever(
+    run_ttprun: RunTtprun, weights: Undisturbed
+) -> None:
+    faults = ["kill:rank=1,step=12,phase=backward"]
+    options = [*IRREPLACEABLE, "--max-restarts=1"]
+
+    result = run_ttprun(PAIR, 2, faults=faults, options=options, script_args=STEPS)
+
+    assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
+    assert "replacement is switched off; it began when rank 1" in result.incidents[0]["reason"], result.story()
+    assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
+
+
+def sizes_of(result: Run) -> list[list[int]]:
+    """Who was away after each change of the group's size."""
+    return [event["away"] for event in result.events if event["event"] == "group_resized"]
 
 
 def parts_of(result: Run) -> list[dict[str, list[str]]]:

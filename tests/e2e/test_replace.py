@@ -238,6 +238,39 @@ def test_a_rank_of_a_compiled_model_is_replaced_and_nothing_differs(
     assert_same_outcome(run, undisturbed("compiled_model.py", 2))
 
 
+@pytest.mark.parametrize("fault", ["kill:rank=0,step=18,phase=backward", "kill:rank=1,step=33,phase=after_step"])
+def test_a_loop_over_iterators_that_are_made_of_others_goes_on_in_the_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
+) -> None:
+    run = run_ttprun("composed_iterators.py", 2, faults=[fault])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed("composed_iterators.py", 2))
+
+
+@pytest.mark.parametrize(
+    "fault", [f"kill:rank={rank},step={step},phase=backward" for rank, step in ((1, 22), (0, 40), (1, 95))]
+)
+def test_a_loop_over_a_generator_goes_on_in_the_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
+) -> None:
+    """In the second epoch over pieces of the data, in the rows of a table, and where the generator takes the steps."""
+    run = run_ttprun("generators_that_train.py", 2, faults=[fault])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed("generators_that_train.py", 2))
+
+
+@pytest.mark.parametrize("fault", ["kill:rank=0,step=7,phase=collective", "kill:rank=1,step=29,phase=after_step"])
+def test_what_parts_of_the_users_own_hold_goes_on_in_the_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str
+) -> None:
+    run = run_ttprun("own_parts.py", 2, faults=[fault])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed("own_parts.py", 2))
+
+
 def test_what_else_torch_offers_works_as_under_torchrun(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     run = run_ttprun("many_features.py", 2)
 

@@ -182,27 +182,35 @@ def test_what_cannot_be_is_refused_with_its_reason(session: Session, call: Calla
         call()
 
 
-@pytest.mark.parametrize(
-    ("call", "who"),
-    [
-        (lambda: framework_ttp.tft_register_zit_upgrade_rollback_handler(print), "zit_upgrade_rollback_handler"),
-        (lambda: framework_ttp.tft_register_zit_upgrade_repair_handler(print), "zit_upgrade_repair_handler"),
-        (lambda: framework_ttp.tft_register_zit_upgrade_rebuild_handler(print), "zit_upgrade_rebuild_handler"),
-        (lambda: framework_ttp.tft_register_zit_downgrade_rebuild_handler(print), "zit_downgrade_rebuild_handler"),
-        (lambda: framework_ttp.tft_init_processor(0, 2, False, enable_zit=True), "tft_init_processor: enable_zit"),
-        (lambda: framework_ttp.tft_init_controller(0, 2, False, enable_zit=True), "tft_init_controller: enable_zit"),
-    ],
-)
-def test_training_with_fewer_ranks_is_refused_before_it_is_counted_on(
-    session: Session, call: Callable[[], None], who: str
+def test_a_rank_says_that_it_can_train_with_fewer_once_it_is_switched_on_and_there_is_a_handler(
+    session: Session,
 ) -> None:
-    with pytest.raises(NotImplementedError) as refused:
-        call()
+    framework_ttp.tft_register_zit_downgrade_rebuild_handler(print)
+    before = list(session.channel.sent)  # type: ignore[attr-defined]
+    framework_ttp.tft_init_processor(0, 2, False, enable_zit=True)
 
-    text = str(refused.value)
-    assert who in text
-    assert "not built; lost ranks are replaced" in text
-    assert "\n" not in text
+    assert before == []
+    assert session.channel.sent == [{"op": "elastic"}]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("processor", "controller", "has_handler"), [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_a_rank_does_not_say_so_where_something_is_missing(
+    session: Session, processor: bool, controller: bool, has_handler: bool
+) -> None:
+    framework_ttp.tft_init_controller(0, 2, False, enable_zit=controller)
+    framework_ttp.tft_init_processor(0, 2, False, enable_zit=processor)
+    register = framework_ttp.tft_register_zit_downgrade_rebuild_handler
+    (register if has_handler else framework_ttp.tft_register_zit_upgrade_rebuild_handler)(print)
+
+    assert session.channel.sent == []  # type: ignore[attr-defined]
+
+
+def test_the_data_parallel_group_is_told_the_agent(session: Session) -> None:
+    framework_ttp.tft_set_dp_group_info(0, [0, 2])
+
+    assert session.channel.sent == [{"op": "data_parallel", "ranks": [0, 2]}]  # type: ignore[attr-defined]
 
 
 def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:
@@ -217,15 +225,18 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["retry", "recover", "migration", "dump", "continue", "exit"])
+@pytest.mark.parametrize(
+    "strategy", ["retry", "recover", "migration", "downgrade", "upgrade", "dump", "continue", "exit"]
+)
 def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
-    assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 0
-    assert session.channel.sent == [{"op": "notified", "what": strategy}]  # type: ignore[attr-defined]
+    assert controller_ttp.tft_notify_controller_change_strategy(strategy, "{}") == 0
+    assert session.channel.sent == [  # type: ignore[attr-defined]
+        {"op": "notified", "what": strategy, "params": "{}"}
+    ]
 
 
-@pytest.mark.parametrize("strategy", ["downgrade", "upgrade", "?"])
-def test_a_strategy_that_needs_another_world_size_is_refused(session: Session, strategy: str) -> None:
-    assert controller_ttp.tft_notify_controller_change_strategy(strategy) == 1
+def test_a_strategy_that_mindio_does_not_know_is_refused(session: Session) -> None:
+    assert controller_ttp.tft_notify_controller_change_strategy("shrink") == 1
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.schedulers import Scheduler
 from ttprun.board import Board, Field
+from ttprun.config import Config
 from ttprun.recovery import Incident, Phase
 
 OPENED = Incident(
@@ -45,7 +45,9 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.seats = [FakeSeat(0), FakeSeat(1)]
         self.job = recovery.new_job(recovery.Settings(world_size=2))
-        self.frameworks = SimpleNamespace(why_not_repairable=lambda ranks: "")
+        self.why_not_repairable = ""
+        self.config = Config(pause_timeout_s=1e-9, freeze_timeout_s=1e-9)
+        self.logged: list[tuple[str, dict[str, object]]] = []
         self.board = Board.create(2)[1]
         for rank in range(2):
             self.board.set(rank, Field.APPLIED, 4)
@@ -54,7 +56,8 @@ class FakeSupervisor:
     def advance(self, event: recovery.Event) -> None:
         self.events.append(event)
 
-    def log(self, event: str, **fields: object) -> None: ...
+    def log(self, event: str, **fields: object) -> None:
+        self.logged.append((event, fields))
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def supervisor() -> FakeSupervisor:
 @pytest.fixture
 def scheduler(supervisor: FakeSupervisor) -> Scheduler:
     """It lives in rank 0."""
-    found = Scheduler(supervisor)  # type: ignore[arg-type]
+    found = Scheduler(supervisor, lambda ranks: supervisor.why_not_repairable)  # type: ignore[arg-type]
     found.register(supervisor.seats[0])  # type: ignore[arg-type]
     return found
 
@@ -103,7 +106,7 @@ def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(
 
 
 def test_without_a_scheduler_nobody_is_told(supervisor: FakeSupervisor) -> None:
-    Scheduler(supervisor).note_incident(OPENED)  # type: ignore[arg-type]
+    Scheduler(supervisor, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
 
     assert supervisor.seats[0].told == []
 
@@ -161,11 +164,19 @@ def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
 
 
-def test_a_pause_ends_by_itself_when_its_time_is_over(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    scheduler.notified({"what": "pause", "timeout_s": 0.0})
+@pytest.mark.parametrize(("timeout_s", "why"), [(0.0, "as the scheduler has asked"), (None, "pause_timeout_s")])
+def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_told(
+    supervisor: FakeSupervisor, scheduler: Scheduler, timeout_s: float | None, why: str
+) -> None:
+    scheduler.notified({"what": "pause", "timeout_s": timeout_s})
+    all_wait(supervisor, scheduler, number=1)
     scheduler.pause.look()
 
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert not scheduler.is_paused
+    event, fields = supervisor.logged[-1]
+    assert event == "pause_ended"
+    assert why in str(fields["reason"])
 
 
 def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(
@@ -192,6 +203,29 @@ def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, 
     assert [told["arguments"][0] for told in supervisor.seats[0].told] == [404]
 
 
+def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.pause.take(supervisor.seats[0], {"op": "paused", "number": 1})  # type: ignore[arg-type]
+    scheduler.pause.look()
+
+    ((code, reason, _, _),) = [told["arguments"] for told in supervisor.seats[0].told]
+    assert (code, supervisor.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
+    assert "freeze_timeout_s" in reason
+
+
+def test_a_switch_that_has_begun_is_not_ended_by_the_limit_for_coming_together(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    all_wait(supervisor, scheduler, number=1)
+    scheduler.pause.look()
+
+    assert scheduler.switched == (1,)
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 1
+
+
 def test_a_switch_is_dropped_for_a_fault_that_comes_first(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
     scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
     scheduler.note_incident(OPENED)
@@ -207,7 +241,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
     if why_not == "phase":
         supervisor.job = replace(supervisor.job, phase=Phase.FREEZING)
     else:
-        supervisor.frameworks.why_not_repairable = lambda ranks: "no other rank holds the state of rank 1"
+        supervisor.why_not_repairable = "no other rank holds the state of rank 1"
 
     scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
 
@@ -230,3 +264,91 @@ def test_a_hot_switch_is_reported_as_a_migration(supervisor: FakeSupervisor, sch
         ("report_strategies", ["migration", "exit"]),
         ("report_result", "migration"),
     ]
+
+
+def leave(supervisor: FakeSupervisor, rank: int) -> None:
+    """The others train on without a rank."""
+    supervisor.job = supervisor.job.with_member(rank, life=recovery.Life.AWAY)
+
+
+def test_ranks_that_are_away_are_called_back_with_what_the_scheduler_gives(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    leave(supervisor, 1)
+    scheduler.notified({"what": "upgrade", "params": '{"scale-out-strategy": "DP", "x": 1}'})
+
+    (event,) = supervisor.events
+    assert isinstance(event, recovery.UpgradeAsked)
+    assert scheduler.params("upgrade") == '{"scale-out-strategy": "DP", "x": 1}'
+    assert scheduler.params("downgrade") == '{"scale-in-strategy": "DP"}'
+
+
+def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    scheduler.notified({"what": "upgrade", "params": ""})
+
+    assert supervisor.events == []
+    assert supervisor.logged[-1][0] == "upgrade_refused"
+    assert [told["arguments"] for told in supervisor.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
+
+
+def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(
+    supervisor: FakeSupervisor, scheduler: Scheduler
+) -> None:
+    for rank in range(2):
+        supervisor.job, _ = recovery.advance(supervisor.job, recovery.ElasticDeclared(rank=rank, at_s=0.0))
+    supervisor.job = supervisor.job.with_member(1, life=recovery.Life.LOST)
+    scheduler.note_incident(OPENED)
+    scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
+
+    assert supervisor.seats[0].told[-1]["arguments"] == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
+
+
+def test_nobody_is_called_back_to_a_training_that_is_over(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    leave(supervisor, 1)
+    supervisor.board.set(0, Field.LEAVING, 1)
+
+    assert scheduler.call_back("ttprun recall") == "a rank has come to the end of its train function"
+    assert supervisor.events == []
+
+
+def test_a_downgrade_is_left_to_the_state_machine(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    scheduler.notified({"what": "downgrade", "params": ""})
+
+    assert [type(event) for event in supervisor.events] == [recovery.DowngradeAsked]
+    assert scheduler.params("downgrade") == '{"scale-in-strategy": "DP"}'
+
+
+@pytest.mark.parametrize("what", ["pause", "hot switch"])
+def test_while_ranks_are_away_nobody_is_paused(supervisor: FakeSupervisor, scheduler: Scheduler, what: str) -> None:
+    leave(supervisor, 1)
+    scheduler.notified({"what": what, "ranks": {"0": 1}, "timeout_s": None})
+
+    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert supervisor.events == []
+
+
+def test_a_downgrade_is_reported_with_the_ranks_that_leave(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+    leave(supervisor, 1)
+    for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
+        scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
+
+    assert [(told["action"], told["arguments"][0], told["arguments"][-1]) for told in supervisor.seats[0].told] == [
+        ("report_fault_ranks", {1: 1}, {1: ""}),
+        ("report_result", 201, "downgrade"),
+        ("report_result", 0, "downgrade"),
+    ]
+
+
+@pytest.mark.parametrize(("is_back", "code"), [(True, 0), (False, 406)])
+def test_an_upgrade_has_failed_if_ranks_are_still_away(
+    supervisor: FakeSupervisor, scheduler: Scheduler, is_back: bool, code: int
+) -> None:
+    upgrade = replace(OPENED, kind="upgrade", rung="resize")
+    scheduler.note_incident(upgrade)
+    if not is_back:
+        leave(supervisor, 1)
+    scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
+
+    assert supervisor.seats[0].told[-1]["arguments"][0] == code

@@ -5,11 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis.configuration import set_hypothesis_home_dir
 
+from tests.rank.training import every_case
+from tests.rank.worlds import run_world
 from ttprun.rank import loops
 
 torch.set_num_threads(1)
@@ -23,3 +26,9 @@ def no_hooks_are_left() -> Iterator[None]:
     yield
     loops.Hooks.enter = loops.Hooks.loop = None
     del loops.sites[known:]
+
+
+@pytest.fixture(scope="session")
+def gloo_and_ours() -> tuple[list[Any], list[Any]]:
+    """What `every_case` comes to in each rank, over plain gloo and over the managed process group."""
+    return run_world(every_case, is_managed=False), run_world(every_case)

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "retry_on": [],
     "device_errors": {},
     "simulates_npu": False,
-    "on_nan": "warn",
+    "nan_limit_s": None,
     "user_paths": [],
     "prints_traceback": True,
 }
@@ -78,7 +78,7 @@ def make_session(
         recorder=known.pop("recorder", recorder),
         journal=journal,
         kept_weights=KeptWeights(trained.weights, lambda number: b"", lambda text: None),
-        verifier=Verifier(line, journal, every=0, is_strict=False),
+        verifier=Verifier(line, journal, every=0, nan_limit_s=None),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),
         **known,

@@ -24,12 +24,12 @@ class Training:
     def __init__(self) -> None:
         self.weights = [torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)]
         self.told: list[str] = []
-        self.kept = KeptWeights(lambda: self.weights, self.mark, self.told.append)
+        self.kept = KeptWeights(lambda: list(self.weights), self.mark, self.told.append)
         self.boundary = 0
         self.left = [weight.detach().clone() for weight in self.weights]  # by the newest step
 
     def mark(self, boundary: int) -> bytes:
-        return bytes_of(self.weights[boundary % 2].detach()).tobytes()
+        return bytes_of(self.weights[boundary % len(self.weights)].detach()).tobytes()
 
     def step(self) -> None:
         """As the hooks of the optimizer do it."""
@@ -102,6 +102,31 @@ def test_a_change_that_only_the_sample_tells_is_found_within_as_many_steps_as_th
 
     CHANGES["by .data"](training.weights[0])
     assert training.is_known()
+    assert len(training.told) == 1
+
+
+@pytest.mark.parametrize("steps_before", [1, FULL_LOOKS + 2])
+def test_parameters_that_are_added_between_two_steps_change_no_weights(training: Training, steps_before: int) -> None:
+    """As `add_param_group` does it, in a fine-tuning that thaws one layer after the other."""
+    for _ in range(steps_before):
+        training.step()
+
+    training.weights.append(torch.zeros(4, requires_grad=True))
+    training.step()
+
+    assert training.is_known()
+    assert training.told == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_found_though_parameters_are_added_too(training: Training, change: str) -> None:
+    training.step()
+
+    CHANGES[change](training.weights[0])
+    training.weights.append(torch.zeros(4, requires_grad=True))
+
+    assert not training.is_known()
+    training.step()
     assert len(training.told) == 1
 
 

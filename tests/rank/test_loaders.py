@@ -5,6 +5,7 @@ Three lives, each in a process of its own: one that nothing disturbs, one that i
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import pickle
@@ -31,9 +32,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from tests.rank import user_values
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import install, loaders, patches, random_state, workers
+from tests.rank.user_values import CountedStream, OwnBatches, OwnShuffle, Sentence
+from ttprun.rank import batches, frames, install, loaders, patches, random_state, workers
 from ttprun.rank.recorder import Recorder
 
 EPOCHS = 2
@@ -103,6 +106,12 @@ KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
     "weighted": lambda: [DataLoader(Numbers(), 3, sampler=WeightedRandomSampler(torch.ones(24), 24))],
     "with replacement": lambda: [DataLoader(Numbers(), 3, sampler=RandomSampler(Numbers(), True, 24))],
     "batches of the user's": lambda: [DataLoader(Numbers(), batch_sampler=Pairs(), **TWO)],
+    "shuffled by a sampler of the user's": lambda: [DataLoader(Numbers(), 3, sampler=OwnShuffle(24))],
+    "batches of the user's, from a generator that goes on": lambda: [
+        DataLoader(Numbers(), batch_sampler=OwnBatches(24), **TWO)
+    ],
+    "stream that counts its epochs": lambda: [DataLoader(CountedStream(24), 3)],
+    "stream that counts its epochs, workers": lambda: [DataLoader(CountedStream(24), 3, **TWO)],
     "no batches": lambda: [DataLoader(Numbers(), batch_size=None, shuffle=True)],
     "augmented": lambda: [DataLoader(Augmented(), 3, shuffle=True)],
     "augmented, workers": lambda: [DataLoader(Augmented(), 3, shuffle=True, **TWO)],
@@ -146,7 +155,7 @@ class Life:
                 if isinstance(loader.sampler, DistributedSampler):
                     loader.sampler.set_epoch(epoch)
             iterators = [iter(loader) for loader in made]
-            for number, batches in enumerate(zip(*iterators, strict=False)):
+            for number, handed in enumerate(zip(*iterators, strict=False)):
                 torch.rand(1)  # dropout in the forward pass
                 loaders.note_boundary()
                 is_lost = (epoch, number + 1) == self.stop
@@ -155,7 +164,7 @@ class Life:
                     self.record = record | {"rng": random_state.capture()}
                 if self.record is not None and not is_lost and not found:
                     random_state.restore(self.record["rng"])  # as the replay does at the boundary
-                found.append(([batch.tolist() for batch in batches], torch.rand(1).item(), random.random()))
+                found.append(([batch.tolist() for batch in handed], torch.rand(1).item(), random.random()))
                 if is_lost:
                     return found
         return found
@@ -200,6 +209,8 @@ def in_child(act: Callable[[], Any]) -> Any:
 def lives_of(kind: str) -> dict[tuple[int, int], Any]:
     """Of each stop: what the replacement hands out, and what the undisturbed rank does from the same batch on."""
     os.register_at_fork(after_in_child=install.die_with_parent)
+    frames.add_user_directory(user_values.__file__)
+    frames._user_directories.append(user_values.__file__)
     make = KINDS[kind]
     missing = patches.apply_all(with_replay=True)
     assert missing == []
@@ -329,4 +340,26 @@ def test_a_batch_has_fingerprints_that_change_with_its_data(batch: Any) -> None:
             key: other(item) for key, item in value.items()
         }  # fmt: skip
 
-    assert loaders._fingerprints(batch) == loaders._fingerprints(batch) != loaders._fingerprints(other(batch))
+    assert batches.fingerprints(batch) == batches.fingerprints(batch) != batches.fingerprints(other(batch))
+
+
+@pytest.mark.parametrize(
+    ("batch", "other"),
+    [
+        (Sentence(torch.ones(3), ["a"]), Sentence(torch.zeros(3), ["a"])),
+        (Sentence(torch.ones(3), ["a"]), Sentence(torch.ones(3), ["b"])),
+        (["a", "b"], ["a", "c"]),
+        ((torch.ones(3), np.ones(2)), (torch.ones(3), np.zeros(2))),
+        ({"seen": {"a", "b"}}, {"seen": {"a", "c"}}),
+    ],
+    ids=["tensor in an object", "text in an object", "texts", "array", "set"],
+)
+def test_a_batch_of_whatever_has_fingerprints(batch: Any, other: Any) -> None:
+    assert batches.fingerprints(batch) == batches.fingerprints(copy.deepcopy(batch)) != batches.fingerprints(other)
+
+
+def test_the_fingerprint_of_a_set_does_not_depend_on_its_order() -> None:
+    one, other = {8, 0}, {0, 8}
+    assert list(one) != list(other)
+
+    assert batches.fingerprints(one) == batches.fingerprints(other)

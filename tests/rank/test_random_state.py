@@ -74,6 +74,7 @@ def test_a_state_of_torch_that_was_put_back_is_seen() -> None:
 
 def test_another_generator_under_numpys_own_is_seen() -> None:
     usual = np.random.get_bit_generator()
+    np.random.seed(1)  # no half of a pair of normal draws is left: numpy drops it when its generator is exchanged
     first = random_state.capture()["numpy"]
     try:
         np.random.set_bit_generator(np.random.MT19937(5))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from ttprun.board import Board, Field
 from ttprun.rank import replicated, shares, snapshots
 from ttprun.rank.memory import Memory
+from ttprun.rank.open_boundaries import MOST_PUT_OFF
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.snapshots import Snapshots
 from ttprun.rank.trained import forget, wrap_optimizer_init
@@ -42,7 +43,7 @@ def trained() -> Iterator[Trained]:
 
 def state() -> dict[str, torch.Tensor]:
     """Copies of all that replicas share."""
-    return {key: tensor.clone() for key, tensor in replicated.describe()[1]}
+    return {part.key: part.tensor.clone() for part in replicated.describe()[1]}
 
 
 def write_all(folder: Path) -> tuple[list[Any], list[str]]:
@@ -239,6 +240,36 @@ def test_a_snapshot_is_taken_where_there_is_memory_for_the_shares_of_all_ranks(
 
         assert (board.get(0, Field.SNAPSHOT_AT), board.get(0, Field.SNAPSHOT_NUMBER)) == (40, 1)
         assert channel.sent == []
+
+
+def test_a_snapshot_is_put_off_from_an_open_boundary_to_the_next_that_is_not(
+    monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
+    board = Board.create(2)[1]
+    first = Snapshots(board, 0, [[memory_file()[1], memory_file()[1]]], every=20)
+    taken_at = []
+
+    for asked, boundary, is_open in ((1, 40, True), (1, 41, False), (2, 42, False), (2, 60, False)):
+        board.set(0, Field.SNAPSHOT_ASKED, asked)
+        first.agree(FakeLine(), boundary, is_open)  # type: ignore[arg-type]
+        taken_at.append(board.get(0, Field.SNAPSHOT_AT))
+
+    assert taken_at == [0, 41, 41, 60]
+
+
+def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, trained: Trained
+) -> None:
+    monkeypatch.setattr(snapshots, "free_bytes", lambda: None)
+    board = Board.create(2)[1]
+    first = Snapshots(board, 0, [[memory_file()[1], memory_file()[1]]], every=20)
+    board.set(0, Field.SNAPSHOT_ASKED, 1)
+
+    for boundary in range(40, 60):
+        first.agree(FakeLine(), boundary, is_open=True)  # type: ignore[arg-type]
+
+    assert board.get(0, Field.SNAPSHOT_AT) == 40 + MOST_PUT_OFF
 
 
 def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the_agent_is_told(

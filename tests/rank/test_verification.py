@@ -62,12 +62,24 @@ def test_with_the_next_step_the_nan_is_forgotten() -> None:
     assert nan_in(journal) == ""
 
 
+def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no_step() -> None:
+    agent, rank = channel.pair()
+    verifier = Verifier(rank, journal_of([torch.tensor([NAN])]), every=0, nan_limit_s=0.05)
+
+    with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
+        verifier.look(8, lambda: [torch.ones(3)])
+
+    assert [told["op"] for told in agent.read_available()] == ["nan"]
+    agent.close()
+    rank.close()
+
+
 def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_only_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
     agent, rank = channel.pair()
-    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, is_strict=False)
+    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
 
     verifier.step_aside_if_odd()
     not_odd_s = time.monotonic()
@@ -84,15 +96,40 @@ def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_o
 def test_a_recovery_that_could_not_be_proved_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_HASH_LIMIT_S", 0.05)
     agent, rank = channel.pair()
-    verifier = Verifier(rank, Journal(limit_bytes=1), every=0, is_strict=False)
+    verifier = Verifier(rank, Journal(limit_bytes=1), every=0, nan_limit_s=None)
     verifier._is_idle.clear()  # as while an earlier look is being hashed
 
     verifier.prove_from(7)
-    verifier.look(8, iter([torch.ones(3)]))
+    verifier.look(8, lambda: [torch.ones(3)])
     (told,) = agent.read_available()
-    verifier.look(10, iter([torch.ones(3)]))  # behind the proof's steps: nobody waits
+    verifier.look(10, lambda: [torch.ones(3)])  # behind the proof's steps: nobody waits
 
     assert told["op"] == "note"
     assert "at step 8 the recovery is not proved" in told["text"]
+    agent.close()
+    rank.close()
+
+
+def test_weights_that_cannot_be_hashed_are_told_once_and_no_recovery_counts_as_proved_from_then_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(tensor: torch.Tensor) -> memoryview:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(verification, "bytes_of", fail)
+    monkeypatch.setattr(verification, "_HASH_LIMIT_S", 5.0)
+    agent, rank = channel.pair()
+    verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
+
+    verifier.look(1, lambda: [torch.ones(3)])
+    verifier.prove_from(1)
+    verifier.look(2, lambda: [torch.ones(3)])
+    verifier.look(4, lambda: [torch.ones(3)])
+    told = agent.read_available()
+
+    assert [message["op"] for message in told] == ["note", "note"]
+    assert "MemoryError: no room" in told[0]["text"]
+    assert "the ranks' weights are not compared" in told[0]["text"]
+    assert "at step 2 the recovery is not proved" in told[1]["text"]
     agent.close()
     rank.close()

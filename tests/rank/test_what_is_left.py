@@ -207,7 +207,7 @@ def draw() -> list[Any]:
     ]  # fmt: skip
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700))
 def test_random_numbers_go_on_as_they_would_have(seed: int, drawn: int) -> None:
     random.seed(seed)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 
 class Meter:
@@ -148,3 +150,79 @@ def train(act: Callable[[list[FrameType]], None], start: int) -> dict[str, Any]:
 def wait_for(event: Any) -> None:
     """What a thread or process of the user's does here."""
     event.wait(60)
+
+
+def counted_batches(batches: Iterator[Any]) -> Iterator[Any]:
+    """What stands around a loader, and counts."""
+    number, seen = 0, []
+    for batch in batches:
+        number += 2
+        seen.append(number)
+        yield [number, len(seen), batch]
+
+
+def numbered_batches(batches: Iterator[Any]) -> Iterator[Any]:
+    return ([batch, number] for number, batch in enumerate(batches))
+
+
+class CountedBatches:
+    """The same as an object."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self.batches = batches
+        self.number = 0
+        self.seen: list[int] = []
+
+    def __iter__(self) -> CountedBatches:
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        self.seen.append(self.number)
+        return [self.number, len(self.seen), next(self.batches)]
+
+
+class OwnShuffle(Sampler[int]):
+    """Shuffles with a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.rng.permutation(self.length).tolist()
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class OwnBatches(OwnShuffle):
+    """A batch sampler in the same manner."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.rng.permutation(self.length).tolist()
+        for first in range(0, self.length, 2):
+            yield order[first : first + 2]
+
+
+class CountedStream(IterableDataset[Any]):
+    """A stream that is another one in each epoch, which it counts itself."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        info = get_worker_info()
+        first, by = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, self.length, by):
+            yield torch.tensor([index, 100 * self.epoch])
+
+
+@dataclass
+class Sentence:
+    """A batch as an object."""
+
+    ids: torch.Tensor
+    words: list[str]

@@ -20,6 +20,7 @@ from typing import Any
 from tests.rank.fakes import OPTIONS, RECORD_BYTES
 from tests.rank.processes import run_alone
 from ttprun import channel
+from ttprun.agent.replays import givers_of
 from ttprun.board import Board
 from ttprun.channel import Channel, Message
 from ttprun.rank import frames, hooks, install
@@ -99,7 +100,9 @@ class FakeAgent:
     def resume(self, expected: dict[str, list[str]] | None = None) -> None:
         """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
         order = {"op": "resume", "generation": self.generation, "boundary": self.boundary, "skip_lines": [0, 0]}
-        self.tell_all(**order, expected=expected or {})
+        journals = {rank: m["journal"] for rank, m in self.messages if wanted(m, "frozen", self.generation)}
+        given = [[name, number, rank] for (name, number), rank in givers_of(journals).items()]
+        self.tell_all(**order, expected=expected or {}, given=given)
 
     def kill(self, rank: int) -> None:
         """A rank is lost."""
@@ -123,6 +126,11 @@ class FakeAgent:
     def pause() -> None:
         """Let a rank that has said that it will wait come to its waiting."""
         time.sleep(0.05)
+
+
+def wanted(message: Message, op: str, generation: int) -> bool:
+    """Whether it is this message of this generation."""
+    return bool(message["op"] == op and message["generation"] == generation)
 
 
 def wait_for(key: str) -> None:

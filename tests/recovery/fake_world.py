@@ -11,6 +11,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.recovery import Action, Event, Incident, Job, Phase, RepairEvent, Settings, advance, new_job
+from ttprun.recovery.shards import ReplicaGroup
 
 SETTLED = (Phase.RUNNING, Phase.DONE, Phase.FAILED)
 
@@ -54,10 +55,18 @@ class Process:
 
 
 class FakeWorld:
-    """Processes and agent of one job, with what they have said and the machine has not heard yet."""
+    """Processes and agent of one job, with what they have said and the machine has not heard yet.
 
-    def __init__(self, settings: Settings, restarts: int) -> None:
+    tensor_parallel   ranks that hold one replica of the model together, if they can train on in a smaller group; 0: no
+    has_room          another process can be started
+    handles_stop      the scripts have something to do when they are told to end
+    """
+
+    def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0) -> None:
         self.job: Job = new_job(settings)
+        self.tensor_parallel = tensor_parallel
+        self.has_room = True
+        self.handles_stop = False
         self.restarts = restarts
         self.at_s = 0.0
         self.next_pid = 100
@@ -85,7 +94,15 @@ class FakeWorld:
         process = self.processes[rank] = Process(self.next_pid)
         self.unheard[rank].append(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
+        if self.tensor_parallel:
+            declared = recovery.ElasticDeclared(rank=rank, replicas=(self.replicas_of(rank),), at_s=0.0)
+            self.unheard[rank].append(declared)
         return process
+
+    def replicas_of(self, rank: int) -> ReplicaGroup:
+        """Ranks that hold the same as this one."""
+        alike = tuple(range(rank % self.tensor_parallel, len(self.unheard), self.tensor_parallel))
+        return ReplicaGroup(alike, len(alike))
 
     def end(self, rank: int, code: int | None, signal: int | None, is_script_error: bool, is_mute: bool) -> None:
         """A process ends; if it is mute, what it has not sent yet is lost with it."""
@@ -128,6 +145,11 @@ class FakeWorld:
         ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
         self.hear(recovery.ReplacementAsked(ranks=ranks, reason="the scheduler has asked", at_s=0.0))
 
+    def ask_size(self, is_smaller: bool) -> None:
+        """Somebody wants no replacements, or those back that are away."""
+        asked = recovery.DowngradeAsked if is_smaller else recovery.UpgradeAsked
+        self.hear(asked(reason="the scheduler has asked", at_s=0.0))
+
     def see_hung(self) -> None:
         """The agent sees who hangs, and says so."""
         for rank, process in self.processes.items():
@@ -145,7 +167,8 @@ class FakeWorld:
 
     def train(self) -> None:
         """All ranks pass the commit barrier, if all are there."""
-        training = [process for rank, process in self.processes.items() if rank not in self.finished]
+        absent = {*self.finished, *self.job.away}
+        training = [process for rank, process in self.processes.items() if rank not in absent]
         is_any_still = self.job.phase not in (Phase.RUNNING, Phase.RESUMING)
         if is_any_still or not all(one.is_alive and one.is_whole and not one.is_stuck for one in training):
             return
@@ -206,6 +229,11 @@ class FakeWorld:
         is_of_process = isinstance(event, recovery.RankExited | recovery.RankHung | recovery.RankFaulted)
         return is_of_process and event.pid != self.job.members[event.rank].pid
 
+    @property
+    def is_told_to_end(self) -> bool:
+        """Somebody has asked that the job end."""
+        return any(isinstance(event, recovery.StopAsked) for event in self.echoes)
+
     # What the machine orders
 
     def obey(self, action: Action) -> None:
@@ -220,9 +248,13 @@ class FakeWorld:
                 for rank in ranks:
                     self.say(rank, self.frozen(rank, generation))
             case recovery.SpawnRank(rank, generation):
+                assert not self.is_told_to_end
                 assert generation == self.job.generation
                 assert not self.processes[rank].is_alive
-                self.start(rank)
+                if self.has_room:
+                    self.start(rank)
+                else:
+                    self.agent_unheard.append(recovery.SpawnFailed(rank=rank, reason="no memory", at_s=0.0))
             case recovery.KillRank(rank, reason):
                 assert reason
                 assert self.job.members[rank].pid is None
@@ -237,6 +269,7 @@ class FakeWorld:
                 self.processes[rank].boundary = boundary
                 self.say(rank, recovery.RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
             case recovery.SendState(source, to, generation, boundary):
+                assert not self.job.unreplicated_reason
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
             case recovery.Rewind(boundary):
@@ -249,10 +282,14 @@ class FakeWorld:
                 assert boundary > 0
                 assert ranks == self.job.survivors
                 assert {self.processes[rank].boundary for rank in ranks} == {boundary}
-                self.agent_unheard.append(recovery.StatePersisted(generation=generation, place="a folder", at_s=0.0))
+                persisted = recovery.StatePersisted(
+                    generation=generation, place="a folder", is_handled=self.handles_stop, at_s=0.0
+                )
+                self.agent_unheard.append(persisted)
             case recovery.Resume(ranks, generation, boundary):
                 self.resume(ranks, generation, boundary)
             case recovery.RestartGroup(reason):
+                assert not self.is_told_to_end
                 assert reason
                 self.restart_group()
             case recovery.FailJob(reason):
@@ -322,7 +359,11 @@ class FakeWorld:
         assert {*ranks} == {*self.job.survivors, *self.job.lost}
         assert all(self.job.members[rank].pid is not None for rank in ranks)
         alike = ranks if boundary > 0 else self.job.survivors
-        assert len({self.processes[rank].agreed_digest for rank in alike}) == 1
+        if self.job.incident is not None:  # else it was for a checkpoint, which leaves all as they were
+            assert len({self.processes[rank].agreed_digest for rank in alike}) == 1
+        for rank in ranks if self.job.away else ():
+            assert self.replicas_of(rank).whole_copy(ranks) is not None
+            assert len({*self.replicas_of(rank).ranks} & {*ranks}) == len(ranks) // self.tensor_parallel
         for rank in ranks:
             assert self.processes[rank].boundary == boundary
             self.processes[rank].is_whole = True

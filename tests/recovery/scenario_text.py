@@ -7,8 +7,9 @@
     -> FREEZING generation=1
 
 The first line makes the job (`job ranks=4`), `all_started` starts and protects all its ranks, with pids 100, 101 and
-so on. Left out, `at` is that of the event before, `generation` and `pid` are the present ones; `ranks=0,1` is one event
-for each. Of an incident only a few fields are written while it is open, and all that are known when it has ended.
+so on; after `all_elastic tensor_parallel=2` they can train on in a smaller group. Left out, `at` is that of the event
+before, `generation` and `pid` are the present ones; `ranks=0,1` is one event for each. Of an incident only a few fields
+are written while it is open, and all that are known when it has ended.
 
 `python -m tests.recovery.scenario_text` writes all files anew with what the machine answers now: read the difference.
 """
@@ -24,19 +25,24 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, advance, new_job
+from ttprun.recovery.shards import ReplicaGroup
 
 FOLDER = Path(__file__).with_name("scenarios")
 RULE = "----"
 
 EVENT_WORDS: dict[str, type[Event]] = {
     "started": recovery.RankStarted,
+    "spawn_failed": recovery.SpawnFailed,
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
+    "holds_alone": recovery.RankHoldsAlone,
     "exited": recovery.RankExited,
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
     "connection_broken": recovery.ConnectionBroken,
     "replacement_asked": recovery.ReplacementAsked,
+    "downgrade_asked": recovery.DowngradeAsked,
+    "upgrade_asked": recovery.UpgradeAsked,
     "frozen": recovery.RankFrozen,
     "replayed": recovery.RankReplayed,
     "state_sent": recovery.StateSent,
@@ -100,6 +106,12 @@ class Scenario:
             for member in self.job.members:
                 yield recovery.RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
                 yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
+            return
+        if word == "all_elastic":
+            world, apart = len(self.job.members), int(given["tensor_parallel"])
+            for rank in range(world):
+                alike = tuple(range(rank % apart, world, apart))
+                yield recovery.ElasticDeclared(rank=rank, replicas=(ReplicaGroup(alike, 2),), at_s=self.at_s)
             return
         ranks = given.pop("ranks", given.pop("rank", ""))
         values = {name: read_value(name, text) for name, text in given.items()}

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch, Way
+from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch, Way
+from ttprun.recovery.sights import Doing, Sight
 
 EVERY_S = 0.25
 ABSENT = [

@@ -8,6 +8,7 @@ from ttprun.recovery import (
     RUNGS,
     TRANSITIONS,
     DeadlinePassed,
+    ElasticDeclared,
     Event,
     FinishJob,
     ForbiddenTransition,
@@ -38,6 +39,7 @@ from ttprun.recovery import (
     StopAsked,
     UnexpectedStart,
     advance,
+    groups_left,
     machine,
     new_job,
 )
@@ -290,3 +292,25 @@ def test_a_fault_of_a_device_gives_its_name_to_the_incident_and_condemns_no_scri
     assert (after_exit.incident.kind, after_exit.incident.rung) == ("device-lost", "replace")
     assert after_fault.incident is not None
     assert (after_fault.incident.kind, after_fault.incident.rung) == ("memory-persistent", "rerun")
+
+
+def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> None:
+    job = running_job(Settings(world_size=2, rungs=RUNGS - {"replace"}))
+    job, _ = advance(job, ElasticDeclared(rank=0, at_s=1.0))
+
+    job, actions = advance(job, killed(1, pid=101))
+
+    assert job.phase is Phase.RESTARTING
+    assert isinstance(actions[0], RestartGroup)
+    assert "the others cannot train on without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason
+
+
+def test_ranks_that_all_hold_the_same_train_on_without_the_one_that_is_lost() -> None:
+    job = running_job(Settings(world_size=3, rungs=RUNGS - {"replace"}))
+    for rank in range(3):
+        job, _ = advance(job, ElasticDeclared(rank=rank, at_s=1.0))
+
+    job, actions = advance(job, killed(1, pid=101))
+
+    assert actions[0] == Freeze((0, 2), 1, ())
+    assert (job.away, job.survivors, groups_left(job, 0)) == ((1,), (0, 2), ((0, 2),))

@@ -3,11 +3,22 @@
 import re
 from collections.abc import Iterator
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recovery.fake_world import FakeWorld
-from ttprun.recovery import CheckpointAsked, Life, MismatchFound, Phase, RankUnprotected, Settings, StopAsked
+from ttprun.recovery import (
+    RUNGS,
+    CheckpointAsked,
+    Event,
+    Life,
+    MismatchFound,
+    Phase,
+    RankHoldsAlone,
+    RankUnprotected,
+    Settings,
+    StopAsked,
+)
 
 WORLDS = st.builds(
     FakeWorld,
@@ -16,6 +27,16 @@ WORLDS = st.builds(
     ),
     restarts=st.integers(0, 2),
 )
+# Mostly it is the only way to train on in a smaller group.
+OF_ELASTIC = st.builds(
+    Settings,
+    world_size=st.sampled_from([2, 4, 6]),
+    rungs=st.sampled_from([RUNGS - {"replace", "rewind"}, RUNGS - {"replace", "rewind", "restart"}, RUNGS]),
+    max_attempts=st.integers(1, 3),
+    saves_before_restart=st.booleans(),
+    max_same_faults=st.just(9),
+)
+ELASTIC = st.builds(FakeWorld, OF_ELASTIC, restarts=st.integers(0, 2), tensor_parallel=st.integers(1, 2))
 TAPES = st.binary(max_size=160) | st.binary(min_size=100, max_size=240)
 
 
@@ -48,8 +69,11 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.end(rank, 0, None, is_script_error=False, is_mute=False)
         elif move < 246:
             world.take_snapshot()
-        elif move < 247:
+        elif move < 247 and not world.job.away:
             world.ask_replacement(rank, is_pair=is_mute)
+        elif move < 247:
+            world.ask_size(is_smaller=is_mute)
+            world.has_room = choice % 3 > 0
         elif move < 248:
             world.hear(CheckpointAsked(at_s=0.0))
         elif move < 249:
@@ -58,9 +82,12 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.flip_bit(rank)
         elif move < 253:
             world.hear(MismatchFound(rank=rank, generation=world.job.generation, reason="other shape", at_s=0.0))
-        elif move < 255:
+        elif move < 254:
             world.hear(RankUnprotected(rank=rank, reason="a CUDA graph", at_s=0.0))
+        elif move < 255:
+            world.hear(RankHoldsAlone(rank=rank, reason="a shard", at_s=0.0))
         else:
+            world.handles_stop = is_mute
             world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
 
 
@@ -69,8 +96,7 @@ def pairs(tape: bytes) -> Iterator[tuple[int, int]]:
     return zip(tape[::2], tape[1::2], strict=False)
 
 
-@settings(max_examples=300, deadline=None, database=None)
-@given(world=WORLDS, tape=TAPES)
+@given(world=WORLDS | ELASTIC, tape=TAPES)
 def test_whatever_happens_every_incident_ends_and_nobody_goes_on_with_wrong_state(
     world: FakeWorld, tape: bytes
 ) -> None:
@@ -84,8 +110,7 @@ def test_whatever_happens_every_incident_ends_and_nobody_goes_on_with_wrong_stat
     assert all(incident.steps_lost == 0 for incident in without_loss)
 
 
-@settings(max_examples=150, deadline=None, database=None)
-@given(world=WORLDS, tape=TAPES)
+@given(world=WORLDS | ELASTIC, tape=TAPES)
 def test_a_job_that_runs_in_the_end_has_a_living_process_for_every_rank_all_at_one_boundary(
     world: FakeWorld, tape: bytes
 ) -> None:
@@ -101,7 +126,49 @@ def test_a_job_that_runs_in_the_end_has_a_living_process_for_every_rank_all_at_o
     assert len({world.processes[member.rank].boundary for member in working}) <= 1
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@given(
+    world=WORLDS | ELASTIC,
+    before=st.binary(max_size=40),
+    kinds=st.sampled_from([(StopAsked,), (CheckpointAsked,), (CheckpointAsked, StopAsked)]),
+    handles_stop=st.booleans(),
+    tape=st.binary(max_size=100),
+)
+def test_whatever_happens_around_a_checkpoint_and_an_end_that_were_asked_for(
+    world: FakeWorld, before: bytes, kinds: tuple[type[Event], ...], handles_stop: bool, tape: bytes
+) -> None:
+    world.settle()
+    world.train()
+    play(world, before)
+
+    for kind in kinds:
+        world.handles_stop = handles_stop
+        world.hear(StopAsked(reason="SIGTERM", at_s=0.0) if kind is StopAsked else CheckpointAsked(at_s=0.0))
+        play(world, tape)
+    world.settle()
+
+    assert len(world.closed) == world.job.incident_count
+    if StopAsked in kinds:
+        assert world.job.phase in (Phase.DONE, Phase.FAILED)
+
+
+@given(world=WORLDS, tape=TAPES)
+def test_ranks_that_hold_something_each_for_itself_are_never_repaired_from_one_another(
+    world: FakeWorld, tape: bytes
+) -> None:
+    world.settle()
+    world.hear(RankHoldsAlone(rank=0, reason="a shard", at_s=0.0))
+    world.train()
+    world.take_snapshot()
+
+    play(world, tape)
+    world.settle()
+
+    assert len(world.closed) == world.job.incident_count
+    assert world.job.restarts or not any(
+        one.rung in ("replace", "rerun") and one.outcome == "recovered" for one in world.closed
+    )
+
+
 @given(
     world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
     kills=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30)), max_size=6),
@@ -120,7 +187,6 @@ def test_ranks_killed_one_after_the_other_are_all_replaced(world: FakeWorld, kil
     assert len({process.boundary for process in world.processes.values()}) == 1
 
 
-@settings(max_examples=200, deadline=None, database=None)
 @given(
     world=st.builds(
         FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
@@ -143,7 +209,6 @@ def test_ranks_killed_in_mid_repair_are_replaced_unless_none_is_left_or_it_has_b
     assert all(re.search("all ranks of the group were lost|3 attempts", incident.reason) for incident in given_up)
 
 
-@settings(max_examples=200, deadline=None, database=None)
 @given(
     world=st.builds(
         FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
@@ -170,7 +235,6 @@ def test_ranks_that_hang_at_any_moment_are_replaced_unless_none_is_left_or_it_ha
     assert all(re.search("all ranks of the group were lost|3 attempts|waited for", one.reason) for one in given_up)
 
 
-@settings(max_examples=100, deadline=None, database=None)
 @given(
     world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
     rank=st.integers(0, 3),
@@ -194,7 +258,6 @@ def test_a_rank_that_answers_is_never_killed_if_the_agent_sees_who_hangs(
     assert {other: world.processes[other].pid for other in spared} == {other: pids[other] for other in spared}
 
 
-@settings(max_examples=100, deadline=None, database=None)
 @given(
     world=st.builds(FakeWorld, st.builds(Settings, world_size=st.integers(2, 4)), restarts=st.just(0)),
     breaks=st.lists(st.integers(0, 6), min_size=1, max_size=4),
@@ -216,7 +279,6 @@ def test_connections_that_break_cost_no_process(world: FakeWorld, breaks: list[i
     assert all(incident.outcome == "recovered" for incident in world.closed)
 
 
-@settings(max_examples=100, deadline=None, database=None)
 @given(
     world=st.builds(
         FakeWorld, st.builds(Settings, world_size=st.integers(2, 4), max_same_faults=st.just(9)), restarts=st.just(0)
@@ -241,7 +303,6 @@ def test_transient_errors_cost_no_process_as_long_as_one_rank_has_none(
     assert len({process.boundary for process in world.processes.values()}) == 1
 
 
-@settings(max_examples=200, deadline=None, database=None)
 @given(
     world=st.builds(
         FakeWorld, st.builds(Settings, world_size=st.integers(3, 5), max_same_faults=st.just(9)), restarts=st.just(0)
@@ -266,3 +327,34 @@ def test_transient_errors_and_kills_in_mid_repair_end_well_unless_none_is_left_o
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
     expected = "all ranks of the group were lost|3 attempts|it is the script's own error"
     assert all(re.search(expected, incident.reason) for incident in given_up)
+
+
+@given(
+    world=st.builds(FakeWorld, OF_ELASTIC, restarts=st.just(0), tensor_parallel=st.integers(1, 2)),
+    moves=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 12), st.booleans()), min_size=1, max_size=7),
+)
+def test_a_group_becomes_smaller_and_whole_again_and_the_rest_always_holds_a_whole_copy(
+    world: FakeWorld, moves: list[tuple[int, int, bool]]
+) -> None:
+    world.settle()
+    world.train()
+
+    for who, rounds, is_mute in moves:
+        if who < len(world.unheard):
+            world.end(who, None, 9, is_script_error=False, is_mute=is_mute)
+        elif who == 11:
+            world.has_room = not world.has_room
+        else:
+            world.ask_size(is_smaller=is_mute)
+        for _ in range(rounds):
+            world.hear_next()
+    world.settle()
+    world.train()
+
+    given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
+    expected = "nobody would be left|all ranks of the group were lost|no copy would be left"
+    assert all(re.search(expected, incident.reason) for incident in given_up)
+    away = [world.processes[rank] for rank in world.job.away]
+    assert not any(process.is_alive for process in away)
+    working = [world.processes[rank] for rank in world.job.survivors]
+    assert len({process.boundary for process in working}) == 1 or world.job.phase is not Phase.RUNNING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttprun.recovery.shards import Loss, ReplicaGroup, Role, plan_dump, plan_repair
+from ttprun.recovery.shards import Loss, ReplicaGroup, Role, plan_dump, plan_repair, who_leaves
 
 HALVES = ReplicaGroup((0, 2, 4, 6), copies=2)
 OTHER_HALVES = ReplicaGroup((1, 3, 5, 7), copies=2)
@@ -98,3 +98,34 @@ def test_a_shard_of_a_lost_rank_is_saved_by_who_holds_it_too() -> None:
 
 def test_nothing_is_saved_if_no_copy_of_a_shard_is_left() -> None:
     assert plan_dump(EIGHT, (0, 1, 3, 4, 5, 7), 8) == "of a shard of ranks 0, 2, 4, 6 no copy is left"
+
+
+@pytest.mark.parametrize(
+    ("gone", "leaving"),
+    [
+        ((5,), (4, 5)),  # tensor-parallel neighbours
+        ((0, 7), (0, 1, 6, 7)),
+        ((), ()),
+        ((0, 2, 4, 6), tuple(range(8))),
+    ],
+)
+def test_with_a_rank_its_whole_replica_leaves(gone: tuple[int, ...], leaving: tuple[int, ...]) -> None:
+    groups = {rank: [(0, 2, 4, 6) if rank % 2 == 0 else (1, 3, 5, 7)] for rank in range(8)}
+
+    assert who_leaves(groups, gone) == leaving
+
+
+def test_a_replica_is_as_large_as_the_smallest_data_parallel_group_makes_it() -> None:
+    of_experts = {rank: (rank % 2, rank % 2 + 2) for rank in range(4)}  # experts over two ranks, attention in each
+
+    leaving = who_leaves({rank: [(0, 1, 2, 3), of_experts[rank]] for rank in range(4)}, (3,))
+
+    assert leaving == (2, 3)
+
+
+def test_nothing_comes_from_a_rank_that_is_away() -> None:
+    plan = plan_repair(EIGHT, {3: Loss.PROCESS}, 8, away=(6, 7))
+
+    assert plan.missing == (3,)
+    assert set(plan.parts) == {0, 1, 2, 3, 4, 5}
+    assert {part.ranks for (part,) in plan.parts.values()} == {(0, 1, 2, 3, 4, 5)}

@@ -9,7 +9,21 @@ import os
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
+
+
+class Rows(Dataset):
+    """Each sample is drawn when it is asked for."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        if index >= len(self):
+            raise IndexError(index)
+        generator = torch.Generator().manual_seed(1000 * int(os.environ["ROWS_SEED"]) + index)
+        x = torch.randn(8, generator=generator)
+        return x, x.sum(0, keepdim=True)
 
 
 def step_here(optimizer):
@@ -37,8 +51,8 @@ def main():
     width = 24 if is_second and args.kind == "shape" else 16
     net = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    data = torch.randn(400, 8, generator=torch.Generator().manual_seed(5 if is_second and args.kind == "data" else 4))
-    loader = DataLoader(TensorDataset(data, data.sum(1, keepdim=True)), batch_size=10)
+    os.environ["ROWS_SEED"] = "5" if is_second and args.kind == "data" else "4"
+    loader = DataLoader(Rows(), batch_size=10)
     operation = dist.ReduceOp.MAX if is_second and args.kind == "operation" else dist.ReduceOp.SUM
     take_step = step_there if is_second and args.kind == "place" else step_here
     step = 0

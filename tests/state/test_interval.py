@@ -47,12 +47,6 @@ def test_what_is_no_interval_is_refused_with_what_to_write(text: str, complaint:
     assert str(caught.value).startswith(complaint)
 
 
-def test_only_auto_follows_from_what_happens() -> None:
-    words = ("auto", "never", "5steps", "5s")
-
-    assert [parse_interval(text).is_auto for text in words] == [True, False, False, False]
-
-
 def test_the_best_interval_is_that_of_young_and_daly() -> None:
     cost_s, run_s, failures = 20.0, 3 * DAY_S, 9
 

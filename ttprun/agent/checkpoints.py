@@ -28,7 +28,8 @@ from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.shares import file_of
-from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.checkpoint import Checkpoint, in_short
+from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
 from ttprun.state.files import FileEntry, Fill
 from ttprun.state.manifest import Description
@@ -138,7 +139,9 @@ class Checkpoints:
             writing.draft.discard()
             return
         boundary = writing.order.boundary
+        first = next(told for told in writing.told if told["share"] == 0)
         parts, missing = self._rank_parts(boundary)
+        missing += what_is_missing(held_of(first["held"]), writing.order.ranks)
         for told in writing.told:
             writing.draft.record(file_of(told["share"]), FileEntry(bytes=told["bytes"], xxh3=told["xxh3"]))
 
@@ -147,11 +150,10 @@ class Checkpoints:
             if checkpoint is not None and checkpoint.is_valid:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
-                why_not = f"it would lack {'; '.join(missing)}; what there is lies in {checkpoint.path}"
+                why_not = f"it would lack {in_short(missing)}; what there is lies in {checkpoint.path}"
             is_handled = any(told["is_handled"] for told in writing.told)
             self._tell_machine(writing.order.generation, place, why_not, is_handled)
 
-        first = next(told for told in writing.told if told["share"] == 0)
         self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
 
     def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:

@@ -49,7 +49,7 @@ class ControlSocket:
         token = str(request.get("token", "")).encode(errors="surrogatepass")
         if not hmac.compare_digest(token, self._token.encode()):
             return {"ok": False, "error": "the token is wrong"}
-        if request.get("op") not in ("inject_fault", "checkpoint"):
+        if request.get("op") not in ("inject_fault", "checkpoint", "recall"):
             return {"ok": False, "error": f"there is no request {request.get('op')!r}"}
         try:
             return self._answer(request)

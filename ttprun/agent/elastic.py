@@ -62,6 +62,9 @@ class ReplacingAgent(LocalElasticAgent):
         if verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
+        if verdict.kind == "done" and self.supervisor.job.away:  # torch would take these for failed ones
+            nothing = {worker.global_rank: None for worker in worker_group.workers}
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
         if verdict.kind == "done":
             result: RunResult = super()._monitor_workers(worker_group)
             return result
@@ -88,6 +91,7 @@ class ReplacingAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self.signals.first is not None:
             self.supervisor.end(f"ended by {self.signals.first.name}", timeout)
+            self.supervisor.announce_signal(death_sig)
         self.supervisor.pause()
         super()._shutdown(death_sig, timeout)
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
+from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
+from ttprun.board import FINISHED, Field
 from ttprun.rank.framework.codes import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
 
@@ -38,23 +40,27 @@ _LOSSES = {
 }
 
 
-class Frameworks:
+class Frameworks(Repairs):
     """What a supervisor knows of its ranks' frameworks.
 
     replicas   declared, by rank
+    batches    data-parallel groups, by rank
+    elastic    ranks that can train on in a smaller group
     losses     what ranks that are being repaired need, by rank
     scheduler  lives in one rank's process, if there is one
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self.scheduler = Scheduler(supervisor)
+        self.scheduler = Scheduler(supervisor, self.why_not_repairable)
         self.begin_group()
 
     def begin_group(self) -> None:
         """All ranks are new."""
         self.scheduler.begin_group()
         self.replicas: dict[int, list[ReplicaGroup]] = {}
+        self.batches: dict[int, tuple[int, ...]] = {}
+        self.elastic: set[int] = set()
         self.losses: dict[int, Loss] = {}
         self._loads = False
         self._saving: set[int] = set()
@@ -68,6 +74,13 @@ class Frameworks:
                 self.replicas[seat.rank] = [
                     ReplicaGroup(tuple(group["ranks"]), group["copies"], group["shift"]) for group in message["groups"]
                 ]
+                self._declare(seat.rank)
+            case "data_parallel":
+                self.batches[seat.rank] = tuple(message["ranks"])
+                self._declare(seat.rank)
+            case "elastic":
+                self.elastic.add(seat.rank)
+                self._declare(seat.rank)
             case "scheduler":
                 self.scheduler.register(seat)
             case "paused":
@@ -77,14 +90,60 @@ class Frameworks:
             case "replayed":
                 self.losses[seat.rank] = _LOSSES[message["part"]]
                 seat.journal = message["journal"]
+            case "dumped" | "renamed":
+                self._take_dumped(seat, message)
+
+    @property
+    def is_paused(self) -> bool:
+        """All ranks wait, since the scheduler has asked for that."""
+        return self.scheduler.is_paused
+
+    def look(self) -> None:
+        """End a pause that has lasted long enough."""
+        self.scheduler.pause.look()
+
+    def note_incident(self, incident: recovery.Incident) -> None:
+        """Tell the scheduler how an incident stands."""
+        self.scheduler.note_incident(incident)
+        if (incident.rung, incident.outcome) == ("resize", "recovered"):
+            self._tell_size(incident)
+
+    def _declare(self, rank: int) -> None:
+        """Tell the state machine what is known of a rank, if it can train on in a smaller group."""
+        if rank in self.elastic:
+            replicas, batches = tuple(self.replicas.get(rank, ())), self.batches.get(rank, ())
+            declared = recovery.ElasticDeclared(
+                at_s=time.monotonic(), rank=rank, replicas=replicas, data_parallel=batches
+            )
+            self._supervisor.advance(declared)
+
+    def _tell_size(self, incident: recovery.Incident) -> None:
+        """Tell how many ranks train from now on."""
+        job = self._supervisor.job
+        self._supervisor.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
+        count = f"{len(job.survivors)} of {len(job.members)} ranks"
+        away = f"; rank {_named(job.away)} {'is' if len(job.away) == 1 else 'are'} away" if job.away else ""
+        logger.warning("training goes on with %s from step %s on%s", count, incident.boundary, away)
 
     # Orders.
+
+    def words_of_freeze(self) -> dict[str, Any]:
+        """What the framework's stop callback is told."""
+        return {"repair_type": self.repair_type()}
+
+    def replay(self, action: recovery.Replay) -> None:
+        """Tell a rank with a new process, or with memory that has failed, to make itself ready for its repair."""
+        seat = self._supervisor.seats[action.rank]
+        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
+        seat.tell(order | {"repair_type": self.repair_type(), "reboot_type": self.reboot_type(seat.rank)})
 
     def repair_type(self) -> str:
         """What the recovery that has just begun comes to, in MindIO's words."""
         job = self._supervisor.job
         if job.phase is recovery.Phase.PERSISTING:
             return "dump"
+        if job.incident is not None and job.incident.rung == "resize":
+            return "unknow"
         return "recover" if any(not member.is_rerun for member in job.replacements) else "retry"
 
     def reboot_type(self, rank: int) -> str:
@@ -94,7 +153,7 @@ class Frameworks:
     def why_not_repairable(self, ranks: Sequence[int]) -> str:
         """Why these ranks' state could not be given to new processes; "" if it could."""
         lost = dict.fromkeys(ranks, Loss.PROCESS)
-        missing = plan_repair(self.replicas, lost, len(self._supervisor.seats)).missing
+        missing = plan_repair(self.replicas, lost, len(self._supervisor.seats), self._supervisor.job.away).missing
         return f"no other rank holds the state of rank {_named(missing)}" if missing else ""
 
     def groups_to_connect(self) -> list[str]:
@@ -110,12 +169,35 @@ class Frameworks:
                 members.setdefault(name, set()).update(group["ranks"])
         return sorted(name for name, ranks in members.items() if ranks == held[name])
 
+    def call_back(self, reason: str) -> str:
+        """As the scheduler would have it."""
+        return self.scheduler.call_back(reason)
+
+    def expect(self, lost: Sequence[int]) -> None:
+        """Their rows of the board said that they had finished."""
+        board = self._supervisor.board
+        for seat in (self._supervisor.seats[rank] for rank in lost):
+            if board.get(seat.local_rank, Field.RECORDED) == FINISHED:
+                board.set(seat.local_rank, Field.RECORDED, seat.lost_boundary)
+
+    def size_for(self, rank: int) -> dict[str, Any]:
+        """How many ranks the recovery that goes on leads to, as an order of it tells a rank."""
+        job = self._supervisor.job
+        told: dict[str, Any] = {"away": list(job.away), "ranks": [], "data_parallel": [], "params": ""}
+        if job.away:
+            told["ranks"] = sorted((*job.survivors, *job.lost))
+            told["data_parallel"] = list(recovery.groups_left(job, rank)[0])
+            told["params"] = self.scheduler.params("downgrade")
+        elif job.is_upgrading:
+            told["params"] = self.scheduler.params("upgrade")
+        return told
+
     def send_state(self, action: recovery.SendState) -> None:
         """Tell all ranks to rebuild, and those that it concerns to repair."""
         supervisor = self._supervisor
         world_size = len(supervisor.seats)
         lost = {rank: self.losses[rank] for rank in action.to}
-        plan = plan_repair(self.replicas, lost, world_size)
+        plan = plan_repair(self.replicas, lost, world_size, supervisor.job.away)
         self._loads = bool(plan.missing)
         if plan.missing:
             logger.warning("no copy of the state of rank %s is left: all load a checkpoint", _named(plan.missing))
@@ -127,8 +209,11 @@ class Frameworks:
             missing=plan.missing,
         )
         for seat in supervisor.seats:
+            if seat.rank in supervisor.job.away:
+                continue
             seat.tell(
-                {
+                self.size_for(seat.rank)
+                | {
                     "op": "repair",
                     "generation": action.generation,
                     "boundary": action.boundary,
@@ -142,12 +227,17 @@ class Frameworks:
             )
 
     def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to roll back, and to train again."""
+        """Tell all ranks to roll back, and to train again; those that are away hold nobody up from now on."""
         self.scheduler.pause.end()
         loads, self._loads = self._loads, False
+        supervisor = self._supervisor
+        for seat in (supervisor.seats[rank] for rank in supervisor.job.away):
+            seat.journal = {}
+            supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
-            self._supervisor.seats[rank].tell(
-                {
+            supervisor.seats[rank].tell(
+                self.size_for(rank)
+                | {
                     "op": "resume",
                     "generation": action.generation,
                     "boundary": action.boundary,
@@ -169,7 +259,7 @@ class Frameworks:
             order = {"op": "dump", "generation": action.generation, "step": action.boundary, "save_info": info}
             self._supervisor.seats[rank].tell(order)
 
-    def take_dumped(self, seat: Seat, message: Message) -> None:
+    def _take_dumped(self, seat: Seat, message: Message) -> None:
         """A rank has written its part, or the last one has made a checkpoint of them."""
         generation = message["generation"]
         if generation != self._supervisor.job.generation:

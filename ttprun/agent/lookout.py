@@ -18,7 +18,8 @@ from ttprun.agent import stacks
 from ttprun.agent.failures import Failure
 from ttprun.board import OPERATION_NAMES, Field, Phase
 from ttprun.device.errors import DeviceFault
-from ttprun.recovery.hangs import Doing, Hung, Sight, Stalled, Straggler, Verdict, Watch
+from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
+from ttprun.recovery.sights import Doing, Sight
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -78,7 +79,7 @@ class Lookout:
 
     def _look(self, now: float) -> None:
         phase = self._supervisor.job.phase
-        if self._supervisor.frameworks.scheduler.is_paused:
+        if self._supervisor.repairs.is_paused:
             self._is_repairing = True  # nobody is expected to get on, and afterwards all begin anew
             return
         if phase is recovery.Phase.RUNNING:
@@ -153,8 +154,9 @@ class Lookout:
             self._break(self._boundary(), message["after_s"], reason, rank, fault)
 
     def _boundary(self) -> int:
-        board = self._supervisor.board
-        return min(board.get(seat.local_rank, Field.APPLIED) for seat in self._supervisor.seats)
+        board, away = self._supervisor.board, self._supervisor.job.away
+        seats = self._supervisor.seats
+        return min(board.get(seat.local_rank, Field.APPLIED) for seat in seats if seat.rank not in away)
 
     def _act(self, verdict: Verdict) -> None:
         supervisor = self._supervisor
@@ -193,7 +195,7 @@ class Lookout:
 
     def _report(self, hung: Hung) -> None:
         supervisor, sight = self._supervisor, hung.sight
-        is_only_told = self._limit_s is None and self._is_unrepairable()
+        is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
         if is_only_told and (sight.rank, sight.boundary) in self._reported:
             return
         self._reported.add((sight.rank, sight.boundary))
@@ -235,9 +237,10 @@ class Lookout:
                 )
             )
 
-    def _is_unrepairable(self) -> bool:
+    def _is_unrepairable(self, rank: int) -> bool:
         job = self._supervisor.job
-        return "replace" not in job.settings.rungs or bool(job.unprotected_reason)
+        is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
+        return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
     def _sights(self) -> list[Sight]:
         found = (self._sight(seat) for seat in self._supervisor.seats if not seat.is_finished and not seat.is_lost)

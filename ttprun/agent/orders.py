@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttprun")
 
-
 _KILL_LIMIT_S = 10.0  # a process in uninterruptible sleep may take its time
 
 
@@ -42,9 +41,10 @@ class Orders:
 
     def freeze(self, action: recovery.Freeze) -> None:
         """Tell the survivors to stand still."""
+        self._supervisor.repairs.expect(action.lost)
         survivors = [self._supervisor.seats[rank].local_rank for rank in action.ranks]
         order: dict[str, Any] = {"op": "freeze", "generation": action.generation, "survivors": survivors}
-        order |= {"lost": list(action.lost), "repair_type": self._supervisor.frameworks.repair_type()}
+        order |= {"lost": list(action.lost), **self._supervisor.repairs.words_of_freeze()}
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(order)
 
@@ -58,20 +58,27 @@ class Orders:
         if seat.is_dying or self._supervisor.standbys.is_on_its_way:
             seat.spawn = lambda: self.spawn_rank(action)
             return
-        start = seat.handler.start
-        standby = self._supervisor.standbys.take()
-        if standby is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._supervisor.selector.unregister(standby.channel.sock)
-            standby.channel.sock.setblocking(True)
-        handler = (
-            StandbyHandler(start, standby)
-            if standby is not None
-            else RankHandler(start, str(self._supervisor.run.path), is_new=False, is_python=True)
-        )
+        seat.spawn = None
+        try:
+            handler = self._start(seat.handler.start)
+        except OSError as error:
+            self._supervisor.log("spawn_failed", rank=seat.rank, reason=str(error))
+            event = recovery.SpawnFailed(at_s=time.monotonic(), rank=seat.rank, reason=str(error))
+            self._supervisor.advance(event)
+            return
         self._supervisor.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
         self._supervisor.watch.welcome(seat, is_replacement=True)
+
+    def _start(self, start: dict[str, Any]) -> RankHandler:
+        """Start a process, or take one that stands by. Raises OSError."""
+        standby = self._supervisor.standbys.take()
+        if standby is None:
+            return RankHandler(start, str(self._supervisor.run.path), is_new=False, is_python=True)
+        with contextlib.suppress(KeyError, ValueError):
+            self._supervisor.selector.unregister(standby.channel.sock)
+        standby.channel.sock.setblocking(True)
+        return StandbyHandler(start, standby)
 
     def spawn_those_that_wait(self) -> None:
         """A process is gone, or a standby has become ready, or has died."""
@@ -79,39 +86,10 @@ class Orders:
             spawn()
 
     def replay(self, action: recovery.Replay) -> None:
-        """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
-        seat = self._supervisor.seats[action.rank]
-        if self._supervisor.config.mindio:
-            frameworks = self._supervisor.frameworks
-            order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
-            words = {"repair_type": frameworks.repair_type(), "reboot_type": frameworks.reboot_type(seat.rank)}
-            seat.tell(order | words)
-            return
-        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
-        stored = self._supervisor.stored
-        if action.source is None and stored is not None and stored.origin is not None:
-            seat.tell(order | {"adapt": stored.origin.told_to(seat.rank)})
-            return
-        lost = self._recorded(seat, action.boundary)
-        source_rank = action.rank if action.source is None else action.source
-        source = self._recorded(self._supervisor.seats[source_rank], action.boundary)
-        is_alike = bool(seat.divergence) or lost.get("weights") == source.get("weights")
-        if not lost or not is_alike:
-            reason = (
-                f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
-                "they do not replicate each other"
-                if lost
-                else f"rank {action.rank} has left no record of boundary {action.boundary}"
-            )
-            self._supervisor.advance(
-                recovery.MismatchFound(
-                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
-                )
-            )
-            return
-        seat.tell(order | {"adapt": None, "skip_lines": self.lines_to_skip(seat, action.boundary)})
+        """Tell a replacement up to where to run the script."""
+        self._supervisor.repairs.replay(action)
 
-    def _recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+    def recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
         """A rank's record of a boundary, whoever wrote it; empty if there is none."""
         found = Recorder(seat.record_fd, self._supervisor.config.record_limit_mib << 20).read(boundary)
         fields: dict[str, Any] = (
@@ -123,7 +101,7 @@ class Orders:
         """Lines that the lost process had written since the boundary: they must not come out twice."""
         out, err = seat.lost_lines
         if seat.lost_boundary > boundary:
-            out_before, err_before = self._recorded(seat, seat.lost_boundary).get("lines", [0, 0])
+            out_before, err_before = self.recorded(seat, seat.lost_boundary).get("lines", [0, 0])
             return out + out_before, err + err_before
         return out, err
 
@@ -140,6 +118,7 @@ class Orders:
         assert stored is not None
         assert stored.boundary == action.boundary
         supervisor.board.set(0, Field.SNAPSHOT_AT, 0)
+        supervisor.board.set(0, Field.OPEN_AT, 0)
         for seat in supervisor.seats:
             try:
                 self._go_back(seat, stored)
@@ -182,43 +161,15 @@ class Orders:
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold, who all stand still."""
-        if self._supervisor.config.mindio:
-            self._supervisor.frameworks.persist(action)
-            return
-        self._supervisor.checkpoints.persist(action)
+        self._supervisor.repairs.persist(action)
 
     def send_state(self, action: recovery.SendState) -> None:
-        """Tell the source and the replacements to pass the state over."""
-        if self._supervisor.config.mindio:
-            self._supervisor.frameworks.send_state(action)
-            return
-        self._supervisor.reports.note_repair(action.to, action.boundary)
-        order = {
-            "generation": action.generation,
-            "name": f"state-{action.generation}.sock",
-            "limit_s": self._supervisor.config.transfer_timeout_s,
-        }
-        self._supervisor.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
-        for rank in action.to:
-            self._supervisor.seats[rank].tell(order | {"op": "fetch_state"})
+        """Have the replacements get the state."""
+        self._supervisor.repairs.send_state(action)
 
     def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to connect and to issue their journals again."""
-        if self._supervisor.config.mindio:
-            self._supervisor.frameworks.resume(action)
-            return
-        journals = [seat.journal for seat in self._supervisor.seats if seat.journal]
-        for rank in action.ranks:
-            seat = self._supervisor.seats[rank]
-            seat.tell(
-                {
-                    "op": "resume",
-                    "generation": action.generation,
-                    "boundary": action.boundary,
-                    "expected": expected_of(rank, journals),
-                    "skip_lines": self.lines_to_skip(seat, action.boundary),
-                }
-            )
+        """Tell all ranks to connect, and to go on."""
+        self._supervisor.repairs.resume(action)
 
     def set_deadline(self, action: recovery.SetDeadline) -> None:
         """Ask for an event at a later time."""
@@ -262,7 +213,7 @@ class Orders:
         incident = action.incident
         self._supervisor.status.note_incident(incident)
         self._supervisor.log("incident", **asdict(incident))
-        self._supervisor.frameworks.scheduler.note_incident(incident)
+        self._supervisor.repairs.note_incident(incident)
         told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
         if incident.outcome == "open":
             logger.info("%s: %s", told, incident.phase)
@@ -279,16 +230,6 @@ class Orders:
                 seat.journal = {}
                 seat.divergence = ""
             self._supervisor.standbys.refill(self._supervisor.watch.standby)
-
-
-def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
-    expected: dict[str, list[str]] = {}
-    for journal in journals:
-        for name, group in journal.items():
-            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
-                expected[name] = group["issued"]
-    return expected
 
 
 def _snake(name: str) -> str:

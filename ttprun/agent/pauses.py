@@ -29,6 +29,7 @@ class Pause:
         self.is_asked = False
         self._ends_s: float | None = None
         self._waiting: set[int] = set()
+        self._given_up: Callable[[], None] = lambda: None
         self._then: Callable[[], None] | None = None
 
     @property
@@ -36,16 +37,17 @@ class Pause:
         """All ranks wait."""
         return self.is_asked and len(self._waiting) == len(self._supervisor.seats)
 
-    def begin(self, limit_s: float | None, then: Callable[[], None] | None = None) -> None:
+    def begin(self, limit_s: float, given_up: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Have all ranks wait behind their next step.
 
-        limit_s   seconds after which they go on by themselves; None: they do not
-        then      called once all wait
+        limit_s    seconds after which they go on by themselves
+        given_up   called when they have
+        then       called once all wait, and begins something that has deadlines of its own
         """
         self.begin_group()
-        self.is_asked, self._then = True, then
+        self.is_asked, self._given_up, self._then = True, given_up, then
         self._number += 1
-        self._ends_s = None if limit_s is None else time.monotonic() + limit_s
+        self._ends_s = time.monotonic() + limit_s
         board = self._supervisor.board
         board.set(_LEADER, Field.PAUSE_AT, 0)
         board.set(_LEADER, Field.PAUSE_ASKED, self._number)
@@ -62,10 +64,12 @@ class Pause:
             return
         self._waiting.add(seat.rank)
         if self.is_complete and self._then is not None:
-            then, self._then = self._then, None
+            then, self._then, self._ends_s = self._then, None, None
             then()
 
     def look(self) -> None:
         """End a pause that has lasted long enough."""
         if self._ends_s is not None and time.monotonic() > self._ends_s:
+            given_up = self._given_up
             self.end()
+            given_up()

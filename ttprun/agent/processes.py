@@ -50,8 +50,13 @@ class RankHandler(SubprocessHandler):
         self._is_python = is_python
         self.channel, self._theirs = channel.pair()
         plain = start if is_new else start | {"stdout": None, "stderr": None}
-        super().__init__(**plain)
-        self._theirs.close()
+        try:
+            super().__init__(**plain)
+        except OSError:
+            self.channel.close()
+            raise
+        finally:
+            self._theirs.close()
 
     def _popen(self, args: tuple[Any, ...], env: dict[str, str]) -> subprocess.Popen[Any]:
         if not self._is_new:

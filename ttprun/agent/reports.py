@@ -78,12 +78,8 @@ class Reports:
             self._supervisor.snapshots.share_bytes = message["bytes"]
         elif op == "snapshot":
             self._supervisor.snapshots.take(seat, message)
-        elif op in ("replicas", "scheduler", "notified", "paused"):
-            self._supervisor.frameworks.take(seat, message)
-        elif op in ("dumped", "renamed") and self._supervisor.config.mindio:
-            self._supervisor.frameworks.take_dumped(seat, message)
-        elif op == "dumped":
-            self._supervisor.checkpoints.take_dumped(seat, message)
+        elif op in ("dumped", "renamed", "replicas", "data_parallel", "elastic", "scheduler", "notified", "paused"):
+            self._supervisor.repairs.take(seat, message)
         elif op == "digest":
             self._compare(seat, message["boundary"], message["digest"])
         elif op == "aside":
@@ -205,6 +201,11 @@ class Reports:
                     other.tell({"op": "unprotected", "reason": message["reason"]})
             self._supervisor.advance(recovery.RankUnprotected(**fields, reason=message["reason"]))
             return
+        if op == "holds_alone":
+            if not self._supervisor.job.unreplicated_reason:
+                self._supervisor.log("rank_holds_alone", rank=seat.rank, reason=message["reason"])
+            self._supervisor.advance(recovery.RankHoldsAlone(**fields, reason=message["reason"]))
+            return
         if op == "protected":
             seat.is_protected = True
             self._supervisor.advance(recovery.RankProtected(**fields))
@@ -217,8 +218,7 @@ class Reports:
             self._compare_journals(seat, message["generation"])
         elif op == "replayed":
             fields["boundary"] = message["boundary"]
-            if self._supervisor.config.mindio:
-                self._supervisor.frameworks.take(seat, message)
+            self._supervisor.repairs.take(seat, message)
             told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
             self._supervisor.log("rank_replayed", rank=seat.rank, **told)
         elif op in ("state_sent", "repaired"):

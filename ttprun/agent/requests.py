@@ -17,6 +17,8 @@ def answer(supervisor: Supervisor, request: Message) -> Message:
     """The reply to a request: {"ok": True, ...} or {"ok": False, "error": one line}."""
     if request["op"] == "checkpoint":
         return _checkpoint_now(supervisor)
+    if request["op"] == "recall":
+        return _call_back(supervisor)
     return _inject_fault(supervisor, str(request["fault"]))
 
 
@@ -43,5 +45,14 @@ def _checkpoint_now(supervisor: Supervisor) -> Message:
     if why_not:
         return {"ok": False, "error": why_not}
     number = 0 if supervisor.checkpoints.status is None else supervisor.checkpoints.status.number
-    supervisor.advance(recovery.CheckpointAsked(at_s=time.monotonic()))
+    supervisor.standing.ask(lambda: supervisor.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
     return {"ok": True, "message": "", "after": number}
+
+
+def _call_back(supervisor: Supervisor) -> Message:
+    """Have the ranks that are away train again."""
+    ranks = ", ".join(map(str, supervisor.job.away))
+    if supervisor.verdict is not None:
+        return {"ok": False, "error": "the run has ended"}
+    why_not = supervisor.repairs.call_back("ttprun recall")
+    return {"ok": False, "error": why_not} if why_not else {"ok": True, "message": f"rank {ranks} called back"}

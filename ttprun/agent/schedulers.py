@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttprun")
 
 _MEMORY, _PROCESS, _LINK = 0, 1, 2  # kinds of faults
-_DONE, _NOT_NOW, _RETRY_FAILED, _ONLY_DUMP, _ONLY_EXIT = 0, 404, 405, 406, 499  # results
-PLANNED = recovery.ReplacementAsked.kind
+_DONE, _CHOSEN, _NOT_NOW, _RETRY_FAILED, _ONLY_DUMP, _ONLY_EXIT = 0, 201, 404, 405, 406, 499  # results
+PLANNED, UPGRADE = recovery.ReplacementAsked.kind, recovery.UpgradeAsked.kind
+# What the handlers of a downgrade or upgrade are given, as MindCluster says it.
+_PARAMS = {"downgrade": '{"scale-in-strategy": "DP"}', "upgrade": '{"scale-out-strategy": "DP"}'}
 
 
 class Scheduler:
@@ -34,8 +37,10 @@ class Scheduler:
     switched    ranks whose healthy processes give their places to new ones, in the recovery that goes on
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, why_not_repairable: Callable[[Sequence[int]], str]) -> None:
+        """`why_not_repairable` says why some ranks' state could not be given to new processes; "" if it could."""
         self._supervisor = supervisor
+        self._why_not_repairable = why_not_repairable
         self.pause = Pause(supervisor)
         self.begin_group()
 
@@ -47,6 +52,11 @@ class Scheduler:
         self._to_switch: tuple[int, ...] = ()
         self._told = ""
         self._strategy = ""
+        self._params = dict(_PARAMS)
+
+    def params(self, strategy: str) -> str:
+        """What the handlers of a downgrade or upgrade are given."""
+        return self._params[strategy]
 
     @property
     def is_paused(self) -> bool:
@@ -64,17 +74,31 @@ class Scheduler:
                 for rank, kind in message["ranks"].items():
                     self._lose(int(rank), int(kind))
             case "pause":
-                if not self.pause.is_asked and supervisor.job.phase is recovery.Phase.RUNNING:
-                    self.pause.begin(message["timeout_s"])
+                is_possible = not supervisor.job.away and supervisor.job.phase is recovery.Phase.RUNNING
+                if not self.pause.is_asked and is_possible:
+                    self._pause(message["timeout_s"])
             case "continue":
                 self.pause.end()
             case "hot switch":
                 self._prepare_switch(tuple(sorted(map(int, message["ranks"]))))
             case "stop switch":
                 self._drop_switch("the scheduler has taken it back (stop switch)")
+            case "downgrade" | "upgrade":
+                self._resize(message["what"], message["params"])
             case "dump" | "exit":
                 reason = f"the scheduler has asked for it ({message['what']})"
                 supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+
+    def _pause(self, asked_s: float | None) -> None:
+        limit_s = self._supervisor.config.pause_timeout_s if asked_s is None else asked_s
+
+        def given_up() -> None:
+            whose = "pause_timeout_s" if asked_s is None else "as the scheduler has asked"
+            reason = f"the pause has lasted {limit_s:g} s ({whose}): the ranks train again"
+            self._supervisor.log("pause_ended", reason=reason)
+            logger.warning("%s", reason)
+
+        self.pause.begin(limit_s, given_up)
 
     def _lose(self, rank: int, kind: int) -> None:
         """It says that a rank has failed; what is known already is no news."""
@@ -95,6 +119,37 @@ class Scheduler:
             )
         )
 
+    def _resize(self, strategy: str, params: str) -> None:
+        """The group is to become smaller, as the recovery that goes on, or whole again."""
+        self._params[strategy] = params or _PARAMS[strategy]
+        reason = f"the scheduler has asked for it ({strategy})"
+        if strategy == "downgrade":
+            self._supervisor.advance(recovery.DowngradeAsked(at_s=time.monotonic(), reason=reason))
+            return
+        why_not = self.call_back(reason)
+        if why_not:
+            logger.warning("no rank is called back: %s", why_not)
+            self._report("report_result", _NOT_NOW, why_not, {}, strategy)
+
+    def call_back(self, reason: str) -> str:
+        """Have the ranks that are away train again; returns why they cannot, "" if they are on their way.
+
+        reason   who has asked
+        """
+        supervisor = self._supervisor
+        why_not = recovery.why_not_upgradable(supervisor.job) or self._why_too_late()
+        if why_not:
+            supervisor.log("upgrade_refused", reason=why_not)
+        else:
+            supervisor.advance(recovery.UpgradeAsked(at_s=time.monotonic(), reason=reason))
+        return why_not
+
+    def _why_too_late(self) -> str:
+        """Why the ranks cannot be brought to one step any more; "" if they can."""
+        board = self._supervisor.board
+        is_over = any(board.get(seat.local_rank, Field.LEAVING) for seat in self._supervisor.seats)
+        return "a rank has come to the end of its train function" if is_over else ""
+
     # A hot switch: all finish their step, and then the ranks that it has named are replaced.
 
     def _prepare_switch(self, ranks: tuple[int, ...]) -> None:
@@ -103,14 +158,17 @@ class Scheduler:
             self._refuse_switch(ranks, why_not)
             return
         self._to_switch = ranks
-        self.pause.begin(None, self._switch)
+        limit_s = self._supervisor.config.freeze_timeout_s
+        late = f"the ranks did not all come behind one step within {limit_s:g} s (freeze_timeout_s)"
+        self.pause.begin(limit_s, given_up=lambda: self._drop_switch(late), then=self._switch)
 
     def _why_no_switch(self, ranks: tuple[int, ...]) -> str:
         """Why these ranks cannot be replaced while they are healthy; "" if they can."""
         if self.pause.is_asked:
             return "the ranks are paused, or about to be"
-        frameworks = self._supervisor.frameworks
-        return recovery.why_not_replaceable(self._supervisor.job, ranks) or frameworks.why_not_repairable(ranks)
+        if self._supervisor.job.away:
+            return "some ranks are away"
+        return recovery.why_not_replaceable(self._supervisor.job, ranks) or self._why_not_repairable(ranks)
 
     def _switch(self) -> None:
         """All ranks wait behind one step."""
@@ -152,21 +210,29 @@ class Scheduler:
             return
         self._told = key
         is_planned, is_persisting = incident.kind == PLANNED, incident.phase == recovery.Phase.PERSISTING
+        away = self._supervisor.job.away
         if incident.phase == recovery.Phase.FREEZING:
-            rung = {"rerun": "retry", "reconnect": "retry"}.get(incident.rung, "recover")
+            size = "downgrade" if away else "upgrade"
+            rung = {"rerun": "retry", "reconnect": "retry", "resize": size}.get(incident.rung, "recover")
             self._strategy = "migration" if is_planned else rung
             if is_planned:
                 self._report("report_strategies", ranks, ["migration", "exit"])
-            else:
+            elif incident.kind != UPGRADE:
                 self._report("report_fault_ranks", ranks, dict.fromkeys(ranks, ""))
+            if rung == "downgrade":
+                self._report("report_result", _CHOSEN, "these ranks leave", dict.fromkeys(away, _PROCESS), rung)
         elif is_persisting or (incident.phase == recovery.Phase.REPLAYING and not is_planned):
             self._report("report_stop_complete", _DONE, "stopped", ranks)
             self._strategy = "dump" if is_persisting else self._strategy
-            self._report("report_strategies", ranks, [self._strategy, "dump", "exit"])
+            lost = self._supervisor.job.lost
+            can_shrink = bool(lost) and not recovery.why_not_without(self._supervisor.job, lost)
+            others = ["downgrade"] if can_shrink and not is_persisting else []
+            self._report("report_strategies", ranks, [self._strategy, *others, "dump", "exit"])
         elif incident.outcome != "open":
             self.switched = ()
-            failed = {"retry": _RETRY_FAILED, "recover": _ONLY_DUMP}.get(self._strategy, _ONLY_EXIT)
-            code = _DONE if incident.outcome == "recovered" else failed
+            failed = {"retry": _RETRY_FAILED, "recover": _ONLY_DUMP, "upgrade": _ONLY_DUMP, "downgrade": _ONLY_DUMP}
+            is_done = incident.outcome == "recovered" and not (incident.kind == UPGRADE and away)
+            code = _DONE if is_done else failed.get(self._strategy, _ONLY_EXIT)
             self._report("report_result", code, incident.reason, ranks, self._strategy)
 
     def _report(self, action: str, *arguments: Any) -> None:

@@ -12,7 +12,7 @@ from ttprun.config import Config
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, read_status, write_status
-from ttprun.recovery import Incident, Job
+from ttprun.recovery import Incident, Job, is_elastic
 from ttprun.recovery import Phase as JobPhase
 
 if TYPE_CHECKING:
@@ -87,13 +87,17 @@ class StatusPublisher:
             checkpoint=supervisor.checkpoints.status,
             snapshot_step=supervisor.snapshots.newest.boundary if supervisor.snapshots.newest is not None else None,
             save_dir=supervisor.config.save_dir,
+            away=job.away,
         )
 
     def _rank(self, supervisor: Supervisor, seat: Seat, has_ended: bool) -> RankStatus:
         row = supervisor.board_row(seat)
         phase = Phase(row[Field.PHASE])
+        is_away = seat.rank in supervisor.job.away
         if seat.is_finished:
             state = "finished"
+        elif is_away:
+            state = "away"
         elif seat.is_lost or has_ended:
             state = "lost"
         elif not seat.is_present:
@@ -105,18 +109,22 @@ class StatusPublisher:
         return RankStatus(
             rank=seat.rank,
             local_rank=seat.local_rank,
-            pid=seat.pid or None,
+            pid=None if is_away else seat.pid or None,
             state=state,
             step=step if step < FINISHED else None,
-            phase=phase.name.lower(),
+            phase=None if is_away else phase.name.lower(),
             last_seen_s=seen_s,
         )
 
 
 def protection_of(job: Job) -> str:
     """ "on", or why a lost rank cannot be replaced."""
+    if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
+        return "off: a lost rank leaves with its replica, and the others train on"
     if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
+    if job.unreplicated_reason and not job.unprotected_reason:
+        return f"on, but all ranks go back to the newest snapshot: {job.unreplicated_reason}"
     return job.unprotected_reason or "on"
 
 

@@ -31,10 +31,13 @@ from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, kill_session
+from ttprun.agent.repairs import Repairs
+from ttprun.agent.replays import Replays
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standbys import Standbys
+from ttprun.agent.standing import Standing
 from ttprun.agent.status import StatusPublisher
 from ttprun.agent.stored import Stored
 from ttprun.agent.verdict import Verdict
@@ -89,10 +92,11 @@ class Supervisor:
         self.orders = Orders(self)
         self.reports = Reports(self)
         self.watch = Watch(self)
-        self.frameworks = Frameworks(self)
+        self.repairs: Repairs = Frameworks(self) if config.mindio else Replays(self)
         self.lookout = Lookout(self)
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
+        self.standing = Standing(self)
         self.stored = resume_from
         self._is_resumed = resume_from is not None
         self._is_stopping = False
@@ -119,7 +123,8 @@ class Supervisor:
             limits=limits,
         )
         self.job = recovery.new_job(settings)
-        self.standbys = Standbys(config.standbys if "replace" in settings.rungs else 0, str(run.path))
+        is_replaced = "replace" in settings.rungs or (config.mindio and "resize" in settings.rungs)
+        self.standbys = Standbys(config.standbys if is_replaced else 0, str(run.path))
         self.status = StatusPublisher(run, config, world_size)
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
@@ -146,7 +151,7 @@ class Supervisor:
         self.lookout.begin_group()
         self.snapshots.begin_group(len(ranks))
         self.reports.begin_group(len(ranks))
-        self.frameworks.begin_group()
+        self.repairs.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
         self._is_settled.clear()
@@ -184,7 +189,10 @@ class Supervisor:
         self.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:
-            self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            def order() -> None:
+                self.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+
+            self.standing.ask(order, is_end=True)
             self.injections.answered()
 
         self.call(stop)
@@ -205,6 +213,11 @@ class Supervisor:
 
         self.call(pause)
         done.wait(10)
+
+    def announce_signal(self, number: int) -> None:
+        """All ranks are about to get this signal from the agent, on behalf of who has sent it to the launcher."""
+        if self._board is not None:
+            self._board.set(0, Field.ENDED_BY, number)
 
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
@@ -257,10 +270,11 @@ class Supervisor:
                 self._pass_deadlines()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
-                    self.frameworks.scheduler.pause.look()
+                    self.repairs.look()
                     self.lookout.look()
                     self.snapshots.look()
                     self.checkpoints.look()
+                    self.standing.look()
                 self.status.publish(self)
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
@@ -271,7 +285,7 @@ class Supervisor:
                 self._conclude_from_processes()
 
     def _conclude_from_processes(self) -> None:
-        codes = [seat.handler.proc.poll() for seat in self.seats]
+        codes = [seat.handler.proc.poll() for seat in self.seats if seat.rank not in self.job.away]
         if any(codes):
             self.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
         elif all(code == 0 for code in codes):

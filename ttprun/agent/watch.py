@@ -56,7 +56,7 @@ class Watch:
                 "commit_timeout_s": config.commit_timeout_s,
                 "is_replaced": "replace" in supervisor.job.settings.rungs,
                 "verify_every": config.verify_every,
-                "on_nan": config.on_nan,
+                "nan_limit_s": config.nan_limit_s,
                 "user_paths": config.user_paths,
                 "may_rerun": "rerun" in supervisor.job.settings.rungs,
                 "retry_on": config.retry_on,

@@ -27,7 +27,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, show and verify what a run has saved; export a model for load_state_dict.",
+    help="Save a running job; list, show and verify what a run has saved; export a model for load_state_dict.",
 )
 
 _LOOK_AGAIN_S = 0.05

@@ -39,6 +39,11 @@ def draw_one(console: Console, one: Checkpoint, latest: str | None) -> Renderabl
     for name, entry in manifest.files.items():
         files.add_row(name, str(entry.bytes), entry.xxh3)
     parts += [Text(), files]
+    if manifest.missing:
+        missing = new_table(console, "missing")
+        for what in manifest.missing:
+            missing.add_row(what)
+        parts += [Text(), missing]
     if manifest.model:
         models = new_table(console, "model", "tensors", "in", right=("tensors",))
         for name, places in manifest.model.items():

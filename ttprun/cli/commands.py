@@ -7,9 +7,10 @@ from __future__ import annotations
 COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
+    "recall": ("ttprun.cli.recall", "recall"),
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints", "app"),
-    "checkpoint": ("ttprun.cli.checkpoints", "app"),
+    "checkpoint": ("ttprun.cli.checkpoints", "app"),  # as in `ttprun checkpoint now`
     "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
 }

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.drill.scenario import Scenario, read_scenario, told_command
+from ttprun.drill.scenario import Scenario, command_of, read_scenario, told_command
 from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> 
 
 def show_plan(scenario: Scenario, place: Path, as_json: bool) -> None:
     """Print both commands and the faults."""
-    from ttprun.drill.scenario import command_of
-
     command = told_command(command_of(scenario, place / "disturbed"))
     if as_json:
         print(json.dumps({"dry_run": True, "command": command} | scenario.model_dump()))

@@ -36,7 +36,9 @@ commands:
   run            the same as no command; also for a script that has a command's name
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
+  recall         have ranks that have left a smaller group train again (--mindio)
   drill          rehearse: a script under faults beside its undisturbed twin, identical or not
+  checkpoint now save a running job, and wait for that
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   doctor         what of this machine will work, what will not, and the cure
   explain        what ttprun changes inside your process, and why

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from typing import Literal, get_args, get_origin
 
 from ttprun.config import FILE_ONLY, Config, option_name
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
+_METAVARS = {"rungs": "RUNG,...", "snapshot_every": "INTERVAL", "resume": "WHICH"}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -33,8 +35,17 @@ def add_options(parser: ArgumentParser) -> None:
             group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar, help=text)
         elif key not in ("user_paths", *FILE_ONLY):
             # The text is checked by the model, as that of a variable is.
-            metavar = key.rsplit("_", 1)[-1].upper()
-            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar, help=text)
+            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=_metavar(key), help=text)
+
+
+def _metavar(key: str) -> str:
+    """What stands for the value in the help: the words that it can be, a name, its unit, or a number."""
+    annotation = Config.model_fields[key].annotation
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if annotation in (int, int | None) and not key.endswith("_mib"):
+        return "N"
+    return _METAVARS.get(key) or key.rsplit("_", 1)[-1].upper()
 
 
 def take_options(arguments: Namespace) -> tuple[list[str], dict[str, object]]:

@@ -92,4 +92,5 @@ def print_status(shown: RunStatus, as_json: bool) -> None:
 
 
 def _gist(shown: RunStatus) -> tuple[object, ...]:
-    return shown.state, shown.generation, shown.incidents, shown.protection, tuple(rank.pid for rank in shown.ranks)
+    pids = tuple(rank.pid for rank in shown.ranks)
+    return shown.state, shown.generation, shown.incidents, shown.protection, shown.away, pids

@@ -37,6 +37,8 @@ def draw_headline(shown: RunStatus) -> Text:
     line = Text.assemble(
         f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
     )
+    if shown.away:
+        line.append(f"\n{told_away(shown)}")
     if shown.reason:
         line.append(f"\n{shown.reason}")
     if shown.checkpoint is not None:
@@ -46,6 +48,15 @@ def draw_headline(shown: RunStatus) -> Text:
     if shown.protection != "on":
         line.append(f"\nprotection: {shown.protection}")
     return line
+
+
+def told_away(shown: RunStatus) -> str:
+    """Which ranks are away, and since when: "rank 1, 3 away since step 12, training goes on with 2 of 4 ranks"."""
+    steps = {rank.step for rank in shown.ranks if rank.rank in shown.away}
+    since = f" since step {', '.join(map(str, sorted(filter(None, steps))))}" if any(steps) else ""
+    goes_on = "went" if shown.has_ended else "goes"
+    left = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
+    return f"rank {', '.join(map(str, shown.away))} away{since}, {left}"
 
 
 def told_checkpoint(one: CheckpointStatus) -> str:

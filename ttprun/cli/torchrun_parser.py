@@ -37,7 +37,7 @@ class RunParser(ArgumentParser):
         """What argparse asks when an option is not spelt out: all options that it may abbreviate.
 
         A private method of argparse, but the only place to say that `--re` is torchrun's `--redirects` although we
-        have `--replace`. A test holds every prefix against torchrun's parser.
+        have `--resume`. A test holds every prefix against torchrun's parser.
         """
         theirs = self._torchrun._get_option_tuples(option_string)
         if theirs:

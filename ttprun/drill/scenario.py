@@ -109,10 +109,7 @@ def _check_settings(name: str, scenario: Scenario) -> None:
     taken = {"faults", "allow_faults", "launch", "run_dir", "run_id"} & scenario.ttprun.keys()
     if taken:
         raise ConfigError(f"{name}: ttprun: {taken.pop()} is set by the drill", "take it out of this section")
-    try:
-        resolve([Source("file", f"{name}: ttprun", scenario.ttprun)], {}, {})
-    except ConfigError:
-        raise
+    resolve([Source("file", f"{name}: ttprun", scenario.ttprun)], {}, {})
 
 
 def command_of(scenario: Scenario, folder: Path) -> list[str]:

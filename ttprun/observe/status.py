@@ -28,7 +28,7 @@ class RankStatus:
     """One rank.
 
     pid          of the process that is this rank now; null between a loss and its replacement
-    state        a word for people: starting, running, frozen, replaying, repairing, lost, finished, ...
+    state        a word for people: starting, running, frozen, replaying, repairing, lost, finished, away, ...
     step         optimizer steps done (the boundary it has passed)
     phase        what its main thread does, null if not known
     last_seen_s  seconds from its last sign of life to `updated_at`
@@ -112,6 +112,7 @@ class RunStatus:
     checkpoint     the newest one, null if there was none
     snapshot_step  boundary of the snapshot in shared memory to which all ranks can go back, null if there is none
     save_dir       directory of the run's checkpoints
+    away           ranks without which the others train on
     reason         why the run is in this state, "" if that needs no words
     host           where the agent runs; only there can its pid be looked up
     """
@@ -132,6 +133,7 @@ class RunStatus:
     checkpoint: CheckpointStatus | None = None
     snapshot_step: int | None = None
     save_dir: str | None = None
+    away: tuple[int, ...] = ()
     reason: str = ""
     host: str = field(default_factory=lambda: os.uname().nodename)
 
@@ -174,7 +176,8 @@ def read_status(path: str | Path) -> RunStatus:
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
-        status = _build(RunStatus, raw | {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint})
+        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint, "away": tuple(raw.get("away", ()))}
+        status = _build(RunStatus, raw | parts)
         is_orphaned = not (status.has_ended or _is_agent_alive(status))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no status of a run: {error}") from error

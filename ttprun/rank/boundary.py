@@ -15,7 +15,22 @@ from typing import Any
 import torch
 
 from ttprun.board import Field, Phase
-from ttprun.rank import entropy, faults, files, gradients, loaders, loops, random_state, rewrite, trained, values
+from ttprun.rank import (
+    entropy,
+    faults,
+    files,
+    foreign,
+    gradients,
+    loaders,
+    looped,
+    loops,
+    open_boundaries,
+    random_state,
+    rewrite,
+    sharded,
+    trained,
+    values,
+)
 from ttprun.rank.commit import commit
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
@@ -67,16 +82,27 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if session.is_recorded():
         for entry in session.journal.unfinished():
             session.journal.wait(entry)
+        _check_what_was_given(session)
         boundary = session.applied + 1
-        session.verifier.look(boundary, trained.parameters())
-        if _write_record(session, boundary, sys._getframe(1)):
+        session.verifier.look(boundary, trained.replicated_weights)
+        if _write_record(session, boundary, sys._getframe(1), optimizer):
             commit(session, boundary)
+    for name, group in list(session.groups.items()):
+        group.buckets.end_step(session.journal.of_group(name))
     session.journal.clear()
     with session.changed:
         session.is_applying = True
     session.updates.begin()
     session.touch(Phase.STEPPING)
     faults.reached("in_step")
+
+
+def _check_what_was_given(session: Session) -> None:
+    """No rank may step with a result that DDP has written over while a recovery gave it to the others."""
+    for entry in session.journal.entries:
+        if entry.held is not None and session.journal.giver_of(entry) == session.rank and not entry.held.is_kept:
+            reason = f"the result of {entry.signature} was written over while it was given to the others"
+            report_mismatch(session.channel, session.generation, reason)
 
 
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -115,13 +141,15 @@ def pass_boundary(session: Session) -> None:
         session.snapshots.tell_size(session.channel)
 
 
-def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
+def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer) -> bool:
+    is_open = False
     try:
-        why_not = _why_not_recorded(is_first=not session.has_stepped)
+        why_not = _why_not_recorded(session, optimizer)
         if why_not:
             session.give_up_protection(why_not)
         else:
-            head, blobs = record_of(session, boundary, frame)
+            record, blobs = describe(session, boundary, frame)
+            is_open, head = record["is_open"], values.pack(record)
             session.recorder.write(boundary, head, blobs)
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
@@ -131,39 +159,41 @@ def _write_record(session: Session, boundary: int, frame: FrameType) -> bool:
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     session.board.set(session.local_rank, Field.LINES_OUT, 0)
     session.board.set(session.local_rank, Field.LINES_ERR, 0)
-    session.snapshots.agree(session.channel, boundary)
+    session.snapshots.agree(session.channel, boundary, is_open)
+    open_boundaries.come_to(session, boundary, is_open)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
 
 
-def _why_not_recorded(is_first: bool) -> str:
-    """What of this rank's state could not come from a record and another rank; "" if nothing."""
+def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:
+    """What of this rank's state could not come from a record, another rank, and what is stored; "" if nothing."""
     if _cuda.is_initialized():
         return "what a script keeps on a GPU is not recorded yet"
-    sharded = sys.modules.get("torch.distributed.tensor") if is_first else None
-    if sharded is not None and any(isinstance(weight, sharded.DTensor) for weight in trained.parameters()):
-        return (
-            "its parameters are sharded over the ranks (FSDP or tensor parallel), so that no other rank holds what a "
-            "lost one held"
-        )
-    return ""
-
-
-def record_of(session: Session, boundary: int, frame: FrameType) -> tuple[bytes, list[torch.Tensor]]:
-    """The record of a boundary: (packed plain part, tensors to write behind it)."""
-    record, blobs = describe(session, boundary, frame)
-    return values.pack(record), blobs
+    if session.has_stepped:
+        return sharded.why_not_at_rest(optimizer) if trained.are_sharded() else ""
+    if not sharded.are_any(trained.parameters()):
+        return ""
+    why_not = sharded.why_not_stored(trained.stepped_tensors())
+    if not why_not:
+        sharded.tell(session.channel)
+    return why_not or sharded.why_not_at_rest(optimizer)
 
 
 def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The same before it is packed."""
+    """The record of a boundary: (plain part, tensors to write behind it)."""
     frames = user_frames(frame)
     living = trained.optimizers()
     scopes: list[dict[str, Any]] = []
     active: list[list[loops.Loop]] = []
     around: list[loops.Loop] = []
     unfollowed: list[loops.Site] = []
-    is_followed = True
+    theirs = foreign.loop_around(frame)
+    not_followed = (
+        f"the optimizer step is taken in a loop of {theirs}, which is not the script's own code and is not followed "
+        "(user_paths names further folders of such code; installed packages are never followed)"
+        if theirs
+        else ""
+    )
     for user_frame in frames:
         code, scope = user_frame.f_code, user_frame.f_locals
         known, unknown = loops.under_way(code, scope, user_frame.f_lineno)
@@ -171,18 +201,19 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         active.append(known)
         around += known
         unfollowed += unknown
-        is_followed = is_followed and not unknown and code.co_filename in rewrite.followed_files
+        if unknown or code.co_filename not in rewrite.followed_files:
+            not_followed = not_followed or "a loop around the optimizer step was not followed in the lost rank"
     on_stack = set(map(id, scopes))
     loops.note_steps(around, unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
     storages, mark = trained.stepped_storages(living), trained.weights_sample(boundary, living)
     session.kept_weights.compare(mark)
-    snapshot = values.Snapshot(storages, [id(loop.over) for loop in around if loop.over is not None])
+    snapshot = values.Snapshot(storages, looped.followed(around))
     record = {
         "boundary": boundary,
         "place": place(frames),
-        "unfollowed": not is_followed,
+        "unfollowed": not_followed,
         "variables": [
             snapshot.variables(scope, (id(user_frame.f_code), depth))
             for depth, (user_frame, scope) in enumerate(zip(frames, scopes, strict=True))
@@ -206,11 +237,12 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
             session.board.get(session.local_rank, Field.LINES_OUT),
             session.board.get(session.local_rank, Field.LINES_ERR),
         ],
-        "weights": mark,
+        "weights": trained.common_sample(mark),
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
         "is_straight": False,
+        "is_open": any(map(values.is_awaited, snapshot.computed)),
     }
     return record, snapshot.blobs
 
@@ -220,9 +252,7 @@ def look(frame: FrameType) -> values.Tree:
     frames = user_frames(frame)
     scopes = [user_frame.f_locals for user_frame in frames]
     around = [loop for user_frame in frames for loop in loops.of_frame(user_frame)]
-    snapshot = values.Snapshot(
-        trained.stepped_storages(trained.optimizers()), [id(loop.over) for loop in around if loop.over is not None]
-    )
+    snapshot = values.Snapshot(trained.stepped_storages(trained.optimizers()), looped.followed(around))
     on_stack = set(map(id, scopes))
     record = {
         "place": place(frames),

@@ -129,7 +129,7 @@ class Connection:
         options = gloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=20)
-        self.backend = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
+        self.backend: Any = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
         self.backend._set_default_timeout(op_limit)
         self.generation = generation
         # A broken connection has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
@@ -140,6 +140,10 @@ class Connection:
         for sock in self.sockets():
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the backend up, and with it its threads; blocks till its operations have ended."""
+        self.backend = None
 
     def abandon(self) -> None:
         """Keep the backend for ever: its destructor would wait for an operation that does not end.

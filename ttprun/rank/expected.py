@@ -45,10 +45,6 @@ class Expected:
             del self._left[entry.group.group_name]
             self._tell_if_through()
 
-    def is_through(self) -> bool:
-        """Whether the replacement has caught up with the survivors."""
-        return not self._left
-
     def _tell_if_through(self) -> None:
         if not self._left:
             self._channel.send({"op": "reissued", "generation": self._generation})

@@ -34,6 +34,7 @@ _ON_BEHALF_OF_OTHERS = frozenset(
     {
         *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
         *("logging", "logging.handlers", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib._datasource"),
+        *("numpy._core.memmap", "numpy.core.memmap", "numpy.lib._format_impl", "numpy.lib.format"),
         *("pandas.io.common",),
     }
 )

@@ -53,6 +53,12 @@ def is_user_file(filename: str) -> bool:
     return known
 
 
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's code."""
+    filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(filename) and is_user_file(str(filename))
+
+
 def user_frames(start: FrameType | None) -> list[FrameType]:
     """The user's frames from the outermost to the one nearest to `start`."""
     found = []

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from ttprun.rank.sharded import local_of
+
 _poisoned: list[torch.optim.Optimizer] = []
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found: list[Any] = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return [gradient for gradient in found if gradient is not None]
+    return [local_of(gradient) for gradient in found if gradient is not None]
 
 
 def poison(optimizers: list[torch.optim.Optimizer]) -> None:

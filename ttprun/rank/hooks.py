@@ -21,7 +21,6 @@ from ttprun.rank import (
     files,
     groups,
     leftovers,
-    loaders,
     loops,
     output,
     patches,
@@ -45,7 +44,6 @@ from ttprun.rank.verification import Verifier
 def install(presence: Presence) -> None:
     """Install what stays for as long as the process lives."""
     options = presence.welcome["options"]
-    loops.positioned_by_themselves(loaders.iterator_types())
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     compiled.leave_us_alone()
     groups.register()
@@ -111,7 +109,7 @@ def make_session(presence: Presence) -> Session:
         board=board,
         recorder=recorder,
         journal=journal,
-        verifier=Verifier(presence.channel, journal, options["verify_every"], options["on_nan"] == "stop"),
+        verifier=Verifier(presence.channel, journal, options["verify_every"], options["nan_limit_s"]),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
         kept_weights=KeptWeights(
             trained.weights,

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel
@@ -26,6 +26,9 @@ from ttprun.rank import damage, heartbeat, life, rewrite, stack
 from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
+
+if TYPE_CHECKING:
+    from ttprun.rank.session import Session
 
 PR_SET_PDEATHSIG = 1
 CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
@@ -78,7 +81,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     sys.excepthook = tell_before(sys.excepthook)
     strike_at_start(welcome)
     if welcome["is_replacement"]:
-        _presence.may_start.wait()
+        _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
         if _presence.order["op"] == "replay":
             # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
             after_import("torch", take_over)
@@ -107,8 +110,14 @@ def tell_before(previous: Any) -> Any:
             kind, trace = type(error), error.__traceback__
         if presence is not None:
             presence.has_script_failed = True
-        if presence is None or issubclass(kind, KeyboardInterrupt):
+        if presence is None:
             previous(kind, error, trace)
+            return
+        if issubclass(kind, KeyboardInterrupt):
+            if not presence.is_ended_by_agent() or presence.welcome["options"]["prints_traceback"]:
+                previous(kind, error, trace)
+            else:
+                _keep_interrupted(presence, error)
             return
         session = sys.modules.get("ttprun.rank.session")
         found = session.current() if session is not None else None
@@ -116,7 +125,9 @@ def tell_before(previous: Any) -> Any:
             found.is_over = True
         is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
-        told = {"error": in_one_line(error), "traceback": text if is_early else "", "detail": text}
+        missed = found.replay.difference if found is not None and found.replay is not None else ""
+        why = f"{in_one_line(error)}; the replay had not come by its place: {missed}" if missed else in_one_line(error)
+        told = {"error": why, "traceback": text if is_early else "", "detail": text}
         presence.channel.send({"op": "script_error", "device_fault": diagnosis.name, **told})
         if diagnosis.rung == "restart" and found is not None:
             found.give_up_protection(f"{diagnosis.name}: what the other ranks hold may be wrong too")
@@ -128,6 +139,13 @@ def tell_before(previous: Any) -> Any:
             _leave_at_once()
 
     return tell
+
+
+def _keep_interrupted(presence: Presence, error: BaseException) -> None:
+    """Where a Ctrl-C at the launcher has met the script: not for the terminal, on which each rank would say so."""
+    name = f"interrupted-rank{presence.welcome['rank']}.log"
+    with contextlib.suppress(OSError), open(os.path.join(presence.welcome["run_dir"], "logs", name), "w") as log:
+        log.write("".join(traceback.format_exception(error)))
 
 
 def _leave_at_once() -> None:
@@ -185,23 +203,34 @@ def _leave_in_child() -> None:
 
 
 def _finish() -> None:
-    """The script has come to its end; an exception that has ended it is told by the exit code."""
-    if _presence is not None and os.getpid() == _presence.pid and not _presence.has_script_failed:
-        from ttprun.rank import faults
+    """The script has come to its end, and its own exit handlers have run."""
+    if _presence is None or os.getpid() != _presence.pid:
+        return
+    module = sys.modules.get("ttprun.rank.session")
+    session = module.current() if module is not None else None
+    if not _presence.has_script_failed:  # an exception that has ended it is told by the exit code
+        _finish_well(session)
+    if session is not None:
+        from ttprun.rank import ending
 
-        try:
-            faults.reached("exit")
-        except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
-            sys.excepthook(*sys.exc_info())
-            os._exit(damage.EXIT_CODE)
-        module = sys.modules.get("ttprun.rank.session")
-        session = module.current() if module is not None else None
-        if session is not None and session.replay is not None:
-            replay = session.replay
-            why = f": {replay.difference}" if replay.difference else ""
-            replay.refuse(
-                f"the replay has come to the script's end and not by the place of boundary {replay.boundary}{why}"
-            )
+        ending.close(session)
+
+
+def _finish_well(session: Session | None) -> None:
+    """No exception has ended the script: that is right only if it was to come to its end here."""
+    from ttprun.rank import faults
+
+    try:
+        faults.reached("exit")
+    except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
+        sys.excepthook(*sys.exc_info())
+        os._exit(damage.EXIT_CODE)
+    if session is not None and session.replay is not None:
+        replay = session.replay
+        why = f": {replay.difference}" if replay.difference else ""
+        replay.refuse(
+            f"the replay has come to the script's end and not by the place of boundary {replay.boundary}{why}"
+        )
 
 
 def take_over() -> None:

@@ -1,8 +1,9 @@
-"""The journal: the collectives of the step that is under way, with copies of their inputs.
+"""The journal: the collectives of the step that is under way, with their inputs.
 
 When a rank is lost, the collectives that it took part in since the newest boundary are issued again with its
-replacement. gloo reduces in place, so the inputs must be copied before an operation is issued; the copies go into
-buffers that are used again from step to step. A commit (every rank has recorded the boundary) empties the journal.
+replacement. gloo reduces in place, so the inputs must be copied before an operation is issued, unless they can be had
+otherwise (buckets.py); the copies go into buffers that are used again from step to step. A commit (every rank has
+recorded the boundary) empties the journal.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.rank.operations import signature_of
 
 if TYPE_CHECKING:
+    from ttprun.rank.buckets import Held
     from ttprun.rank.process_group import ManagedGroup
 
 Tensor = torch.Tensor
@@ -41,6 +43,7 @@ class Entry:
     op, args    the backend's method and its arguments, tensors being the user's own
     outputs     the tensors that the operation writes
     saved       (user's tensor, copy made before the operation was issued)
+    held        its input if that needs no copy, else None
     inner       the backend's work in the present generation; None while the rank is frozen
     error       without its traceback, whose frames would keep a dead backend till some garbage collection
     failed      the work that has ended with it, if its future has told so
@@ -57,6 +60,7 @@ class Entry:
         "failed",
         "future",
         "group",
+        "held",
         "inner",
         "is_done",
         "nan",
@@ -74,6 +78,7 @@ class Entry:
         self.args = args
         self.outputs: list[Tensor] = []
         self.saved: list[tuple[Tensor, Tensor]] = []
+        self.held: Held | None = None
         self.inner: Any = None
         self.future: torch.futures.Future[Any] | None = None
         self.promise: torch.futures.Future[Any] | None = None
@@ -132,12 +137,15 @@ class Journal:
     tell_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
     admit         called by a thread that waits; what it raises ends the wait
     diagnose      what an operation's error says of the device or the connection
+    givers        (group, number of a collective since the boundary) -> rank that has its result, and gives it to the
+                  others in the place of the collective
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
+        self.givers: dict[tuple[str, int], int] = {}
         self.is_frozen = False
         self.tell_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
@@ -184,6 +192,7 @@ class Journal:
             for entry in self.entries:
                 self._recycle(entry)
             self.entries.clear()
+            self.givers.clear()
             self.held_bytes = 0
             self._steps += 1
             if self._steps % _TRIM_EVERY == 0:
@@ -200,7 +209,20 @@ class Journal:
         for source, copy in entry.saved:
             self._spare[source.shape, source.dtype].append(copy)
         entry.saved.clear()
+        entry.held = None
         entry.args = ()
+
+    def of_group(self, name: str) -> list[Entry]:
+        """The entries of one group, oldest first."""
+        with self.lock:
+            return [entry for entry in self.entries if entry.group.group_name == name]
+
+    def giver_of(self, entry: Entry) -> int | None:
+        """The rank that has an entry's result and gives it to the others; None: it is issued (again)."""
+        if not self.givers:
+            return None
+        name = entry.group.group_name
+        return self.givers.get((name, self.of_group(name).index(entry)))
 
     def unfinished(self) -> Iterator[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
@@ -231,7 +253,11 @@ class Journal:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:
                 diagnosis = self.diagnose(error)
-                if not (inner.is_completed() or (entry.group.is_on_device and diagnosis.is_known)):
+                is_of_device = entry.group.is_on_device and diagnosis.is_known
+                if not (inner.is_completed() or is_of_device):
+                    continue
+                if inner.is_success() and not is_of_device:  # it has completed since the look at it was over
+                    entry.group.complete(entry, inner)
                     continue
                 failed = inner
                 if self._is_for_script(entry, inner, error, diagnosis):

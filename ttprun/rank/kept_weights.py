@@ -12,10 +12,12 @@ parameter, another one at each step, and of all of them behind the first steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 import xxhash
 
+from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import bytes_of
 
 FULL_LOOKS = 2
@@ -42,7 +44,9 @@ class KeptWeights:
         self._copies: dict[int, torch.Tensor] = {}
         self.is_kept = False
         self._looks = 0
-        self._versions: int | None = None  # behind the newest step
+        # Behind the newest step:
+        self._noted: Sequence[torch.Tensor] = ()
+        self._versions: int | None = None
         self._mark = b""
         self._digest = b""
 
@@ -52,28 +56,34 @@ class KeptWeights:
         if self.is_kept:
             self._copy(weights)
             return
+        self._noted = weights
         self._versions = _versions_of(weights)
         self._mark = self._sample(boundary + 1)
         self._looks += 1
         self._digest = _digest_of(weights) if self._looks <= FULL_LOOKS else b""
+
+    def forget(self) -> None:
+        """The run of the script is over, and nothing of it may outlive it."""
+        self._noted, self._versions = (), None
+        self._copies.clear()
 
     def compare(self, mark: bytes) -> None:
         """The next step is about to be taken: has the script changed weights since the one before?
 
         mark   the sample for the boundary to which that step leads
         """
-        if self.is_kept or self._versions is None or not (self._is_changed() or self._mark != mark):
+        if self.is_kept or self._versions is None or not (self._is_changed() or self._is_other(mark)):
             return
         self.is_kept = True
-        size = sum(weight.nbytes for weight in self._weights())
+        size = sum(local_of(weight).nbytes for weight in self._weights())
         self._tell(
             "the script changes weights between its optimizer's steps: behind each step they are copied from now on, "
             f"{size / (1 << 20):.1f} MiB, for a rank that is lost in between"
         )
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight as the newest step has left it."""
-        return self._copies.get(id(weight), weight)
+        """A weight as the newest step has left it; of a sharded one, what this rank holds."""
+        return local_of(self._copies.get(id(weight), weight))
 
     def why_not(self) -> str:
         """Why `of` cannot tell; "" if it can."""
@@ -82,15 +92,21 @@ class KeptWeights:
         return "the script has changed weights since its optimizer's step, for the first time, and there is no copy yet"
 
     def _is_changed(self) -> bool:
+        noted = self._noted
+        return self._versions != _versions_of(noted) or bool(self._digest and self._digest != _digest_of(noted))
+
+    def _is_other(self, mark: bytes) -> bool:
         weights = self._weights()
-        return self._versions != _versions_of(weights) or bool(self._digest and self._digest != _digest_of(weights))
+        if len(weights) != len(self._noted) or not all(map(is_, weights, self._noted)):
+            return False  # parameters have been added or taken away: the marks are of two of them
+        return mark != self._mark
 
     def _copy(self, weights: Sequence[torch.Tensor]) -> None:
         copies = self._copies
         if copies.keys() != set(map(id, weights)):
-            copies = {id(weight): torch.empty_like(weight, requires_grad=False) for weight in weights}
+            copies = {id(weight): torch.empty_like(local_of(weight), requires_grad=False) for weight in weights}
         for weight in weights:
-            copies[id(weight)].copy_(weight.detach())
+            copies[id(weight)].copy_(local_of(weight).detach())
         self._copies = copies
 
 
@@ -101,5 +117,5 @@ def _versions_of(weights: Sequence[torch.Tensor]) -> int:
 def _digest_of(weights: Sequence[torch.Tensor]) -> bytes:
     state = xxhash.xxh3_64()
     for weight in weights:
-        state.update(bytes_of(weight.detach()))
+        state.update(bytes_of(local_of(weight).detach()))
     return state.digest()

@@ -18,22 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.utils.data.dataloader as torch_dataloader
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from ttprun.rank import random_state, rest, workers
+from ttprun.rank import batches, loader_parts, random_state, rest, workers
 from ttprun.rank.frames import location_key
 from ttprun.rank.samples import fetched_ahead
 from ttprun.rank.session import current
-from ttprun.rank.values import fingerprint, streams
+from ttprun.rank.values import streams
 
 _iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to tell that it is empty
 _made: Counter[str] = Counter()
 _each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
 _positioned = 0
-_MOST_PARTS = 8  # of a batch have fingerprints
 
 
 def wrap_init(original: Any) -> Any:
@@ -84,8 +82,9 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     return {
         "name": name,
         "rng": random_state.capture(),
-        "epochs": [getattr(sampler, "epoch", None) for sampler in _samplers(loader)],
-        "generators": [generator.get_state().numpy().tobytes() for generator in _generators(loader)],
+        "epochs": [getattr(sampler, "epoch", None) for sampler in loader_parts.samplers(loader)],
+        "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
+        "held": loader_parts.held_by(loader),
         "lead": 0,
         "each": _each.get(tuple(name), 0),
         "source": rest.source_of(loader),
@@ -107,9 +106,10 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
 
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
     global _positioned
-    for sampler, epoch in zip(_samplers(loader), recorded["epochs"], strict=False):
+    for sampler, epoch in zip(loader_parts.samplers(loader), recorded["epochs"], strict=False):
         if epoch is not None and hasattr(sampler, "epoch"):
             sampler.epoch = epoch
+    loader_parts.hold_again(loader, recorded["held"])
     _set_random_states(loader, recorded)
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
@@ -131,16 +131,17 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
-    began = ("name", "rng", "epochs", "generators", "lead", "each", "source", "rest")
+    began = ("name", "rng", "epochs", "generators", "held", "lead", "each", "source", "rest")
     if recorded["each"]:
         _each[tuple(recorded["name"])] = recorded["each"]
     _register(iterator, {key: recorded[key] for key in began} | {"workers": own_workers})
+    iterator._ttprun_is_positioned = True
     _positioned += 1
     return iterator
 
 
 def _set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> None:
-    for generator, state in zip(_generators(loader), recorded["generators"], strict=False):
+    for generator, state in zip(loader_parts.generators(loader), recorded["generators"], strict=False):
         generator.set_state(random_state.tensor_from_bytes(state))
     random_state.restore(recorded["rng"])
 
@@ -195,14 +196,14 @@ def forget() -> None:
     Skipping.before_first = Skipping.stream = None
 
 
-def iterator_types() -> tuple[type, ...]:
-    """The classes of DataLoader iterators."""
-    return (torch_dataloader._BaseDataLoaderIter,)
-
-
 def positioned() -> int:
     """How many iterators a replay has put at their place so far."""
     return _positioned
+
+
+def is_positioned(iterator: Any) -> bool:
+    """Whether it is one of them."""
+    return isinstance(iterator, torch_dataloader._BaseDataLoaderIter) and hasattr(iterator, "_ttprun_is_positioned")
 
 
 def records() -> list[dict[str, Any]]:
@@ -217,7 +218,7 @@ def records() -> list[dict[str, Any]]:
 
 def _record_of(iterator: Any) -> dict[str, Any]:
     began, yielded = iterator._ttprun, iterator._num_yielded
-    batch = _fingerprints(iterator._ttprun_batch)
+    batch = batches.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
     return dict(began, yielded=yielded, batch=batch, ahead=_fetched(iterator, batch, ahead) if ahead else [])
 
@@ -229,7 +230,7 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     """
     recent, yielded = iterator._ttprun_recent, iterator._num_yielded
     if not recent or recent[-1][0] != yielded:
-        recent.append((yielded, batch if _is_of_tensors(iterator._ttprun_batch) else None))
+        recent.append((yielded, batch if batches.is_of_tensors(iterator._ttprun_batch) else None))
     del recent[:-ahead]
     if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
         return None
@@ -237,28 +238,8 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
     return None if None in known else [one for found in known for one in found]
 
 
-def _is_of_tensors(batch: Any) -> bool:
-    """Whether the fingerprints of a batch tell all of it."""
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return 0 < len(batch) <= _MOST_PARTS and all(map(_is_of_tensors, batch))
-    return isinstance(batch, torch.Tensor) and batch.layout is torch.strided
-
-
 def _alive() -> list[Any]:
     return [iterator for known in _iterators if (iterator := known()) is not None]
-
-
-def _fingerprints(batch: Any) -> list[bytes]:
-    """Hashes of a batch's tensors: a replay must come to the same data."""
-    if isinstance(batch, torch.Tensor):
-        return [fingerprint(batch)] if batch.layout is torch.strided else []
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return [found for item in batch[:_MOST_PARTS] for found in _fingerprints(item)]
-    return []
 
 
 def _is_under_way(alive: list[Any], number: int) -> bool:
@@ -318,20 +299,3 @@ def wrap_reset(original: Any) -> Any:
         original(self, loader, first_iter)
 
     return reset
-
-
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
-    found: list[Any] = []
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        while isinstance(sampler, Sampler) and all(sampler is not known for known in found):
-            found.append(sampler)
-            sampler = getattr(sampler, "sampler", None)
-    return found
-
-
-def _generators(loader: DataLoader[Any]) -> list[Any]:
-    found: list[Any] = []
-    for generator in (loader.generator, *(getattr(sampler, "generator", None) for sampler in _samplers(loader))):
-        if generator is not None and all(generator is not known for known in found):
-            found.append(generator)
-    return found

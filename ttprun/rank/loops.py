@@ -21,18 +21,20 @@ few times without a step inside, the loop runs over EXPR itself.
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from ttprun.rank import random_state
 from ttprun.rank.frames import SCALARS
+from ttprun.rank.moved import END, Mover
 
 VARIABLE_PREFIX = "__ttp_loop_"
 TRIALS = 8  # times that a loop is followed before it is taken for one without a step inside
-_END = object()
 # What does not begin anew when another loop runs over it.
 _READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
 
@@ -76,7 +78,18 @@ class Loop:
     item_rng     the same when the present item was handed out, for loops around other loops
     """
 
-    __slots__ = ("began_with", "bounds", "current", "item_rng", "items", "lead", "over", "position", "site")
+    __slots__ = (
+        "_following",
+        "_iterable",
+        "began_with",
+        "bounds",
+        "current",
+        "item_rng",
+        "lead",
+        "over",
+        "position",
+        "site",
+    )
 
     def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
         self.site = site
@@ -87,14 +100,26 @@ class Loop:
         self.current: Any = None
         self.over = iterable if isinstance(iterable, _READ_ON) else None
         self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
-        self.items: Iterator[Any] = self._follow(iterable)
+        self._iterable: Iterable[Any] | None = iterable
+        self._following: weakref.ref[Generator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self.items
+        # Called once, by the `for`, which alone holds what is returned: that lets go of EXPR when the loop is left.
+        iterable, self._iterable = self._iterable, None
+        assert iterable is not None
+        following = self._follow(iterable)
+        self._following = weakref.ref(following)
+        return following
 
-    def _follow(self, iterable: Iterable[Any]) -> Iterator[Any]:
+    def items(self) -> Any:
+        """The iterator that it runs over, None if it has been left."""
+        following = self._following() if self._following is not None else None
+        return inspect.getgeneratorlocals(following).get("items") if following is not None else None
+
+    def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
         site = self.site
-        for item in iterable:
+        items = iter(iterable)
+        while (item := next(items, END)) is not END:  # a `for` would ask it for its iterator once more
             self.position += 1
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
@@ -113,37 +138,39 @@ class Loop:
             "item_rng": self.item_rng if self.site.is_outer else None,
             "current": self.current,
             "bounds": self.bounds,
+            "is_inside": isinstance(self.over, GeneratorType) and self.over.gi_running,
         }
 
 
 class Jump(Loop):
     """A loop of a replay that begins where the lost rank's record says."""
 
-    __slots__ = ("_positioned", "_record")
+    __slots__ = ("_mover", "_record")
 
-    def __init__(
-        self, site: Site, record: dict[str, Any], iterable: Iterable[Any], positioned: Callable[[], int]
-    ) -> None:
+    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any], mover: Mover) -> None:
         self._record = record
-        self._positioned = positioned
+        self._mover = mover
         super().__init__(site, record["began_with"], iterable)
 
-    def _follow(self, iterable: Iterable[Any]) -> Iterator[Any]:
+    def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
         record = self._record
         self.lead = record["lead"]
-        skip = record["position"] - max(1, record["lead"])
+        is_inside = record["is_inside"]  # the step is taken while the next item is made
+        skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
+        if is_inside:
+            self.position, self.current = skip, record["current"]
         items, first = self._at(iterable, skip, record)
         self.position = skip
-        if first is not _END:
+        if first is not END:
             self.position += 1
             self.current = _plain(first)
-            if record["item_rng"] is not None:
+            if record["item_rng"] is not None and not is_inside:
                 random_state.restore(record["item_rng"])
                 self.item_rng = record["item_rng"]
             held = [first]
             first = None
             yield held.pop()
-        for item in items:
+        while (item := next(items, END)) is not END:
             self.position += 1
             self.current = _plain(item)
             if self.site.is_outer or self.position < 3:
@@ -156,24 +183,17 @@ class Jump(Loop):
         """An iterator behind the first item to hand out, and that item."""
         if isinstance(iterable, range) and record["bounds"]:
             rest = iter(self._rest(iterable, skip, record["bounds"]))
-            return rest, next(rest, _END)
+            return rest, next(rest, END)
         if isinstance(iterable, range | list | tuple | str):
             values: Any = list(iterable) if isinstance(iterable, str) else iterable
-            if record["lead"] == 1 and record["current"] is not None:
+            if record["lead"] == 1 and _is_whole(record["current"]):
                 skip = _place_of(record["current"], values, skip)
             rest = iter(values[skip:])
-            return rest, next(rest, _END)
+            return rest, next(rest, END)
         if isinstance(iterable, enumerate):
             return self._at_enumerated(iterable, skip, record)
-        before = self._positioned()
-        items = iter(iterable)
-        first = next(items, _END)
-        if self._positioned() == before and not isinstance(iterable, _ALREADY_POSITIONED):
-            for _ in range(skip):
-                if first is _END:
-                    break
-                first = next(items, _END)
-        return items, first
+        items = self._mover.moved(iter(iterable), skip)
+        return items, next(items, END)
 
     def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
         """What is left of a range.
@@ -187,8 +207,8 @@ class Jump(Loop):
         inner, start = iterable.__reduce__()[1]
         plain = dict(record, current=None)
         items, first = self._at(inner, skip, plain)
-        if first is _END:
-            return items, _END
+        if first is END:
+            return items, END
         counted = enumerate(items, start + skip + 1)
         return counted, (start + skip, first)
 
@@ -205,13 +225,15 @@ class JumpToNewEnd(Jump):
 
 
 def _plain(item: Any) -> Any:
-    """What of an item can be recorded and compared: a scalar, or a list for a tuple of such; None for all else."""
+    """What of an item can be recorded and compared: a scalar, or a list for a tuple; None for all else."""
     if item.__class__ in SCALARS:
         return item
-    if item.__class__ is not tuple:
-        return None
-    plain = [_plain(part) for part in item]
-    return None if None in plain else plain
+    return [_plain(part) for part in item] if item.__class__ is tuple else None
+
+
+def _is_whole(plain: Any) -> bool:
+    """Whether that is all of the item."""
+    return all(map(_is_whole, plain)) if plain.__class__ is list else plain is not None
 
 
 def _place_of(value: Any, values: Any, index: int) -> int:
@@ -225,15 +247,6 @@ def _place_of(value: Any, values: Any, index: int) -> int:
     if index < len(plain) and plain[index] == value:
         return index
     return plain.index(value) if plain.count(value) == 1 else len(plain)
-
-
-_ALREADY_POSITIONED: tuple[type, ...] = ()
-
-
-def positioned_by_themselves(kinds: tuple[type, ...]) -> None:
-    """Iterators of these types begin at the right place in a replay (DataLoader's)."""
-    global _ALREADY_POSITIONED
-    _ALREADY_POSITIONED = kinds
 
 
 # What the compiled code calls. A replay puts its own functions here for as long as it lasts.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 # operation: (argument that holds the inputs, argument that holds the outputs)
 OPERATIONS = {
@@ -35,6 +36,8 @@ OPERATIONS = {
     "all_to_all_single": (1, 0),
     "barrier": (None, None),
 }
+# Those by which FSDP2 gathers parameters and spreads gradients.
+GATHERING = frozenset({"_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"})
 # The same of those between two ranks, which are not repaired.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),
@@ -61,6 +64,24 @@ def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> A
     if isinstance(value, tuple):
         return tuple(with_tensors_replaced(item, replacement) for item in value)
     return value
+
+
+def positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings."""
+    full = args + tuple(kwargs.values())
+    if op in ("allreduce", "broadcast", "reduce") and isinstance(full[0], torch.Tensor):
+        if op == "allreduce":
+            options: Any = dist.AllreduceOptions()
+            if len(full) > 1 and not isinstance(full[1], dist.AllreduceOptions):
+                options.reduceOp = full[1]
+            elif len(full) > 1:
+                options = full[1]
+        else:
+            options = dist.BroadcastOptions() if op == "broadcast" else dist.ReduceOptions()
+            options.rootRank = full[1]
+            options.rootTensor = 0
+        return ([full[0]], options)
+    return full
 
 
 def signature_of(op: str, args: tuple[Any, ...]) -> str:

@@ -156,7 +156,18 @@ ALSO: tuple[Change, ...] = (
     ),
     Change("torch._dynamo", "trace_rules", "torch.compile does not trace our functions; only if the script uses it"),
     Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
-    Change("sys", "excepthook", "to tell the agent that the script itself has failed, or to run it again"),
+    Change(
+        "sys",
+        "excepthook",
+        "to tell the agent that the script itself has failed, or to run it again; and to keep a Ctrl-C at the "
+        "launcher from filling the terminal: its traceback goes to a file",
+    ),
+    Change(
+        "atexit",
+        "a handler",
+        "behind all of the script's: the threads of its process groups end before the interpreter does, which abort it "
+        "otherwise, now and then",
+    ),
     Change(
         "sys",
         "meta_path, path_hooks",

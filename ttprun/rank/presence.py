@@ -67,6 +67,10 @@ class Presence:
             self.may_start.clear()
             self.heard.clear()
 
+    def is_ended_by_agent(self) -> bool:
+        """The agent has passed a signal on to all ranks, which ends the job."""
+        return Board(self.fds[0], self.welcome["local_world_size"]).get(0, Field.ENDED_BY) != 0
+
     def _read(self) -> None:
         for message in self.channel.messages():
             with self._lock:

@@ -11,8 +11,9 @@ Which operations there are, and what of their arguments is input and output, is 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +23,26 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
-from ttprun.rank import broken_links, faults
+from ttprun.rank import broken_links, faults, reduce_scatter, sharded
+from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
+from ttprun.rank.issue_once import issue_once
 from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry
-from ttprun.rank.operations import OPERATIONS, POINT_TO_POINT, tensors_in, with_tensors_replaced
+from ttprun.rank.operations import (
+    GATHERING,
+    OPERATIONS,
+    POINT_TO_POINT,
+    positional,
+    tensors_in,
+)
+from ttprun.rank.reissue import call_or_take
 from ttprun.rank.session import Session
 from ttprun.rank.verification import look_for_nan
 from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
+living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # also those that the script has destroyed
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
@@ -44,6 +55,7 @@ class ManagedGroup(ProcessGroup):
     number        groups are numbered in the order in which the script makes them
     is_joined     all members have come together in it once; till then the main thread is the one that connects
     has_new_peers  since it was last connected, another process has taken a member's place
+    buckets      inputs that need no copy
     """
 
     def __init__(
@@ -62,6 +74,7 @@ class ManagedGroup(ProcessGroup):
         self.number = session.groups_count
         self.is_joined = False
         self.has_new_peers = False
+        self.buckets = Buckets(self)
         self._description = ""
         self._rank = rank
         self._size = size
@@ -71,6 +84,7 @@ class ManagedGroup(ProcessGroup):
         self._communicator = registry.current().communicator()
         self._connecting = threading.Lock()
         session.groups[name] = self
+        living.add(self)
 
     # What C++ and torch's Python code ask of a group.
 
@@ -126,6 +140,19 @@ class ManagedGroup(ProcessGroup):
                     raise
                 if not self._wait_for_generation_after(generation):
                     raise
+
+    def connect_if_new(self) -> None:
+        """Connect a group that was made behind a recovery, and not in the script's set-up; all its members come."""
+        if self._native is None and self._session.groups.get(self._name) is self:
+            self._check_that_all_are_there()
+            self.connect()
+
+    def _check_that_all_are_there(self) -> None:
+        """Raise RuntimeError if a member is away: it would be waited for in vain."""
+        away = sorted(self._session.away & {*self.ranks})
+        if away:
+            told = f"process group {self._name!r} holds rank {', '.join(map(str, away))}, which is away"
+            raise RuntimeError(f"{told}: use a group of those that are there, made by the downgrade_rebuild handler")
 
     def _wait_for_generation_after(self, tried: int) -> bool:
         session = self._session
@@ -240,9 +267,10 @@ class ManagedGroup(ProcessGroup):
         outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
         entry.outputs = outputs
         if session.framework is not None:
-            return self._issue_once(entry, is_left_out)
+            return issue_once(session.framework, journal, entry, is_left_out)
         is_kept = session.is_repairable()
-        if is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES:
+        is_small = is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES
+        if is_small and not (op in GATHERING and sharded.is_gathering()):
             entry.place = location_key()
         if session.replay is not None and session.is_replaying_alone():
             session.replay.answer(entry)
@@ -262,7 +290,7 @@ class ManagedGroup(ProcessGroup):
         if any(tensor.layout is not torch.strided for tensor in (*outputs, *inputs)):
             session.give_up_protection("collectives of sparse tensors are not repaired")
         with journal.lock:
-            if session.is_repairable() and not journal.save(entry, inputs):
+            if session.is_repairable() and not self._keep(entry, inputs):
                 session.give_up_protection("the journal of one step has reached journal_limit_mib")
             if session.is_repairable() or journal.is_frozen:
                 journal.entries.append(entry)
@@ -272,45 +300,28 @@ class ManagedGroup(ProcessGroup):
         faults.reached("collective")
         return ManagedWork(journal, entry)
 
+    def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
+        """Make sure that the inputs can be had again; False if the journal's limit is reached."""
+        if self._communicator is None and self.buckets.hold(entry):
+            return True
+        if not self._session.journal.save(entry, inputs):
+            return False
+        self.buckets.compare(entry)
+        return True
+
     def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
         """Leave tensors on a device to gloo alone, whose works and futures know the device's streams; ours do not."""
         self._session.give_up_protection(f"collectives of tensors on {device.type} are not repaired yet")
         if self._connection is not None:
             backend = self._connection.backend
             self._native._register_backend(torch.device(device.type), ProcessGroup.BackendType.GLOO, backend)
-        found: Work = self._call(op, args)
+        found: Work = self.call(op, args)
         return found
-
-    def _issue_once(self, entry: Entry, is_left_out: bool = False) -> Work:
-        """Issue an operation that is never issued again: a recovery ends the wait for it, and its inputs are not kept.
-
-        A group that was made since the script's set-up is connected here, after a recovery; all its members come.
-        """
-        session, journal, framework = self._session, self._session.journal, self._session.framework
-        assert framework is not None
-        framework.admit()
-        if is_left_out or framework.is_joining:
-            entry.is_done = True
-            return ManagedWork(journal, entry)
-        if self._native is None and session.groups.get(self._name) is self:
-            self.connect()
-        journal.forget_completed()
-        with journal.lock:
-            framework.admit()
-            try:
-                entry.inner = self._call(entry.op, entry.args)
-            except RuntimeError as error:
-                if not framework.is_of_connection(error):
-                    raise
-                entry.inner = Refused(error)  # whoever waits for it waits for a recovery
-            journal.entries.append(entry)
-        faults.reached("collective")
-        return ManagedWork(journal, entry)
 
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
         try:
-            return self._call(entry.op, entry.args)
+            return call_or_take(self._session, entry, entry.args)
         except Exception as error:
             diagnosis = self._session.diagnose(error)
             if diagnosis.is_known and diagnosis.can_wait and self._session.is_repairable():
@@ -318,10 +329,13 @@ class ManagedGroup(ProcessGroup):
             self._session.journal.drop(entry)
             raise
 
-    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
+    def call(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation on the present connection, and note nothing; returns the backend's work."""
         if self._native is None:
             raise RuntimeError(f"process group {self._name!r} has been destroyed")
         if self._communicator is None:
+            if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
+                return reduce_scatter.ReduceScatter(self._native, self._rank, self._size, args)
             return getattr(self._native, op)(*args)
         inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
@@ -353,54 +367,13 @@ class ManagedGroup(ProcessGroup):
         self._session.results.keep(entry)
         entry.settle(entry.outputs)
 
-    def issue_again(self, entry: Entry) -> Any:
-        """Issue a journal entry in the present generation; returns the backend's work.
-
-        An entry that has not completed gets its inputs back and works on the script's own tensors. One that has is
-        only served to the others, on scratch copies: the script may have changed its tensors since.
-        """
-        scratch = {}
-        if entry.is_done:
-            saved = {id(tensor): copy for tensor, copy in self._saved_by_tensor(entry)}
-            for tensor in tensors_in(list(entry.args)):
-                scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else torch.empty_like(tensor)
-            args = with_tensors_replaced(entry.args, scratch)
-        else:
-            for tensor, copy in entry.saved:
-                tensor.copy_(copy)
-            args = entry.args
-        return self._call(entry.op, args)
-
-    def _saved_by_tensor(self, entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        inputs_at, _ = OPERATIONS[entry.op]
-        if inputs_at is not None and entry.saved:
-            yield from zip(tensors_in(entry.args[inputs_at]), (copy for _, copy in entry.saved), strict=True)
-
 
 def _operation(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        return self.issue(op, _positional(op, args, kwargs))
+        return self.issue(op, positional(op, args, kwargs))
 
     call.__name__ = op
     return call
-
-
-def _positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings."""
-    full = args + tuple(kwargs.values())
-    if op in ("allreduce", "broadcast", "reduce") and isinstance(full[0], torch.Tensor):
-        if op == "allreduce":
-            options: Any = dist.AllreduceOptions()
-            if len(full) > 1 and not isinstance(full[1], dist.AllreduceOptions):
-                options.reduceOp = full[1]
-            elif len(full) > 1:
-                options = full[1]
-        else:
-            options = dist.BroadcastOptions() if op == "broadcast" else dist.ReduceOptions()
-            options.rootRank = full[1]
-            options.rootTensor = 0
-        return ([full[0]], options)
-    return full
 
 
 def _point_to_point(op: str) -> Callable[..., Work]:
@@ -408,7 +381,7 @@ def _point_to_point(op: str) -> Callable[..., Work]:
         if self._session.framework is not None:
             entry = Entry(self, op, args + tuple(kwargs.values()))
             entry.outputs = [] if op == "send" else list(args[0])
-            return self._issue_once(entry)
+            return issue_once(self._session.framework, self._session.journal, entry)
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:
             raise RuntimeError(f"{op} cannot be replayed")

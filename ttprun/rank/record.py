@@ -6,9 +6,6 @@ from typing import Any
 
 from ttprun.rank.values import unpack
 
-# Of iterators in records that a version of ttprun wrote which did not know them.
-_OF_OLDER_ITERATORS: dict[str, Any] = {"each": 0, "source": None, "rest": None, "ahead": []}
-
 
 class Record:
     """A boundary's record, unpacked.
@@ -29,11 +26,6 @@ class Record:
         for size in fields["blobs"]:
             found.append(memoryview(blobs)[at : at + size])
             at += size
-        for name in ("is_straight", "kept"):
-            fields.setdefault(name, False)
-        for iterator in fields["loaders"]:
-            for name, value in _OF_OLDER_ITERATORS.items():
-                iterator.setdefault(name, value)
         return cls(fields, found)
 
     def __getitem__(self, name: str) -> Any:

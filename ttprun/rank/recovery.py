@@ -26,6 +26,7 @@ from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
 from ttprun.rank.process_group import ManagedGroup
+from ttprun.rank.reissue import issue_again
 from ttprun.rank.session import Session
 
 LOOK_AGAIN_S = 0.05
@@ -58,6 +59,10 @@ class Recovery:
         self._newest_generation = _NO_MORE
         self._orders.put({"op": "end", "generation": _NO_MORE})
         self._session.exchange.end_before(_NO_MORE)
+
+    def join(self, limit_s: float) -> None:
+        """After `retire`: wait so long at most for the thread's end."""
+        self._thread.join(limit_s)
 
     def finish(self) -> None:
         """After `retire`: wait until the thread has ended, and no operation touches a tensor any more.
@@ -115,13 +120,14 @@ class Recovery:
             except Exception as error:
                 if self._newest_generation > message["generation"]:
                     continue
-                if message["op"] == "resume" and isinstance(error, RuntimeError | OSError):
+                is_refusal = isinstance(error, replicated.NotRepairableError)
+                if message["op"] == "resume" and isinstance(error, RuntimeError | OSError) and not is_refusal:
                     # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
                     if not self._hears_of_fault(message["generation"]):
                         fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
                         session.tell_broken(message["generation"], str(error), TELL_AFTER_S, fault)
                     continue
-                detail = "" if isinstance(error, replicated.NotRepairableError) else traceback.format_exc()
+                detail = "" if is_refusal else traceback.format_exc()
                 session.channel.send(
                     {
                         "op": "mismatch",
@@ -235,11 +241,14 @@ class Recovery:
                 self._check_overtaken()
 
     def _signatures(self) -> dict[str, Any]:
-        """By group: its ranks, and what it has issued since the boundary."""
+        """By group: its ranks, what it has issued since the boundary, and which of that only its result is left of."""
         found: dict[str, Any] = {}
         with self._session.journal.lock:
             for entry in self._session.journal.entries:
-                group = found.setdefault(entry.group.group_name, {"ranks": entry.group.ranks, "issued": []})
+                empty = {"ranks": entry.group.ranks, "issued": [], "results": []}
+                group = found.setdefault(entry.group.group_name, empty)
+                if entry.held is not None and entry.is_done and entry.held.is_kept:
+                    group["results"].append(len(group["issued"]))
                 group["issued"].append(entry.signature)
         return found
 
@@ -285,6 +294,7 @@ class Recovery:
         if session.replay is not None:
             self._go_live(message)
             return
+        session.journal.givers = givers_of(message)
         started = time.monotonic()
         groups = self._groups()
         did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
@@ -307,7 +317,7 @@ class Recovery:
                 continue
             if not entry.group.is_connected_in(session.generation):
                 self._connect_up_to(entry.group)
-            inner = entry.group.issue_again(entry)
+            inner = issue_again(session, entry)
             again.append((entry, inner))
             faults.reached("reissue")
             if not entry.is_done:
@@ -354,5 +364,11 @@ class Recovery:
         session.channel.send({"op": "rebuilt", "generation": session.generation})
         on_device.tell_of_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, message["expected"])
+        session.journal.givers = givers_of(message)
         session.verifier.prove_from(replay.boundary)
         replay.live.set()
+
+
+def givers_of(message: Message) -> dict[tuple[str, int], int]:
+    """The agent's word on who gives which result to the others: see Journal.givers."""
+    return {(name, number): rank for name, number, rank in message["given"]}

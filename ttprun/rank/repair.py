@@ -15,7 +15,8 @@ from collections.abc import Callable
 import msgpack
 import torch
 
-from ttprun.rank.replicated import describe, digest, take_over
+from ttprun.rank.replicated import NotRepairableError, describe, digest, take_over
+from ttprun.rank.sharded import HELD_ALONE
 from ttprun.rank.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
@@ -29,7 +30,9 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
 
     Blocks at most `limit_s` seconds a receiver. Raises NotRepairableError, TimeoutError, OSError.
     """
-    header, tensors = describe()
+    header, parts = describe()
+    if any(part.chunk is not None for part in parts):
+        raise NotRepairableError(HELD_ALONE)
     packed = msgpack.packb(header)
     at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{at}/{name}"
@@ -43,8 +46,8 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
                 with _accept(listener, time.monotonic() + limit_s, check) as connection:
                     connection.settimeout(limit_s)
                     connection.sendall(_LENGTH.pack(len(packed)) + packed)
-                    for _, tensor in tensors:
-                        connection.sendall(bytes_of(tensor))
+                    for part in parts:
+                        connection.sendall(bytes_of(part.tensor))
     finally:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -16,21 +16,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, gradients, loaders, loops, random_state, trained
+from ttprun.rank import faults, files, gradients, loaders, loops, random_state, sharded, trained
 from ttprun.rank.expected import report_mismatch
 from ttprun.rank.frames import place, user_frames
+from ttprun.rank.moved import Mover
 from ttprun.rank.output import Diverted
 from ttprun.rank.record import Record
 from ttprun.rank.recorder import SLOTS
 from ttprun.rank.results import Answers, as_result
 from ttprun.rank.session import Session
-from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values import CannotRestoreError, Restore, restore_loop
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
@@ -110,6 +112,7 @@ class Replay:
         self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
+        self._jumps = 0
         self._output = Diverted(session)
 
     @classmethod
@@ -166,8 +169,23 @@ class Replay:
             assert self._before is not None
             site.has_steps = site.has_steps or token["lead"] > 0
             site.is_outer = token["item_rng"] is not None
-            return self.jump(site, token, iterable, loaders.positioned)
+            self._jumps += 1
+            placed = partial(self._placed, token["lead"], self._jumps, loaders.positioned())
+            return self.jump(site, token, iterable, Mover(placed, loaders.is_positioned))
         return loops.Loop(site, token, iterable)
+
+    def _placed(self, lead: int, jumps: int, positioned: int) -> int:
+        """Goes up when something has found its place by itself: a generator's loader, its loop, or the replay in it.
+
+        lead                items that the loop which asks took before its first step
+        jumps, positioned   when that loop began
+        """
+        if lead > 1 and self._jumps > jumps and loaders.positioned() == positioned:
+            self.refuse(
+                "a loop takes several items of a generator before it comes to a step, and the generator has a loop of "
+                "its own: how far each was when the other began is not known"
+            )
+        return loaders.positioned() + self._jumps + self._has_arrived
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """The record of the DataLoader iterator that the lost rank had under way, for a loader of this name."""
@@ -231,7 +249,9 @@ class Replay:
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """Where this place differs from a record's, "" if it is the same."""
-        difference = difference_of_place(record, frame)
+        if record["unfollowed"]:
+            self.refuse(record["unfollowed"])
+        difference = difference_of_place(record, frame, is_on_the_way=record is not self._target)
         if difference:
             return difference
         yielded = sorted([it["name"], it["yielded"]] for it in loaders.records())
@@ -249,29 +269,29 @@ class Replay:
                 return "a DataLoader has handed out another batch than in the lost rank"
         if record["entropy"] and (record is not self._before or record is self._target):
             return "the script draws from os.urandom in its steps, and other numbers come out each time"
-        if record["unfollowed"]:
-            return "a loop around the optimizer step was not followed in the lost rank"
         return ""
 
     def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> Restore:
-        restore = Restore(record.blobs, is_comparing, trained.stepped_tensors())
+        if is_comparing:
+            self._compare_optimizers(record)
+        # Variables that hold what optimizers update are told by its place. Of the parameters that is the same here.
+        is_alike = trained.counts_now() == record["stepped"]
+        stepped = trained.stepped_tensors() if is_alike else list(trained.parameters())
+        restore = Restore(record.blobs, is_comparing, stepped)
         try:
             frames = user_frames(frame)
             for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
                 restore.frame(user_frame, variables, f"{record['place'][depth][1]}: ")
             for user_frame, recorded in zip(frames, record["loops"], strict=True):
                 for loop, fields in zip(loops.of_frame(user_frame), recorded, strict=True):
-                    restore.value(loop.over, fields["over"], f"{loop.site.key}: ")
+                    restore_loop(restore, loop, fields)
             known = dict(files.user_modules())
             for name, variables in record["modules"].items():
                 if name in known:
                     restore.module(vars(known[name]), variables, f"{name}: ")
-            found = trained.optimizers()
-            if len(found) != len(record["optimizers"]):
-                raise CannotRestoreError(
-                    f"the script has made {len(found)} optimizers in the replay, {len(record['optimizers'])} before"
-                )
-            for index, (optimizer, node) in enumerate(zip(found, record["optimizers"], strict=True)):
+            for index, (optimizer, node) in enumerate(
+                zip(trained.optimizers(), record["optimizers"], strict=is_comparing)
+            ):
                 restore.value(optimizer, node, f"optimizer {index}")
         except CannotRestoreError as error:
             self.refuse(str(error))
@@ -280,12 +300,27 @@ class Replay:
         random_state.restore(record["rng"])
         return restore
 
+    def _compare_optimizers(self, record: Record) -> None:
+        """Refuses if they have other parameters than in the lost rank."""
+        found = [parameters for parameters, _ in trained.counts_now()]
+        before = [parameters for parameters, _ in record["stepped"]]
+        if len(found) != len(before):
+            self.refuse(f"the script has made {len(found)} optimizers in the replay, {len(before)} before")
+        for index, (here, lost) in enumerate(zip(found, before, strict=True)):
+            if here != lost:
+                self.refuse(
+                    f"optimizer {index} has {lost} parameters in the lost rank and {here} in the replay: "
+                    "what the steps before have added to it (add_param_group?), the replay has passed over"
+                )
+
     def after_step(self) -> None:
         """Post-hook of Optimizer.step: at the boundary, wait for the tensors and go live."""
         if not self._is_at_target:
             return
         session = self.session
         faults.reached("replay")
+        if sharded.are_any(trained.parameters()):
+            sharded.tell(session.channel)
         told = {"generation": session.generation, "boundary": self.boundary, "setup_s": self.setup_s}
         session.channel.send({"op": "replayed"} | told)
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
@@ -311,24 +346,29 @@ class Replay:
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 
-    def end_without_repair(self) -> None:
-        """Undo the diversion of output: the process is about to end."""
-        self._output.end(0, 0)
-
     def refuse(self, reason: str) -> None:
         """This replay has failed. Does not return."""
         report_mismatch(self.session.channel, self.session.generation, reason)
 
 
-def difference_of_place(record: Record, frame: FrameType) -> str:
-    """Where the code and its loops stand otherwise than in a record, "" if it is the same."""
+def difference_of_place(record: Record, frame: FrameType, is_on_the_way: bool = False) -> str:
+    """Where the code and its loops stand otherwise than in a record, "" if it is the same.
+
+    is_on_the_way   the items are not compared of what will only now be made to go on as in the lost rank, such as a
+                    generator that counts
+    """
     frames = user_frames(frame)
     here = place(frames)
     if here != record["place"]:
         return f"it stands at {_told(here)}, the lost rank at {_told(record['place'])}"
     for user_frame, recorded in zip(frames, record["loops"], strict=True):
-        positions = [[loop.site.key, loop.position, loop.current] for loop in loops.of_frame(user_frame)]
+        active = loops.of_frame(user_frame)
+        positions = [[loop.site.key, loop.position, loop.current] for loop in active]
         expected = [[loop["site"], loop["position"], loop["current"]] for loop in recorded]
+        if is_on_the_way and len(active) == len(recorded):
+            for at, loop in enumerate(recorded):
+                if loop["over"] is not None:
+                    expected[at][2] = positions[at][2]
         if positions != expected:
             return f"its loops stand at {positions}, the lost rank's at {expected}"
     return ""

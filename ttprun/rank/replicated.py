@@ -2,21 +2,25 @@
 
 The order is the same in every rank: optimizers as they were made, their groups, the groups' parameters, of each the
 weights and then the optimizer's state by name. Each tensor has a key made of these.
+
+Of a tensor that is sharded over the ranks (sharded.py) the description tells the whole, which is the same everywhere;
+of its elements each rank has a part of its own, which nothing here hashes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
 import xxhash
 
 from ttprun.device import registry
-from ttprun.rank import trained
+from ttprun.rank import sharded, trained
 from ttprun.rank.session import current
 from ttprun.rank.tensor_bytes import bytes_of
+from ttprun.state.chunks import Chunk
 
 _PLAIN = (int, float, bool, str, type(None))
 WEIGHT = "weight"
@@ -24,6 +28,18 @@ WEIGHT = "weight"
 
 class NotRepairableError(RuntimeError):
     """An optimizer holds something that cannot be taken over; the message names it."""
+
+
+class Part(NamedTuple):
+    """What this rank holds of one tensor.
+
+    tensor  its elements in this rank's memory
+    chunk   which of the whole tensor's these are; None: all of them, and every rank has them
+    """
+
+    key: str
+    tensor: torch.Tensor
+    chunk: Chunk | None
 
 
 def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
@@ -35,48 +51,57 @@ def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.opt
 
 
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """What the optimizers update now, with its keys; `describe` tells of the newest boundary."""
+    """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
     for name, parameter, state, _ in _parameters():
         yield f"{name}/{WEIGHT}", parameter.detach()
         yield from ((f"{name}/{key}", value.detach()) for key, value in state.items() if torch.is_tensor(value))
 
 
-def describe() -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
+def keys_of_parameters() -> dict[int, str]:
+    """By its id, the key of each parameter's weights."""
+    return {id(parameter): f"{name}/{WEIGHT}" for name, parameter, _, _ in _parameters()}
+
+
+def describe() -> tuple[list[Any], list[Part]]:
     """What this rank holds of the newest boundary: the weights as the optimizer has left them there.
 
-    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and all
-             tensors with their keys
+    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and what this
+             rank holds of all tensors
 
     Raises NotRepairableError.
     """
     header: list[Any] = []
-    tensors: list[tuple[str, torch.Tensor]] = []
+    parts: list[Part] = []
     session = current()
     kept = None if session is None else session.kept_weights
     if kept is not None and kept.why_not():
         raise NotRepairableError(kept.why_not())
     for name, parameter, state, _ in _parameters():
         entries = []
-        weight = parameter if kept is None else kept.of(parameter)
-        tensors.append((f"{name}/{WEIGHT}", weight.detach()))
+        why_not = sharded.why_not_stored((parameter, *filter(torch.is_tensor, state.values())))
+        if why_not:
+            raise NotRepairableError(why_not)
+        weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
+        parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
-                tensors.append((f"{name}/{key}", value.detach()))
+                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), sharded.chunk_of(value)))
             elif isinstance(value, _PLAIN):
                 entries.append([key, False, value, None])
             else:
                 raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
         header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
-    return header, tensors
+    return header, parts
 
 
 def digest() -> str:
-    """A hash of everything that optimizers update; equal in ranks that hold the same. Raises NotRepairableError."""
-    header, tensors = describe()
+    """A hash of everything that optimizers update and all ranks should hold alike. Raises NotRepairableError."""
+    header, parts = describe()
     state = xxhash.xxh3_64(msgpack.packb(header))
-    for _, tensor in tensors:
-        state.update(bytes_of(tensor))
+    for part in parts:
+        if part.chunk is None:
+            state.update(bytes_of(part.tensor))
     return state.hexdigest()
 
 
@@ -84,7 +109,8 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
     """Make this rank hold what another one has described; its device may use that again, whatever was there before.
 
     header  as `describe` gives it
-    fill    called with the key of each tensor, in that order, and with the tensor to write its elements to
+    fill    called with the key of each tensor, in that order, and with the tensor to write its elements to, which may
+            be sharded
 
     Raises NotRepairableError if this rank's parameters are not like those.
     """
@@ -109,6 +135,8 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
             tensor = old.get(key)
             kind = getattr(torch, value)
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or list(tensor.shape) != entry_shape:
+                if sharded.is_distributed(parameter):
+                    raise NotRepairableError(f"{name} has no '{key}' here, and whether it is sharded is not known")
                 tensor = torch.empty(entry_shape, dtype=kind)
             fill(f"{name}/{key}", tensor)
             device.mark_safe(tensor)

@@ -127,6 +127,7 @@ def _leave(
     try:
         recovery.finish()
         session.verifier.end()
+        session.kept_weights.forget()
         leftovers.clear(error)
         if device is not None:
             _make_ready(device, diagnosis)

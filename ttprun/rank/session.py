@@ -47,6 +47,7 @@ class Session:
     is_over       this run of the script has ended with an exception
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script has last stepped an optimizer
+    away          ranks without which the others train on (--mindio)
     """
 
     rank: int
@@ -80,6 +81,7 @@ class Session:
     expected: Expected | None = None
     framework: Framework | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
+    away: frozenset[int] = frozenset()
     changed: threading.Condition = field(default_factory=threading.Condition)
     pid: int = field(default_factory=os.getpid)
 
@@ -120,7 +122,7 @@ class Session:
         board, row = self.board, self.local_rank
         board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
         board.set(row, Field.OPERATION, operation)
-        if size == self.world_size:
+        if size == self.world_size - len(self.away):
             board.set(row, Field.MEETINGS, board.get(row, Field.MEETINGS) + 1)
         self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
 

@@ -1,7 +1,8 @@
 """The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
 
 All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
-come to the same division without talking. A share is a file of safetensors, in the memory of a snapshot too.
+come to the same division without talking. Of tensors that are sharded over the ranks, each writes the part that it has.
+A share is a file of safetensors, in the memory of a snapshot too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import torch
 import xxhash
 
 from ttprun.channel import Message
-from ttprun.rank import replicated
+from ttprun.rank import replicated, sharded, trained
 from ttprun.rank.frames import SCALARS, user_frames
 from ttprun.rank.memory import Memory
+from ttprun.rank.replicated import Part
 from ttprun.state.files import write_file
-from ttprun.state.tensor_file import chunks, lay_out
+from ttprun.state.pieces import CannotReshardError
+from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 
 _MOST_MODULES = 16
-Named = list[tuple[str, torch.Tensor]]
 
 
 def file_of(share: int) -> str:
@@ -70,22 +72,31 @@ def copy(memory: Memory, share: int, of: int, frame: FrameType | None) -> Messag
 
 def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, bytes, list[torch.Tensor]]:
     """(what the agent must know, header of the file, tensors of the file) of one share."""
-    header, tensors = replicated.describe()
-    owners = divide([tensor.nbytes for _, tensor in tensors], of)
-    mine = [named for named, owner in zip(tensors, owners, strict=True) if owner == share]
+    header, parts = replicated.describe()
+    alike = [part for part in parts if part.chunk is None]
+    apart = [part for part in parts if part.chunk is not None]
+    owners = divide([part.tensor.nbytes for part in alike], of)
+    mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
     told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(header).encode()), "share": share}
+    models: dict[str, dict[str, str]] = {}
+    own: list[Part] = []
+    if share == 0 or apart:
+        models, own = _models(frame)
+        apart += [part for part in own if part.chunk is not None]
     if share == 0:
-        files = {key: file_of(owner) for (key, _), owner in zip(tensors, owners, strict=True)}
-        models, own = _models(frame, {_place(tensor): key for key, tensor in replicated.live_tensors()})
-        files |= {key: file_of(0) for key, _ in own}
+        files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
+        files |= {part.key: file_of(0) for part in (*apart, *own)}  # of those apart, the other files have parts too
         told |= {
             "header": header,
             "files": files,
             "model": {name: {n: [files[key], key] for n, key in names.items()} for name, names in models.items()},
+            "held": _held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
         }
-        mine += own
+        mine |= {part.key: part.tensor for part in own if part.chunk is None}
+    mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
+    chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}
     try:
-        return told, *lay_out(dict(mine), {"format": "pt"})
+        return told, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
         raise replicated.NotRepairableError(str(error)) from None
 
@@ -98,6 +109,9 @@ def load(header: list[Any], files: list[str]) -> None:
 
     Raises NotRepairableError, OSError.
     """
+    if sharded.are_any(trained.parameters()):
+        _load_parts(header, files)
+        return
     opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
     holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - it is no mapping
 
@@ -113,28 +127,71 @@ def load(header: list[Any], files: list[str]) -> None:
     replicated.take_over(header, fill)
 
 
-def _models(frame: FrameType | None, keys: dict[Any, str]) -> tuple[dict[str, dict[str, str]], Named]:
-    """The modules in the user's variables: (variable -> name in its state_dict -> key, tensors that have no key yet).
+def _load_parts(header: list[Any], files: list[str]) -> None:
+    """The same where tensors are sharded: each rank reads what it needs of the files, whoever has written it."""
+    from ttprun.state.resharding import load as load_resharded
 
-    keys   of what the optimizers update, by place in memory
-    """
+    targets: dict[str, torch.Tensor] = {}
+    replicated.take_over(header, targets.__setitem__)
+    try:
+        load_resharded(targets, files)
+    except CannotReshardError as error:
+        raise replicated.NotRepairableError(str(error)) from None
+    sharded.forget_gathered()
+
+
+def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Part]]:
+    """The modules in the user's variables: (variable -> name in its state_dict -> key, what has no key yet)."""
     models: dict[str, dict[str, str]] = {}
-    own: Named = []
-    known = dict(keys)
+    own: list[Part] = []
+    known = {_place(tensor): key for key, tensor in replicated.live_tensors() if not sharded.is_distributed(tensor)}
+    known_parameters = replicated.keys_of_parameters()
     for variable, module in _modules(frame):
         names: dict[str, str] = {}
-        for name, value in module.state_dict(keep_vars=True).items():
+        for name, value in _tensors_of(module):
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
                 continue
-            tensor = value.detach()
-            key = known.get(_place(tensor)) if tensor.numel() else None
+            tensor = sharded.local_of(value).detach()
+            key = known_parameters.get(id(value)) or (known.get(_place(tensor)) if tensor.numel() else None)
             if key is None:
-                key = known[_place(tensor)] = f"{variable}/{name}"
-                own.append((key, tensor))
+                key = f"{variable}/{name}"
+                own.append(Part(key, tensor, sharded.chunk_of(value)))
+            if tensor.numel():
+                known[_place(tensor)] = key
             names[name] = key
         if names:
             models[variable] = names
     return models, own
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the module's state_dict would hold.
+
+    It is not asked for it if FSDP2 manages its parameters: that would take gathered ones away, and the module may be
+    at work on another thread.
+    """
+    managed = sharded.sharded_parameters(module)
+    if not managed:
+        yield from module.state_dict(keep_vars=True).items()
+        return
+    for path, part in module.named_modules(remove_duplicate=False):
+        kept = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *kept.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, managed.get((id(part), name), tensor)
+
+
+def _held_by_all(models: dict[str, dict[str, str]]) -> list[Any]:
+    """Of each sharded weight its name for people, and what each rank has: [name, [[rank, shape, offsets, sizes]]]."""
+    named: dict[str, str] = {}
+    for variable, names in models.items():
+        for name, key in names.items():
+            named.setdefault(key, name if len(models) == 1 else f"{variable}.{name}")
+    return [
+        [named.get(key, key), sharded.held_by_all(parameter)]
+        for key, parameter in replicated.live_tensors()
+        if key.endswith(f"/{replicated.WEIGHT}") and sharded.chunk_of(parameter) is not None
+    ]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import msgpack
 
 from ttprun.board import Board, Field, Phase
-from ttprun.rank import replicated, shares
+from ttprun.rank import replicated, shares, trained
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
-from ttprun.rank.trained import optimizers, weights_sample
+from ttprun.rank.open_boundaries import MOST_PUT_OFF
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -41,23 +41,28 @@ class Snapshots:
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
         self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
+        self._put_off = 0  # boundaries at which it was time, but which are open
 
     def tell_size(self, channel: Channel) -> None:
         """After the first step: about how much each rank will copy, so that the agent can have memory for it ready."""
         if self._is_leader:
             with contextlib.suppress(replicated.NotRepairableError):  # it will be said when a snapshot is taken
-                size = sum(tensor.nbytes for _, tensor in replicated.describe()[1])
-                channel.send({"op": "snapshot_size", "bytes": size // self._board.n_ranks})
+                channel.send({"op": "snapshot_size", "bytes": self._whole_bytes() // self._board.n_ranks})
 
-    def agree(self, channel: Channel, boundary: int) -> None:
+    def agree(self, channel: Channel, boundary: int, is_open: bool = False) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
 
-        It is not if there is no memory for all ranks' parts; then the agent is told.
+        It is not if there is no memory for all ranks' parts; then the agent is told. At an open boundary it is put off
+        to one of the next.
         """
-        if self._is_leader and (not self._every or boundary % self._every == 0):
+        if self._is_leader and (not self._every or self._put_off or boundary % self._every == 0):
             asked = self._board.get(_LEADER, Field.SNAPSHOT_ASKED)
             if asked == self._seen:
                 return
+            if is_open and self._put_off < MOST_PUT_OFF:
+                self._put_off += 1
+                return
+            self._put_off = 0
             self._seen = asked
             why_not = self._why_no_room(asked)
             if why_not:
@@ -69,7 +74,7 @@ class Snapshots:
     def _why_no_room(self, number: int) -> str:
         """Why a snapshot cannot be taken for want of memory, "" if it can. The ranks' shares are of about one size."""
         try:
-            needed = sum(tensor.nbytes for _, tensor in replicated.describe()[1])
+            needed = self._whole_bytes()
             held = self._shelves[number % len(self._shelves)][1].held_bytes() * self._board.n_ranks
         except (replicated.NotRepairableError, OSError):
             return ""  # it will be said when the snapshot is taken
@@ -77,6 +82,11 @@ class Snapshots:
         if free is None or needed - held <= free:
             return ""
         return f"it takes {needed >> 20} MiB of shared memory, and less than that is free"
+
+    def _whole_bytes(self) -> int:
+        """About how much all ranks will copy together: of what is sharded, they hold about as much each."""
+        parts = replicated.describe()[1]
+        return sum(part.tensor.nbytes * (1 if part.chunk is None else self._board.n_ranks) for part in parts)
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; to be asked when all have recorded it."""
@@ -97,7 +107,12 @@ class Snapshots:
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
             told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
-            told["weights"] = weights_sample(boundary, optimizers()).hex()
+            # Where nothing else compares the ranks, all that they should hold alike is looked at.
+            told["weights"] = (
+                replicated.digest()
+                if trained.are_sharded()
+                else trained.weights_sample(boundary, trained.optimizers()).hex()
+            )
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"

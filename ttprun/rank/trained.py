@@ -6,12 +6,13 @@ All are told in the order in which the script has made them, which is the same i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
+from ttprun.rank.sharded import are_any, is_distributed, local_of
 from ttprun.rank.tensor_bytes import bytes_of
 
 _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -43,7 +44,7 @@ def forget() -> None:
     global _stepped
     _optimizers.clear()
     _wrapped_models.clear()
-    _stepped = (None, {}, [])
+    _stepped = (None, {}, [], False)
     _samples.clear()
 
 
@@ -57,13 +58,13 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
-_stepped: tuple[Any, dict[int, int], list[torch.Tensor]] = (None, {}, [])
+_stepped: tuple[Any, dict[int, int], list[torch.Tensor], bool] = (None, {}, [], False)
 # Of each living optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it.
 _counts: list[list[int]] = []
 
 
 def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
-    """Data pointers of the storages that the living optimizers update, each with its place in `stepped_tensors`.
+    """Data pointers of what the living optimizers update, see `places`, each with its place in `stepped_tensors`.
 
     The very same object as before as long as nothing shows that they have changed.
     """
@@ -71,12 +72,22 @@ def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
     seen = [entry for optimizer in living for entry in _signature(optimizer)]
     if seen != _stepped[0]:
         _samples.clear()
-        found: dict[int, int] = {}
-        for index, tensor in enumerate(stepped_tensors()):
-            found.setdefault(tensor.untyped_storage().data_ptr(), index)
-        _stepped = (seen, found, list(parameters()))
+        _stepped = (seen, places(stepped_tensors()), list(parameters()), are_any(parameters()))
         _counts = list(map(_count, living))
     return _stepped[1]
+
+
+def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Where each tensor stands in the sequence, by the addresses of its storage and of its own first element.
+
+    Of tensors that share a storage, the parts of one flat buffer, the storage tells the first.
+    """
+    held = list(map(local_of, tensors))
+    found: dict[int, int] = {}
+    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
+        for index, address in enumerate(at):
+            found.setdefault(address, index)
+    return found
 
 
 def weights() -> list[torch.Tensor]:
@@ -86,44 +97,61 @@ def weights() -> list[torch.Tensor]:
     return _stepped[2]
 
 
+def are_sharded() -> bool:
+    """Whether some parameter is sharded over the ranks, as of when their storages were asked for last."""
+    return _stepped[3]
+
+
 def stepped_tensors() -> list[torch.Tensor]:
-    """What the optimizers update, in an order that is the same in every rank: parameters, and the optimizers' state."""
-    return [tensor for optimizer in optimizers() for tensor in _tensors(optimizer)]
+    """What the optimizers update, in an order that is the same in every rank: all parameters, then all of their state.
+
+    An optimizer has its state from its first step on; a replacement's may not have come to that yet.
+    """
+    return [*parameters(), *(tensor for optimizer in optimizers() for tensor in _state(optimizer))]
 
 
 def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
     """Changes when parameters are added or when the state is loaded anew: counts, and where the ends of them lie."""
     seen = [len(optimizer.state)]
+    is_sharded = _stepped[3]
     for group in optimizer.param_groups:
         parameters = group["params"]
         seen.append(len(parameters))
         for parameter in (*parameters[:1], *parameters[-1:]):
-            seen.append(parameter.data_ptr())
+            seen.append((local_of(parameter) if is_sharded else parameter).data_ptr())
             state = optimizer.state.get(parameter)
             if isinstance(state, dict):
                 for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        seen.append(value.data_ptr())
+                        seen.append((local_of(value) if is_sharded else value).data_ptr())
     return seen
 
 
 def _count(optimizer: torch.optim.Optimizer) -> list[int]:
-    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
-    return [parameters, sum(1 for _ in _tensors(optimizer)) - parameters]
+    return [sum(len(group["params"]) for group in optimizer.param_groups), sum(1 for _ in _state(optimizer))]
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         if isinstance(state, dict):
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
+def counts_now() -> list[list[int]]:
+    """`counts`, as they are now."""
+    return list(map(_count, optimizers()))
+
+
 def parameters() -> Iterator[torch.Tensor]:
+    """What the living optimizers are to update, as they hold it now: one that two of them hold comes twice."""
     for optimizer in optimizers():
         for group in optimizer.param_groups:
             yield from group["params"]
+
+
+def replicated_weights() -> Iterator[torch.Tensor]:
+    """The parameters of all optimizers that all ranks hold alike."""
+    return (parameter for parameter in parameters() if not is_distributed(parameter))
 
 
 def counts() -> list[list[int]]:
@@ -136,7 +164,7 @@ _SAMPLE_BYTES = 4096
 
 
 def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
-    """A hash of the beginning of one parameter, another one at each boundary: do ranks hold the same weights?"""
+    """A hash of the beginning of what this rank holds of one parameter, another one at each boundary."""
     groups = [group["params"] for optimizer in living for group in optimizer.param_groups]
     count = sum(map(len, groups))
     if not count:
@@ -146,7 +174,7 @@ def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
         if at < len(parameters):
             break
         at -= len(parameters)
-    parameter = parameters[at]
+    parameter = local_of(parameters[at])
     key = (id(parameter), parameter.data_ptr())  # the same memory as when it was first asked for
     sample = _samples.get(key)
     if sample is None or not parameter.is_contiguous():
@@ -154,3 +182,8 @@ def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
         if parameter.is_contiguous() and parameter.device.type == "cpu":
             _samples[key] = sample
     return xxhash.xxh3_64_digest(sample)
+
+
+def common_sample(sample: bytes) -> bytes:
+    """The part of a sample by which ranks can see whether they hold the same weights: nothing if these are sharded."""
+    return b"" if are_sharded() else sample

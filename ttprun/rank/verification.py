@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 
+from ttprun.device.errors import in_one_line
 from ttprun.rank.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -32,47 +33,53 @@ _KILL_LIMIT_S = 60.0
 class Verifier:
     """Looks at gradients and weights in front of each step, and tells the agent.
 
-    every      boundaries between two looks at the weights, beside the first; 0: none
-    is_strict  a NaN in this rank's gradient keeps it from taking the step
+    every        boundaries between two looks at the weights, beside the first; 0: none
+    nan_limit_s  seconds for which a NaN in this rank's gradient keeps it from the step, till the job ends; None: it is
+                 only told
     """
 
-    def __init__(self, channel: Channel, journal: Journal, every: int, is_strict: bool) -> None:
+    def __init__(self, channel: Channel, journal: Journal, every: int, nan_limit_s: float | None) -> None:
         self._channel = channel
         self._journal = journal
         self._every = every
-        self._is_strict = is_strict
+        self._nan_limit_s = nan_limit_s
         self._had_nan = False
         self._prove_until = 0
         self._is_odd = False
+        self._why_off = ""
         self._copies: list[torch.Tensor] = []
         self._work: queue.Queue[int | None] = queue.Queue()
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
 
-    def look(self, boundary: int, weights: Iterator[torch.Tensor]) -> None:
+    def look(self, boundary: int, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
         """The step behind which the boundary lies is about to be taken.
 
-        If there is a NaN and the rank is strict, this blocks till the agent ends the process; the other ranks wait for
-        its record all the while, so that nobody takes the step.
+        weights   what all ranks hold alike
+
+        If there is a NaN that keeps the rank from the step, this blocks till the agent has saved what there is and ends
+        the process; the other ranks wait for its record all the while, so that nobody takes the step. Raises
+        RuntimeError if the agent does not come.
         """
         where = nan_in(self._journal)
         if where and not self._had_nan:
             self._channel.send({"op": "nan", "step": boundary - 1, "where": where})
-            if self._is_strict:
-                threading.Event().wait()
+            if self._nan_limit_s is not None:
+                threading.Event().wait(self._nan_limit_s)
+                raise RuntimeError(
+                    f"NaN in this rank's own gradient in step {boundary - 1} ({where}), and ttprun's agent has not "
+                    f"ended the job within {self._nan_limit_s:.0f} s (freeze_timeout_s + persist_timeout_s)"
+                )
         self._had_nan = bool(where)
         is_proof = boundary <= self._prove_until
         if is_proof and not self._is_idle.wait(_HASH_LIMIT_S):
-            text = (
-                f"the weights of an earlier step are still being hashed: at step {boundary} the recovery is not proved"
-            )
-            self._channel.send({"op": "note", "text": text})
+            self._note_unproved(boundary, "the weights of an earlier step are still being hashed")
+        elif is_proof and self._why_off:
+            self._note_unproved(boundary, self._why_off)
         is_due = is_proof or (self._every and (boundary == 1 or boundary % self._every == 0))
-        if is_due and self._is_idle.is_set():
-            self._copy(list(weights))
-            self._is_idle.clear()
-            self._work.put(boundary)
+        if is_due and self._is_idle.is_set() and not self._why_off:
+            self._begin_hash(boundary, weights)
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: look in front of the next steps, whether all are still alike.
@@ -96,9 +103,32 @@ class Verifier:
             self._channel.send({"op": "aside"})
             threading.Event().wait(_KILL_LIMIT_S)
 
-    def end(self) -> None:
-        """The run of the script is over: the thread ends."""
+    def end(self, limit_s: float = 0.0) -> None:
+        """The run of the script is over: the thread ends; it is waited for so long at most."""
         self._work.put(None)
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _note_unproved(self, boundary: int, why: str) -> None:
+        self._channel.send({"op": "note", "text": f"{why}: at step {boundary} the recovery is not proved"})
+
+    def _begin_hash(self, boundary: int, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Copy the weights, and have the copies hashed while training goes on."""
+        try:
+            self._copy(list(weights()))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
+                self._thread.start()
+        except Exception as error:  # there may be no memory for it, which training must not feel
+            self._turn_off(error)
+            return
+        self._is_idle.clear()
+        self._work.put(boundary)
+
+    def _turn_off(self, error: Exception) -> None:
+        """This rank's weights are not compared any more, and so nobody's: that is told, and training goes on."""
+        self._why_off = f"the weights of this rank cannot be hashed ({in_one_line(error)})"
+        self._channel.send({"op": "note", "text": f"{self._why_off}: from now on the ranks' weights are not compared"})
 
     def _copy(self, weights: list[torch.Tensor]) -> None:
         """Into the same buffers as before. While these are being hashed no look is taken: the agent can wait."""
@@ -106,29 +136,33 @@ class Verifier:
             self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
         for copy, one in zip(self._copies, weights, strict=True):
             copy.copy_(one.detach())
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._hash, name="ttprun-verification", daemon=True)
-            self._thread.start()
 
-    def _hash(self) -> None:
-        while True:
-            boundary = self._work.get()
-            if boundary is None:
-                return
-            state = xxhash.xxh3_64()
-            for copy in self._copies:
-                state.update(bytes_of(copy))
-            self._channel.send({"op": "digest", "boundary": boundary, "digest": state.hexdigest()})
+    def _work_off(self) -> None:
+        while (boundary := self._work.get()) is not None:
+            try:
+                self._hash(boundary)
+            except Exception as error:
+                self._turn_off(error)
             self._is_idle.set()
+
+    def _hash(self, boundary: int) -> None:
+        state = xxhash.xxh3_64()
+        for copy in self._copies:
+            state.update(bytes_of(copy))
+        self._channel.send({"op": "digest", "boundary": boundary, "digest": state.hexdigest()})
 
 
 def look_for_nan(entry: Entry) -> None:
     """Note which of a collective's inputs has a NaN. One pass over the journal's copies, just made."""
-    for _, copy in entry.saved:
-        # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
-        if copy.is_floating_point() and math.isnan(copy.sum().item()) and bool(copy.isnan().any()):
-            entry.nan = f"{int(copy.isnan().sum())} of {copy.numel()} elements"
-            return
+    entry.nan = next((told for _, copy in entry.saved if (told := told_nans(copy))), entry.nan)
+
+
+def told_nans(tensor: torch.Tensor) -> str:
+    """How many elements are NaN, in words; "" if none is."""
+    # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+    if tensor.is_floating_point() and math.isnan(tensor.sum().item()) and bool(tensor.isnan().any()):
+        return f"{int(tensor.isnan().sum())} of {tensor.numel()} elements"
+    return ""
 
 
 def nan_in(journal: Journal) -> str:

@@ -3,9 +3,9 @@
     job = new_job(Settings(world_size=4))
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
-Files, lowest floor first: `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an incident);
-`repair`, `faults`, `hung`, `planned`, `persist` (handlers); `machine` (the table). Beside them stand `hangs` (which
-rank hangs) and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
+Files, lowest floor first: `shards`, `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an
+incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `machine` (the table). Beside them
+stand `hangs` (which rank hangs) and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -30,6 +30,8 @@ from ttprun.recovery.events import (
     CheckpointAsked,
     ConnectionBroken,
     DeadlinePassed,
+    DowngradeAsked,
+    ElasticDeclared,
     Event,
     GroupRestarted,
     MismatchFound,
@@ -38,6 +40,7 @@ from ttprun.recovery.events import (
     RankExited,
     RankFaulted,
     RankFrozen,
+    RankHoldsAlone,
     RankHung,
     RankProtected,
     RankRebuilt,
@@ -50,15 +53,18 @@ from ttprun.recovery.events import (
     ReplacementAsked,
     ResumeAsked,
     SnapshotTaken,
+    SpawnFailed,
     StatePersisted,
     StateSent,
     StopAsked,
+    UpgradeAsked,
 )
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist
 from ttprun.recovery.machine import TRANSITIONS, advance
-from ttprun.recovery.planned import why_not_replaceable
+from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
+from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 
 __all__ = [
     "RUNGS",
@@ -67,6 +73,8 @@ __all__ = [
     "CheckpointAsked",
     "ConnectionBroken",
     "DeadlinePassed",
+    "DowngradeAsked",
+    "ElasticDeclared",
     "Event",
     "FailJob",
     "FinishJob",
@@ -90,6 +98,7 @@ __all__ = [
     "RankExited",
     "RankFaulted",
     "RankFrozen",
+    "RankHoldsAlone",
     "RankHung",
     "RankProtected",
     "RankRebuilt",
@@ -110,13 +119,19 @@ __all__ = [
     "SetDeadline",
     "Settings",
     "SnapshotTaken",
+    "SpawnFailed",
     "SpawnRank",
     "StatePersisted",
     "StateSent",
     "StopAsked",
     "UnexpectedStart",
+    "UpgradeAsked",
     "advance",
+    "groups_left",
+    "is_elastic",
     "may_persist",
     "new_job",
     "why_not_replaceable",
+    "why_not_upgradable",
+    "why_not_without",
 ]

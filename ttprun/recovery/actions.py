@@ -32,7 +32,7 @@ class Freeze(Action):
 
 @dataclass(frozen=True, slots=True)
 class SpawnRank(Action):
-    """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted.
+    """Give a lost rank a process, from the standbys if there is one; the answer is RankStarted, or SpawnFailed.
 
     generation   in which it was asked for; if ranks are lost meanwhile, Replay or Resume names a newer one
     """

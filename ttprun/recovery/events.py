@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ttprun.recovery.shards import ReplicaGroup
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -55,6 +57,16 @@ class RankStarted(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpawnFailed(RankEvent):
+    """No process can be started for a rank: the machine has not what it takes.
+
+    reason   what the system says
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankProtected(RankEvent):
     """The rank's hooks have said hello."""
 
@@ -64,6 +76,16 @@ class RankUnprotected(RankEvent):
     """From now on this rank cannot take part in a repair, so no rank of the job can be replaced.
 
     reason   what the hooks met, for the operator
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHoldsAlone(RankEvent):
+    """Part of what each rank holds is in no other rank: when one is lost, all must go back to where it was stored.
+
+    reason   what that is, for the operator
     """
 
     reason: str
@@ -119,8 +141,7 @@ class RankExited(RankEvent):
             how = f"was ended by signal {self.signal}"
         else:
             how = "ended" if self.code is None else f"exited with code {self.code}"
-        cause = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} {how} at boundary {self.boundary}{cause}"
+        return f"rank {self.rank} {how} at boundary {self.boundary}{_cause(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +172,7 @@ class RankFaulted(RankEvent):
     def sentence(self) -> str:
         """The fault for an operator."""
         what = f"a fault of its device ({self.device_fault})" if self.device_fault else "a transient error"
-        cause = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} met {what} at boundary {self.boundary}{cause}"
+        return f"rank {self.rank} met {what} at boundary {self.boundary}{_cause(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +196,7 @@ class RankHung(RankEvent):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        cause = f" ({self.reason})" if self.reason else ""
-        return f"rank {self.rank} hung at boundary {self.boundary}{cause}"
+        return f"rank {self.rank} hung at boundary {self.boundary}{_cause(self.reason)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +271,40 @@ class ReplacementAsked(Event):
         """What was asked, for an operator."""
         ranks = ", ".join(map(str, self.ranks))
         return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as planned ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticDeclared(RankEvent):
+    """A rank can train on in a smaller group, and says who trains the same parameters.
+
+    replicas        groups over which its optimizers are spread; () if every rank holds all that the others hold
+    data_parallel   the group over which the batches are spread; () if that is one of these
+    """
+
+    replicas: tuple[ReplicaGroup, ...] = ()
+    data_parallel: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DowngradeAsked(Event):
+    """The others are to train on without the ranks that are lost, and not to wait for replacements.
+
+    reason   who asked, and why
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpgradeAsked(Event):
+    """The ranks that are away are to come back.
+
+    reason   who asked, and why
+    """
+
+    reason: str
+
+    kind: ClassVar[str] = "upgrade"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,14 +446,19 @@ class StopAsked(Event):
 
 EVENT_TYPES: tuple[type[Event], ...] = (
     RankStarted,
+    SpawnFailed,
     RankProtected,
     RankUnprotected,
+    RankHoldsAlone,
     RankExited,
     RankFaulted,
     RankHung,
     RankDiverged,
     ConnectionBroken,
     ReplacementAsked,
+    ElasticDeclared,
+    DowngradeAsked,
+    UpgradeAsked,
     RankFrozen,
     RankReplayed,
     StateSent,
@@ -416,3 +474,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     GroupRestarted,
     StopAsked,
 )
+
+
+def _cause(reason: str) -> str:
+    return f" ({reason})" if reason else ""

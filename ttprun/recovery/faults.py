@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttprun.recovery.actions import FinishJob, KillRank
+from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import (
     DeadlinePassed,
     GroupRestarted,
@@ -15,6 +15,7 @@ from ttprun.recovery.events import (
     RankDiverged,
     RankExited,
     RankFaulted,
+    RankHoldsAlone,
     RankHung,
     RankProtected,
     RankStarted,
@@ -30,12 +31,14 @@ from ttprun.recovery.ladder import (
     end_job,
     enter,
     fail_job,
+    finish_job,
     open_incident,
     reason_of,
     restart_group,
     unchanged,
 )
 from ttprun.recovery.repair import end_resuming, note_process
+from ttprun.recovery.resize import give_up_replacing
 
 Loss = RankExited | RankFaulted | RankHung | RankDiverged
 
@@ -56,6 +59,19 @@ def on_unprotected_in_repair(job: Job, event: RankUnprotected) -> Result:
     return restart_group(job, event.at_s, sentence_of(event))
 
 
+def on_holds_alone(job: Job, event: RankHoldsAlone) -> Result:
+    """No rank can be repaired from another one from now on; the first reason is kept."""
+    return replace(job, unreplicated_reason=job.unreplicated_reason or event.reason), ()
+
+
+def on_holds_alone_in_repair(job: Job, event: RankHoldsAlone) -> Result:
+    """A repair from another rank cannot be completed; a way back to a snapshot, or new connections, can."""
+    job, _ = on_holds_alone(job, event)
+    if job.lost and job.rewind_to is None:
+        return restart_group(job, event.at_s, job.unreplicated_reason)
+    return job, ()
+
+
 def sentence_of(event: RankUnprotected) -> str:
     """The reason why no rank can be replaced, with the rank that gave it."""
     return f"rank {event.rank} cannot take part in a repair ({event.reason})"
@@ -68,7 +84,7 @@ def on_exit(job: Job, event: RankExited) -> Result:
     job = mark_finished(job, event)
     if job.survivors:
         return job, ()
-    return enter(job, Phase.DONE, event.at_s, (FinishJob(),))
+    return finish_job(job, event.at_s)
 
 
 def on_exit_in_repair(job: Job, event: RankExited) -> Result:
@@ -81,15 +97,14 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     if event.is_finish and member.has_reissued:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
-        why = f"rank {event.rank} finished during the repair, so the group cannot be built again"
-        return drain(mark_finished(job, event), event.at_s, why)
+        return let_others_finish(job, event)
     if event.is_script_error and is_replacement and not member.is_rerun:
         has_come_back = is_known(job, event)
         job = note_fault(job, event)
         if has_come_back:
             return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
-        return restart_group(job, event.at_s, why)
+        return give_up_replacing(job, event.at_s, why)
     return answer_fault(job, event)
 
 
@@ -129,7 +144,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
     job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
     if job.survivors:
         return job, (kill,)
-    job, actions = restart_without_survivors(job, event.at_s)
+    job, actions = end_drain(job, event.at_s)
     return job, (kill, *actions)
 
 
@@ -138,14 +153,13 @@ def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
     if job.survivors:
         return job, ()
-    if not job.lost:
-        return enter(job, Phase.DONE, event.at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
-    return restart_without_survivors(job, event.at_s)
+    return end_drain(job, event.at_s)
 
 
-def restart_without_survivors(job: Job, at_s: float) -> Result:
+def end_drain(job: Job, at_s: float) -> Result:
     """The last rank that could finish is gone."""
-    return restart_group(job, at_s, f"{name_ranks(job.lost)} did not finish, and no other rank runs any more")
+    why = f"{name_ranks(job.lost)} did not finish, and no other rank runs any more"
+    return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
 
 
 def on_started_while_draining(job: Job, event: RankStarted) -> Result:
@@ -188,6 +202,7 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         generation=job.generation + 1,
         members=fresh_members(job.settings),
         unprotected_reason="",
+        unreplicated_reason="",
         snapshot=None,
         rewind_to=None,
         is_resumed=False,
@@ -223,14 +238,14 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     if why_hopeless:
         return fail_job(job, at_s, why_hopeless, has_progress=False, rung="fail")
     if why_not:
-        return restart_group(job, at_s, why_not)
+        return give_up_replacing(job, at_s, why_not)
     if job.finished:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
     if not job.survivors and job.rewind_to is None:
         return restart_group(job, at_s, "all ranks of the group were lost")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"
-        return restart_group(job, at_s, why)
+        return give_up_replacing(job, at_s, why)
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
@@ -284,6 +299,15 @@ def note_fault(job: Job, event: Loss) -> Job:
         ranks=ranks if event.rank in ranks else (*ranks, event.rank),
         reason=f"{job.incident.reason}, then {event.sentence}",
     )
+
+
+def let_others_finish(job: Job, event: RankExited) -> Result:
+    """The group is about to be built again, and a rank has finished without waiting for it."""
+    job = mark_finished(job, event)
+    if job.incident is None and job.survivors:
+        fault = f"rank {event.rank} finished while all stood still for a checkpoint"
+        job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
+    return drain(job, event.at_s, f"rank {event.rank} has finished, and the group cannot be built again without it")
 
 
 def mark_finished(job: Job, event: RankExited) -> Job:

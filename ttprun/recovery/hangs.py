@@ -8,49 +8,22 @@ on one rank looks just like that. A process that is stopped is guilty even if no
 
 If all ranks stand in the same collective and nothing moves, no rank is guilty, but the connection (`Stalled`).
 
-Read `Watch.look` first, then `Limits`.
+Read `Watch.look` first, then `hang_limits.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
 
-LEAST_LIMIT_S = 10.0  # learnt limits are never shorter
-LEAST_STALL_S = 30.0
-SETUP_LIMIT_S = 600.0  # before the first step nothing is known of the script
-PAUSE_LIMIT_S = 120.0  # while a rank saves, or the others wait in a barrier: steps do not advance, and are no measure
-BUSY_LIMIT_S = 600.0
+from ttprun.recovery.hang_limits import SETUP_LIMIT_S, Limits
+from ttprun.recovery.sights import IN_COLLECTIVE, Doing, Sight, Track
+
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
-WORK_WINDOW_S = 1.0
-WORK_SHARE = 0.05  # of one processor: less is no work, but what threads need that wait
 LOOK_AWAY_S = 2.0  # longer between two looks, and the agent was itself held up
 STRAGGLER_TIMES = 5.0
 STRAGGLER_LEAST_S = 2.0
-
-
-class Doing(StrEnum):
-    """What a rank's main thread does, as far as its hooks can tell."""
-
-    STARTING = "starting"
-    SETUP = "setup"
-    COMPUTING = "computing"
-    COLLECTIVE = "collective"
-    WAITING = "waiting"
-    CONNECTING = "connecting"
-    COMMITTING = "committing"
-    STEPPING = "stepping"
-    REPLAYING = "replaying"
-    REPAIRING = "repairing"
-    SAVING = "saving"
-    FINISHED = "finished"
-
-
-IN_COLLECTIVE = (Doing.COLLECTIVE, Doing.WAITING)
-WAITING = (*IN_COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
 
 
 class Way(StrEnum):
@@ -64,56 +37,6 @@ class Way(StrEnum):
     IDLE = "its main thread stands in a call that does not return"
     ASTRAY = "it waits at another place than the others"
     BUSY = "it works, but does not come"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sight:
-    """A rank as the agent sees it at one moment.
-
-    boundary      optimizer steps that it has completed
-    meetings      collectives of the whole world that it has come to since
-    operation     name of the newest collective
-    seen_at_s     when its hooks last noted anything
-    pulse_at_s    when its heartbeat's thread last got the GIL; 0 if it has never beaten
-    beats         heartbeats that its main thread has answered
-    cpu_s         processor time of the process so far
-    is_stopped    by a signal, and not by a debugger
-    is_in_io      its main thread waits for a disk or a file system
-    """
-
-    rank: int
-    pid: int
-    boundary: int
-    meetings: int
-    doing: Doing
-    operation: str = ""
-    seen_at_s: float = 0.0
-    pulse_at_s: float = 0.0
-    beats: int = 0
-    cpu_s: float = 0.0
-    is_stopped: bool = False
-    is_in_io: bool = False
-
-    @property
-    def place(self) -> tuple[int, int, bool, bool]:
-        """How far it is; a rank that others wait for has a lower place than they."""
-        return self.boundary, self.meetings, self.doing is Doing.COMMITTING, self.doing is Doing.FINISHED
-
-    @property
-    def is_waiting(self) -> bool:
-        """It can only get on when others do."""
-        return self.doing in WAITING
-
-    @property
-    def where(self) -> str:
-        """Its place in words: "in allreduce, number 3 of step 12"."""
-        if self.doing is Doing.CONNECTING:
-            return f"for its process group to be connected, in step {self.boundary}"
-        if self.doing is Doing.COMMITTING:
-            return f"in front of its optimizer step {self.boundary}"
-        if self.doing in IN_COLLECTIVE:
-            return f"in {self.operation}, number {self.meetings} of step {self.boundary}"
-        return f"{self.doing}, in step {self.boundary}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,102 +94,6 @@ class Straggler:
 
 
 Verdict = Hung | Stalled | Straggler
-
-
-@dataclass(slots=True)
-class Track:
-    """What is remembered of one process.
-
-    progressed_at_s   when it last got on
-    worked_at_s       when it last showed that it works: it got on, ran bytecode, or used the processor
-    stopped_at_s      when it was first seen stopped, None if it is not
-    """
-
-    sight: Sight
-    progressed_at_s: float
-    worked_at_s: float
-    stopped_at_s: float | None = None
-    cpu: deque[tuple[float, float]] = field(default_factory=deque)
-
-    def note(self, at_s: float, sight: Sight) -> None:
-        """Compare with what was seen last."""
-        before = self.sight
-        self.sight = sight
-        if (before.place, before.doing, before.seen_at_s) != (sight.place, sight.doing, sight.seen_at_s):
-            self.progressed_at_s = at_s
-        self.cpu.append((at_s, sight.cpu_s))
-        while len(self.cpu) > 2 and self.cpu[1][0] <= at_s - WORK_WINDOW_S:
-            self.cpu.popleft()
-        since_s, used_s = self.cpu[0]
-        is_working = used_s < sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
-        if (
-            is_working
-            or sight.is_in_io
-            or (before.beats != sight.beats and sight.doing is not Doing.WAITING)
-            or self.progressed_at_s == at_s
-            or not sight.pulse_at_s
-        ):
-            self.worked_at_s = at_s
-        if not sight.is_stopped:
-            self.stopped_at_s = None
-        elif self.stopped_at_s is None:
-            self.stopped_at_s = at_s
-
-    def shift(self, by_s: float) -> None:
-        """Time in which nobody looked does not count."""
-        self.progressed_at_s += by_s
-        self.worked_at_s += by_s
-        self.stopped_at_s = None if self.stopped_at_s is None else self.stopped_at_s + by_s
-        self.cpu.clear()
-
-
-@dataclass(slots=True)
-class Limits:
-    """How long a rank may not get on, in seconds.
-
-    hang_s   what the user has set; None: learnt from the steps so far
-    """
-
-    hang_s: float | None
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=200))
-
-    @property
-    def slowest_s(self) -> float:
-        """The slowest recent step; with validation and checkpoints, if they lie within steps."""
-        return max(self.steps_s, default=0.0)
-
-    @property
-    def usual_s(self) -> float | None:
-        """What a step takes; None while too few are known."""
-        return median(self.steps_s) if len(self.steps_s) >= 5 else None
-
-    def hang_limit_s(self, sight: Sight, awaited: Sight | None = None) -> float:
-        """For a rank that shows no sign of work.
-
-        awaited   a rank that waits for it
-        """
-        if self.hang_s is not None:
-            return self.hang_s
-        if sight.boundary == 0:
-            return SETUP_LIMIT_S
-        is_pause = sight.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
-        return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
-
-    @property
-    def stop_limit_s(self) -> float:
-        """For a process that has been stopped: a script has no reason to do that, whatever it is at."""
-        return self.hang_s if self.hang_s is not None else max(LEAST_LIMIT_S, 5 * self.slowest_s)
-
-    @property
-    def busy_limit_s(self) -> float:
-        """For a rank that works. It must be found some day, for it may be an endless loop."""
-        return 10 * self.hang_s if self.hang_s is not None else max(BUSY_LIMIT_S, 10 * self.slowest_s)
-
-    def stall_limit_s(self, boundary: int) -> float:
-        """For a collective in which all stand: a slow network is no broken one."""
-        if self.hang_s is not None:
-            return self.hang_s
-        return SETUP_LIMIT_S if boundary == 0 else max(LEAST_STALL_S, 3 * self.stop_limit_s)
 
 
 class Watch:

@@ -19,8 +19,18 @@ from ttprun.recovery.events import (
 )
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, Fault, Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import DEADLINE_NAMES, Result, begin_attempt, drain, open_incident, restart_group, unchanged
+from ttprun.recovery.ladder import (
+    DEADLINE_NAMES,
+    Result,
+    begin_attempt,
+    drain,
+    end_job,
+    open_incident,
+    restart_group,
+    unchanged,
+)
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
+from ttprun.recovery.resize import give_up_replacing
 
 
 def on_hung(job: Job, event: RankHung) -> Result:
@@ -41,6 +51,8 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     """
     if event.name != DEADLINE_NAMES[job.phase]:
         return unchanged(job, event)
+    if job.ending is not None:  # only to end by themselves have all gone on
+        return end_job(job, event.at_s)
     took_s = event.at_s - job.phase_since_s
     guilty = who_is_guilty(job, event.silent)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
@@ -148,8 +160,13 @@ def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
 
 
 def on_mismatch(job: Job, event: MismatchFound) -> Result:
-    """A check has failed: a new process would find the same, unless what an older run has left behind is to blame."""
+    """A check has failed: a new process would find the same, unless what an older run has left behind is to blame.
+
+    If it is one of a replacement, that is given up.
+    """
     member = job.members[event.rank]
+    if member.life is Life.LOST and not member.is_rerun:
+        return give_up_replacing(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
     fault = f"rank {event.rank} found a mismatch when it ran the script again ({event.reason})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Rung = Literal["reconnect", "rerun", "replace", "rewind", "restart", "fail"]
+Rung = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart", "fail"]
 Outcome = Literal["open", "recovered", "restarted", "failed"]
 
 
@@ -17,11 +17,12 @@ class Incident:
 
     id            1 for the job's first incident
     kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch", a fault of a
-                  device; "planned": healthy ranks were to be replaced; "checkpoint": it could not be gone on from one;
-                  "resume": a new launch goes on from a checkpoint
+                  device; "planned": healthy ranks were to be replaced; "upgrade": ranks that were away were called
+                  back; "checkpoint": it could not be gone on from one; "resume": a new launch goes on from one
     ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
     rung          the way out that is tried: connect anew, run the script again in the same processes, replace the
-                  ranks, go back to a snapshot, restart the group, or end the job
+                  ranks, go back to a snapshot, train on with fewer ranks (or with all of them again), restart the
+                  group, or end the job
     outcome       "open" until it has ended
     reason        the faults, a sentence; after a fallback, why it was taken and then the faults
     phase         phase of the job when this was written

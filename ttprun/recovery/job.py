@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
-from ttprun.recovery.events import Event, RankFrozen
+from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, UpgradeAsked
 from ttprun.recovery.incident import Incident
 
 NOBODY = -1  # the rank of a fault that is no rank's own
-RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "restart", "persist"})
+RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "resize", "restart", "persist"})
 WINDOW_S = 3600.0
 
 
@@ -39,6 +39,7 @@ class Life(Enum):
     LIVE = "live"  # a full member of the group: it may be a survivor and a source
     LOST = "lost"  # a fault ended its process or its script; whoever takes its place has not caught up yet
     FINISHED = "finished"  # its script has come to the end
+    AWAY = "away"  # it has no process, and the others train on without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,7 @@ class Member:
     is_protected        its hooks have said hello
     spawn_asked_at_s    when a process was asked for that has not started yet
     has_orders          a replacement that has been told where to go; a new attempt needs a new process
+    elastic             what it has declared, if it can train on in a smaller group
     frozen              answer to Freeze
     sent_digest         digest of StateSent; the source only
     repaired_digest     digest of RankRepaired; replacements only
@@ -104,6 +106,7 @@ class Member:
     is_protected: bool = False
     spawn_asked_at_s: float | None = None
     has_orders: bool = False
+    elastic: ElasticDeclared | None = None
     frozen: RankFrozen | None = None
     has_replayed: bool = False
     sent_digest: str | None = None
@@ -125,6 +128,7 @@ class Member:
             is_rerun=self.is_rerun,
             is_protected=self.is_protected,
             spawn_asked_at_s=self.spawn_asked_at_s,
+            elastic=self.elastic,
         )
 
 
@@ -173,6 +177,7 @@ class Job:
     incident             the open one, None while all is well
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
+    unreplicated_reason  why no rank can be repaired from another one; "" if they can
     faults               that opened incidents at the newest boundary, to see one that comes back
     openings             of incidents within WINDOW_S
     snapshot             boundary of the newest complete snapshot; None if there is none to go back to
@@ -192,6 +197,7 @@ class Job:
     incident: Incident | None = None
     incident_count: int = 0
     unprotected_reason: str = ""
+    unreplicated_reason: str = ""
     faults: tuple[Fault, ...] = ()
     openings: tuple[Opening, ...] = ()
     snapshot: int | None = None
@@ -216,6 +222,16 @@ class Job:
     def finished(self) -> tuple[int, ...]:
         """Ranks whose script has come to its end."""
         return self.ranks_that_are(Life.FINISHED)
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Ranks without which the others train on."""
+        return self.ranks_that_are(Life.AWAY)
+
+    @property
+    def is_upgrading(self) -> bool:
+        """The ranks that were away are on their way back."""
+        return self.incident is not None and self.incident.kind == UpgradeAsked.kind and not self.away
 
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
         """Ranks of one kind, in order."""

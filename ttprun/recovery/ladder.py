@@ -12,6 +12,7 @@ from typing import Any
 from ttprun.recovery.actions import (
     Action,
     FailJob,
+    FinishJob,
     Freeze,
     KillRank,
     RecordIncident,
@@ -84,14 +85,19 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     """Rung "replace": a new generation; survivors freeze, and each lost rank gets a process.
 
     If every lost rank still has its own process it is rung "rerun", and nothing is spawned. If no rank is lost it is
-    rung "reconnect": the survivors freeze, and connect anew.
+    rung "reconnect": the survivors freeze, and connect anew. If ranks that were away come back it is rung "resize".
 
     A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
     that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary. If nobody is
     left on the way back to a snapshot, all go back once more.
+
+    If a lost rank held what no other one does, its place cannot be taken: all go back.
     """
-    if job.rewind_to is not None and not job.survivors:
+    is_irreplaceable = bool(job.unreplicated_reason and job.lost)
+    if job.rewind_to is not None and (is_irreplaceable or not job.survivors):
         return begin_rewind(job, at_s)
+    if is_irreplaceable:
+        return restart_group(job, at_s, job.unreplicated_reason)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
     members: list[Member] = []
@@ -108,7 +114,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
     job = replace(job, rewind_to=None)
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
-    rung = rung if job.lost else "reconnect"
+    rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
     return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **UNDONE)
 
 
@@ -118,7 +124,7 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     Ranks that do need them wait in a collective that will never complete, hence the deadline.
     """
     if not job.survivors:
-        return restart_group(job, at_s, why)
+        return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
     reason = reason_of(job, why)
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
@@ -174,6 +180,11 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     spawns = (SpawnRank(rank, job.generation) for rank in unasked)
     actions = (*kills, Rewind(boundary), *spawns, deadline_of(job, Phase.REPLAYING))
     return enter(job, Phase.REPLAYING, at_s, actions, rung="rewind", **UNDONE | {"boundary": boundary})
+
+
+def finish_job(job: Job, at_s: float) -> Result:
+    """All scripts have come to their end."""
+    return enter(job, Phase.DONE, at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
 
 
 def fail_job(

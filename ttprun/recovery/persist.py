@@ -8,12 +8,15 @@ signal that tells it so, it goes on all the same, to do what it does then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from ttprun.recovery.actions import FinishJob, KillRank, Persist, Resume
+from ttprun.recovery.actions import KillRank, Persist, Resume
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
+    Event,
     MismatchFound,
     RankExited,
     RankFaulted,
@@ -24,7 +27,7 @@ from ttprun.recovery.events import (
     StatePersisted,
     StopAsked,
 )
-from ttprun.recovery.faults import answer_fault, mark_finished, on_faulted
+from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted
 from ttprun.recovery.job import Ending, Job, Life, Phase
 from ttprun.recovery.ladder import (
     DEADLINE_NAMES,
@@ -34,7 +37,6 @@ from ttprun.recovery.ladder import (
     begin_persisting,
     begin_rewind,
     deadline_of,
-    drain,
     end_job,
     enter,
     may_persist,
@@ -120,14 +122,9 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
 def on_exit_to_persist(job: Job, event: RankExited) -> Result:
     """One rank less: if the job ends the others write without it, else it comes first."""
     if event.is_finish:
-        job = mark_finished(job, event)
-        if job.ending is not None:
-            return go_on(job, event.at_s, f"rank {event.rank} has finished")
-        if not job.survivors:
-            return enter(job, Phase.DONE, event.at_s, (FinishJob(),))
-        fault = f"rank {event.rank} finished while a checkpoint was to be written"
-        job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
-        return drain(job, event.at_s, "the group cannot be built again without the rank that has finished")
+        if job.ending is None:
+            return let_others_finish(job, event)
+        return go_on(mark_finished(job, event), event.at_s, f"rank {event.rank} has finished")
     if job.ending is None:
         return answer_fault(job, event)
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
@@ -180,3 +177,12 @@ def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     if job.ending is not None and not job.ending.is_restart:
         return unchanged(job, event)
     return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
+
+
+def unless_ending(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:
+    """Answers what goes wrong as all go on; if they do so only to end by themselves, nothing is repaired for that."""
+
+    def answer(job: Job, event: Event) -> Result:
+        return handler(job, event) if job.ending is None else end_job(job, event.at_s)
+
+    return answer

@@ -1,7 +1,8 @@
-"""Planned replacement: healthy ranks give their places to new processes, since somebody knows that they will not last.
+"""What somebody asks of the ranks: that healthy ones are replaced, or that the group becomes smaller, or whole again.
 
-It is a replacement like any other, whose lost ranks are alive until it begins; as no fault has led to it, it counts for
-none. Whatever speaks against it leaves the job as it is.
+A planned replacement is one like any other, whose lost ranks are alive until it begins; ranks that come back are
+replaced like lost ones. As no fault has led to it, it counts for none. Whatever speaks against it leaves the job as it
+is.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import ReplacementAsked
+from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
 from ttprun.recovery.job import Job, Life, Phase, name_ranks
 from ttprun.recovery.ladder import Result, begin_attempt, open_incident, unchanged
+from ttprun.recovery.resize import begin_shrinking, why_not_without
 
 
 def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
@@ -27,7 +29,7 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
         return f"{name_ranks(strangers or job.finished)} trains no more"
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
-    return why_not_protected(job, ranks[0])
+    return why_not_protected(job, ranks[0]) or job.unreplicated_reason
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
@@ -40,3 +42,35 @@ def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
     job = open_incident(job, event.at_s, event.kind, event.sentence, detect_s=0.0).with_incident(ranks=event.ranks)
     job, actions = begin_attempt(job, event.at_s)
     return job, (*kills, *actions)
+
+
+def why_not_upgradable(job: Job) -> str:
+    """Why the ranks that are away cannot come back now; "" if they can."""
+    if not job.away:
+        return "no rank is away"
+    if job.phase is not Phase.RUNNING:
+        return f"the job is {job.phase}"
+    if job.finished:
+        return f"{name_ranks(job.finished)} trains no more"
+    return why_not_protected(job, job.away[0], needs_process=False)
+
+
+def on_upgrade_asked(job: Job, event: UpgradeAsked) -> Result:
+    """RUNNING: the ranks that are away get processes, which are repaired like those of lost ranks.
+
+    It is asked for, so that it needs no rung "replace".
+    """
+    if why_not_upgradable(job):
+        return unchanged(job, event)
+    ranks = job.away
+    fault = f"{name_ranks(ranks)} had to come back ({event.reason})"
+    job = job.with_members(*(replace(job.members[rank], life=Life.LOST) for rank in ranks))
+    job = open_incident(job, event.at_s, event.kind, fault, detect_s=0.0).with_incident(ranks=ranks)
+    return begin_attempt(job, event.at_s)
+
+
+def on_downgrade_asked(job: Job, event: DowngradeAsked) -> Result:
+    """A repair goes on: nobody waits for its replacements any more."""
+    if not job.lost or why_not_without(job, job.lost):
+        return unchanged(job, event)
+    return begin_shrinking(job, event.at_s, event.reason)

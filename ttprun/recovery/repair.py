@@ -215,7 +215,7 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 def end_resuming(job: Job, at_s: float) -> Result:
     """Once all ranks that have not finished are connected and have caught up: the job runs again, or ends at last."""
-    working = [member for member in job.members if member.life is not Life.FINISHED]
+    working = [member for member in job.members if member.life in (Life.LIVE, Life.LOST)]
     if not all(member.has_rebuilt for member in working):
         return job, ()
     incident = job.incident
@@ -256,6 +256,8 @@ def missing_from(job: Job) -> str:
 def what_is_missing(job: Job, member: Member) -> str:
     """What the present phase waits for from one rank; "" if for nothing."""
     is_replacement = member.life is Life.LOST
+    if member.life is Life.AWAY:
+        return ""
     if is_replacement and member.pid is None:
         return "to start"
     match job.phase:

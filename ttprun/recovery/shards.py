@@ -7,7 +7,7 @@ of the other holds. Begin with `plan_repair`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -102,11 +102,37 @@ class _Transfer:
     target: int
 
 
-def plan_repair(groups: Mapping[int, Sequence[ReplicaGroup]], lost: Mapping[int, Loss], world_size: int) -> Plan:
+def who_leaves(groups: Mapping[int, Sequence[Sequence[int]]], gone: Collection[int]) -> tuple[int, ...]:
+    """Ranks that cannot train on without those that are gone, and these.
+
+    groups   rank -> its data-parallel groups, one for each kind of parameters, in the same order in all ranks
+    gone     ranks that are lost, or have left before
+
+    Ranks at the same place of their groups hold one replica of the model together: whoever stands where one is gone
+    leaves too. So does MindIO choose them.
+    """
+    kinds = range(max((len(of_rank) for of_rank in groups.values()), default=0))
+    by_kind = [{tuple(of_rank[kind]) for of_rank in groups.values() if len(of_rank) > kind} for kind in kinds]
+    leaving, before = set(gone), -1
+    while len(leaving) > before:
+        before = len(leaving)
+        for of_kind in by_kind:
+            places = {group.index(rank) for group in of_kind for rank in leaving if rank in group}
+            leaving |= {group[place] for group in of_kind for place in places if place < len(group)}
+    return tuple(sorted(leaving))
+
+
+def plan_repair(
+    groups: Mapping[int, Sequence[ReplicaGroup]],
+    lost: Mapping[int, Loss],
+    world_size: int,
+    away: Collection[int] = (),
+) -> Plan:
     """Say who sends what to whom.
 
     groups   declared by each rank; a rank that has declared nothing holds what all the others hold
     lost     what each lost rank needs
+    away     ranks that have no part in it
     """
     transfers: list[_Transfer] = []
     missing: list[int] = []
@@ -114,13 +140,14 @@ def plan_repair(groups: Mapping[int, Sequence[ReplicaGroup]], lost: Mapping[int,
         if loss is Loss.NOTHING:
             continue
         for kind, group in enumerate(groups_of(groups, rank, world_size)):
-            source = next((other for other in group.holders(rank) if other not in lost), None)
+            source = next((one for one in group.holders(rank) if one not in lost and one not in away), None)
             if source is None:
                 missing.append(rank)
             else:
                 transfers.append(_Transfer(kind, source, rank))
     if missing:
-        return Plan(_all_load(lost, world_size), tuple(dict.fromkeys(missing)))
+        present = tuple(rank for rank in range(world_size) if rank not in away)
+        return Plan(_all_load(lost, present), tuple(dict.fromkeys(missing)))
     ranks = tuple(sorted({transfer.source for transfer in transfers} | {transfer.target for transfer in transfers}))
     parts: dict[int, tuple[Part, ...]] = {}
     for source in sorted({transfer.source for transfer in transfers}):
@@ -170,8 +197,7 @@ def _part(role: Role, transfers: Iterable[_Transfer], ranks: tuple[int, ...]) ->
     )
 
 
-def _all_load(lost: Mapping[int, Loss], world_size: int) -> dict[int, tuple[Part, ...]]:
-    ranks = tuple(range(world_size))
+def _all_load(lost: Mapping[int, Loss], ranks: tuple[int, ...]) -> dict[int, tuple[Part, ...]]:
     return {
         rank: (
             Part(

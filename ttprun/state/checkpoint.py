@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ttprun.state.manifest import Manifest, read_manifest
 
 # Files that are read at once: one core that fetches and hashes is slower than most disks.
 _READERS = 4
+_MOST_NAMED = 3
 # Of a directory in a save directory. Drafts and what is being removed begin with a dot, and match nothing.
 _NAME = re.compile(r"(?:incomplete-)?step-(\d{8,})(?:-\d+)?")
 
@@ -112,10 +114,16 @@ def verify(checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -
     return replace(checkpoint, reason="; ".join(problems))
 
 
+def in_short(missing: Sequence[str]) -> str:
+    """The first of what is missing, and how much more there is; the manifest names all of it."""
+    more = len(missing) - _MOST_NAMED
+    return ", ".join(missing[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
 def _size_problems(path: Path, manifest: Manifest) -> str:
     """What is wrong as far as can be told without reading the files; "" if nothing."""
     if not manifest.completed:
-        return f"it is incomplete: {', '.join(manifest.missing)} missing"
+        return f"it is incomplete: {in_short(manifest.missing)} missing"
     problems = []
     for name, entry in sorted(manifest.files.items()):
         try:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.files import sync, write_file
+from ttprun.state.pieces import CannotReshardError, Piece, assemble, pieces_in
 from ttprun.state.tensor_file import tensor_chunks
 
 Format = Literal["torch", "safetensors"]
@@ -43,26 +43,43 @@ def choose_model(checkpoint: Checkpoint, name: str | None = None) -> Mapping[str
 
 
 def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> dict[str, Tensor]:
-    """Read a model's tensors; names that are the same tensor in the file (tied weights) get the same one here.
+    """Read a model's tensors; names that are the same tensor in the file (tied weights) get the same one here, and one
+    that was sharded over the ranks is put together.
 
     returns  names without wrappers -> tensors on the CPU
 
     Raises InvalidCheckpointError, or ConfigError if a file does not hold what the manifest says.
     """
-    checkpoint.valid_manifest()
+    pieces = _pieces(checkpoint)
     read: dict[tuple[str, str], Tensor] = {}
-    for file in sorted({file for file, _ in model.values()}):
-        keys = sorted({key for its_file, key in model.values() if its_file == file})
+    for file, key in sorted(set(model.values())):
+        path = str(checkpoint.file(file))
+        found = [piece for piece in pieces.get(key, ()) if piece.path == path and piece.is_whole]
         try:
-            with safe_open(checkpoint.file(file), framework="pt") as tensors:
-                for key in keys:
-                    read[file, key] = tensors.get_tensor(key)
-        except Exception as error:  # the library's own type, or OSError
-            raise ConfigError(
-                f"'{checkpoint.file(file)}' cannot be read ({one_line(error)})", "choose another checkpoint"
-            ) from None
+            read[file, key] = assemble(key, found or pieces.get(key, ()))
+        except Exception as error:  # the library's own type, ours, or OSError
+            raise _unreadable(path, error) from None
     plain = names_without_wrappers(model)
     return {plain[name]: read[place] for name, place in model.items()}
+
+
+def _pieces(checkpoint: Checkpoint) -> dict[str, list[Piece]]:
+    """Key -> what each file of tensors holds of it."""
+    found: dict[str, list[Piece]] = {}
+    for name in checkpoint.valid_manifest().files:
+        if name.endswith(".safetensors"):
+            path = str(checkpoint.file(name))
+            try:
+                of_file = pieces_in(path)
+            except (CannotReshardError, OSError) as error:
+                raise _unreadable(path, error) from None
+            for key, piece in of_file.items():
+                found.setdefault(key, []).append(piece)
+    return found
+
+
+def _unreadable(path: str, error: Exception) -> ConfigError:
+    return ConfigError(f"'{path}' cannot be read ({one_line(error)})", "choose another checkpoint")
 
 
 def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:

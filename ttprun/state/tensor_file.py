@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ttprun.state.chunks import Chunk
+
 # Codes of the format -> torch's name; some are not in every torch.
 _CODES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64",
@@ -25,6 +27,14 @@ _CODES = {
 CODES = {getattr(torch, name): code for code, name in _CODES.items() if hasattr(torch, name)}
 _METADATA_KEY = "__metadata__"
 _ALIGNMENT_BYTES = 8
+# Under this name torch.distributed.checkpoint writes into a header where its tensors lie in larger ones.
+SHARDING_KEY = "DCP_SHARDING_INFO"
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The type that a code of the format stands for. Raises KeyError if this torch has none."""
+    found: torch.dtype = getattr(torch, _CODES[code])
+    return found
 
 
 def can_hold(tensor: Tensor) -> bool:
@@ -39,6 +49,21 @@ def tensor_chunks(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | N
     comes; the others are read where they are.
     """
     return chunks(*lay_out(tensors, metadata))
+
+
+def metadata_of(tensors: Mapping[str, Tensor], chunks: Mapping[str, Chunk]) -> dict[str, str]:
+    """Texts for the header of a file with parts of larger tensors, as torch.distributed.checkpoint writes them.
+
+    tensors  all of the file
+    chunks   key -> which part of the whole it is; empty: there are only whole ones, and nothing needs to be said
+    """
+    if not chunks:
+        return {}
+    told = {}
+    for key, tensor in tensors.items():
+        chunk = chunks.get(key) or Chunk(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
+        told[key] = {"saved_offsets": list(chunk.offsets), "shape": list(chunk.shape)}
+    return {SHARDING_KEY: json.dumps(told)}
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Tensor]]:

@@ -276,7 +276,7 @@ def test_a_long_container_with_other_items_of_the_same_number_is_a_mismatch(kind
 scopes = st.dictionaries(st.sampled_from("abcdef"), plain, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(lost=scopes, here=scopes)
 def test_plain_values_of_any_form_come_back(lost: Scope, here: Scope) -> None:
     carry(lost, here)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.rank import values
+from ttprun.rank.trained import places
 from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree, spoil
 
 Scope = dict[str, Any]
@@ -25,15 +26,13 @@ PLACE = [["script.py", "main", 7]]
 def told(scope: Scope, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> Tree:
     """The record of a script whose variables are these."""
     values.begin_boundary()
-    stepped: dict[int, int] = {}
-    counts = []
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        state = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
-        for tensor in (*parameters, *state):
-            stepped.setdefault(tensor.untyped_storage().data_ptr(), len(stepped))
-        counts.append([len(parameters), len(state)])
-    snapshot = Snapshot(stepped)
+    parameters = [[one for group in optimizer.param_groups for one in group["params"]] for optimizer in optimizers]
+    states = [
+        [value for one in optimizer.state.values() for value in one.values() if isinstance(value, torch.Tensor)]
+        for optimizer in optimizers
+    ]
+    counts = [[len(one), len(state)] for one, state in zip(parameters, states, strict=True)]
+    snapshot = Snapshot(places([tensor for found in (*parameters, *states) for tensor in found]))
     fields = {
         "place": PLACE,
         "variables": [snapshot.variables(scope)],

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.rank.processes import run_alone
 from tests.rank.user_values import (
     Net,
 )
@@ -116,3 +122,47 @@ def test_a_submodule_under_a_name_of_its_own_is_the_one_of_the_model() -> None:
     carry({"model": lost, "head": lost.inner}, here)
 
     assert here["head"] is live.inner
+
+
+def _steps_of_a_hook(lost_steps: int) -> tuple[list[str], int, bool]:
+    """What a replacement gets of a communication hook's state, which nothing else holds."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    models = []
+    for steps in (lost_steps, 0):
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for _ in range(steps):
+            model(torch.ones(2, 64)).sum().backward()
+        models.append(model)
+    lost, here = (model._comm_hooks[0][1] for model in models)
+
+    mismatches = carry({"model": models[0]}, {"model": models[1]})
+
+    is_alike = all(torch.equal(here.error_dict[key], error) for key, error in lost.error_dict.items())
+    return mismatches, here.iter, is_alike and len(here.error_dict) == len(lost.error_dict) == 1
+
+
+def test_what_a_communication_hook_carries_from_step_to_step_comes_back() -> None:
+    assert run_alone(_steps_of_a_hook, 4) == ([], 4, True)
+
+
+HOOKS: dict[str, Callable[[torch.nn.Linear], Any]] = {
+    "forward": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "before forward": lambda layer: layer.register_forward_pre_hook(lambda *_: None),
+    "backward": lambda layer: layer.register_full_backward_hook(lambda *_: None),
+    "gradient": lambda layer: layer.weight.register_hook(lambda gradient: gradient),
+    "behind the gradient": lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda parameter: None),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_a_step_has_put_on_and_the_replay_has_not_is_refused(kind: str) -> None:
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert not is_refused({"model": lost}, {"model": live})
+
+    HOOKS[kind](lost)
+
+    assert is_refused({"model": lost}, {"model": live})
+    HOOKS[kind](live)
+    assert not is_refused({"model": lost}, {"model": live})

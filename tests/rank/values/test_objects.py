@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import contextvars
 import datetime
 import decimal
 import fractions
@@ -14,14 +15,18 @@ import math
 import pathlib
 import queue
 import re
+import threading
 import time
 import types
 import uuid
+from collections import deque
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset, TensorDataset
 
 from tests.rank import user_values
 from tests.rank.user_values import (
@@ -215,3 +220,50 @@ def test_a_bound_method_stays_bound_to_the_object_of_its_name() -> None:
     here["update"](3.0)
 
     assert here["meter"].values == [2.0, 3.0]
+
+
+def test_indices_that_were_added_to_a_part_of_a_dataset_come_back() -> None:
+    rows = TensorDataset(torch.arange(4))
+    live = Subset(rows, [0])
+
+    carry({"labeled": Subset(rows, [0, 3])}, {"labeled": live})
+
+    assert live.indices == [0, 3]
+
+
+def given(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
+
+
+def test_work_of_a_thread_that_has_given_the_same_is_accepted() -> None:
+    assert carry({"ahead": [given(torch.ones(3))]}, {"ahead": [given(torch.ones(3))]}) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "live"),
+    [(given(torch.ones(3)), given(torch.zeros(3))), (Future(), Future()), (given(1), Future())],
+    ids=["another result", "not done", "not done here"],
+)
+def test_work_of_a_thread_that_gives_something_else_or_is_not_done_is_refused(lost: Any, live: Any) -> None:
+    """Batches that a pool of threads fetches ahead: a replay asks for other ones."""
+    assert is_refused({"ahead": deque([lost])}, {"ahead": deque([live])})
+
+
+def test_what_is_local_to_a_thread_comes_back() -> None:
+    lost, live = threading.local(), threading.local()
+    lost.calls = 3
+
+    carry({"local": lost}, {"local": live})
+
+    assert live.calls == 3
+
+
+def test_a_context_variable_must_hold_the_same() -> None:
+    lost, live = (contextvars.ContextVar[int]("step", default=0) for _ in range(2))
+    lost.set(4)
+
+    assert is_refused({"step": lost}, {"step": live})
+    live.set(4)
+    assert carry({"step": lost}, {"step": live}) == []

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import mmap
 import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import carry, is_refused
-from ttprun.rank.values import CannotRestoreError, streams
+from ttprun.rank import looped, loops
+from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack
 
 LINES = [f"line {number}\n" for number in range(5000)]  # more than a buffer
 
@@ -33,6 +36,7 @@ def text(tmp_path: Path) -> Path:
 OPENED: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: path.open(),
     "bytes": lambda path: path.open("rb"),
+    "mapped": lambda path: mmap.mmap(os.open(path, os.O_RDONLY), 0, access=mmap.ACCESS_READ),
     "unbuffered": lambda path: path.open("rb", buffering=0),
     "compressed": lambda path: gzip.open(path.with_suffix(".gz"), "rt"),  # noqa: SIM115 - the test closes it
 }
@@ -50,6 +54,22 @@ def test_a_file_is_read_on_where_the_lost_rank_had_read_to(text: Path, kind: str
 
         assert mismatches == []
         assert here.readline() == lost.readline()
+
+
+@pytest.mark.parametrize("read", [csv.reader, csv.DictReader])
+def test_a_file_below_a_table_that_a_loop_reads_is_told_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
+    with text.open() as lost, text.open() as here:
+        tables = [read(lost), read(here)]
+        loop = loops.Loop(loops.Site("key", range(1)), None, tables[0])
+        for table in tables:
+            next(table)
+        snapshot = Snapshot({}, looped.followed([loop]))
+        recorded = unpack(pack(snapshot.variables({"rows": tables[0], "file": lost})))
+        restore = Restore([], is_comparing=True)
+
+        restore.module({"rows": tables[1], "file": here}, recorded, "")
+
+        assert restore.mismatches == []
 
 
 def test_two_names_for_one_file_stay_two_names_for_one_file(text: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.rank.processes import run_alone
 from tests.rank.user_values import (
     Net,
 )
@@ -22,8 +24,9 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank import values
-from ttprun.rank.values import Restore, Snapshot, UnrecordedTensorError
+from ttprun.rank import patches, trained, values
+from ttprun.rank.trained import places
+from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
 
 
 @pytest.mark.parametrize(
@@ -94,14 +97,14 @@ def test_what_is_only_compared_holds_the_contents_of_a_batch_itself() -> None:
     assert not apart.blobs
 
 
-def test_a_loss_comes_back_as_a_plain_tensor() -> None:
+def test_a_loss_comes_back_as_one_that_was_computed_with_gradients() -> None:
     weight = torch.ones(1, requires_grad=True)
     here = {"loss": (weight * 2).sum()}
 
     carry({"loss": (weight * 5).sum()}, here)
 
     assert here["loss"].item() == 5.0
-    assert not here["loss"].requires_grad
+    assert here["loss"].requires_grad
 
 
 def test_a_leaf_that_is_learnt_stays_one() -> None:
@@ -150,6 +153,37 @@ def test_a_tensor_that_an_optimizer_updates_is_left_to_the_repair() -> None:
     carry({"weight": weight}, {"weight": live}, stepped={weight.untyped_storage().data_ptr()})
 
     assert live.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_a_parameter_that_is_a_part_of_a_flat_buffer_is_told_from_the_others_in_it() -> None:
+    flat = torch.zeros(5)
+    lost = [torch.nn.Parameter(flat[:2]), torch.nn.Parameter(flat[2:4])]
+    live = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))]
+    here: Scope = {"second": None, "row": None}
+    snapshot = Snapshot(places(lost))
+    recorded = values.unpack(values.pack(snapshot.variables({"second": lost[1], "row": lost[1][:1]})))
+
+    Restore([], is_comparing=True, stepped=live).module(here, recorded, "")
+
+    assert here["second"] is live[1]
+    assert here["row"].data_ptr() == live[1].data_ptr()
+
+
+def _places_of_parameters(has_stepped: bool) -> list[int]:
+    patches.apply_all(with_replay=False)
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    optimizers = [torch.optim.SGD([one], momentum=0.9) for one in parameters]
+    for parameter, optimizer in zip(parameters, optimizers, strict=True):
+        parameter.grad = torch.ones(2)
+        if has_stepped:
+            optimizer.step()
+    found = trained.stepped_storages(trained.optimizers())
+    return [found[one.data_ptr()] for one in parameters]
+
+
+def test_a_parameter_has_its_place_whether_or_not_the_optimizers_have_their_state() -> None:
+    """Of several optimizers some may not have made a step yet in a replay."""
+    assert run_alone(_places_of_parameters, True) == run_alone(_places_of_parameters, False) == [0, 1, 2]
 
 
 def test_large_data_that_the_replay_has_loaded_alike_is_accepted() -> None:
@@ -216,6 +250,75 @@ def test_a_large_activation_is_never_used_without_notice(use: str) -> None:
         SILENT_USES[use](here["logits"])
 
 
+def lost_in_a_step() -> dict[str, torch.Tensor]:
+    weight = torch.arange(3.0, requires_grad=True)
+    return {"fake": weight * 2}
+
+
+def test_a_small_activation_of_the_step_before_has_its_elements_and_can_be_computed_with() -> None:
+    here: dict[str, Any] = {"fake": None}
+
+    carry(lost_in_a_step(), here)
+
+    assert here["fake"].tolist() == [0.0, 2.0, 4.0]
+    assert here["fake"].requires_grad
+    here["fake"] += 1
+    assert here["fake"].sum().item() == 9.0
+
+
+@pytest.mark.parametrize("live", [None, torch.zeros(3), torch.zeros(3, requires_grad=True) * 1])
+def test_who_goes_backward_through_an_activation_of_the_step_before_is_told_so(live: Any) -> None:
+    here = {"fake": live}
+
+    carry(lost_in_a_step(), here)
+
+    with pytest.raises(UnrecordedTensorError, match="fake was computed before an optimizer step"):
+        (here["fake"] * torch.ones(3, requires_grad=True)).sum().backward()
+
+
+def test_on_the_way_to_the_boundary_the_replay_goes_backward_through_what_it_has_computed_itself() -> None:
+    """As `fake` of a GAN, by whose discriminator's step a replay comes on its way to the generator's."""
+    weight = torch.ones(3, requires_grad=True)
+    small, large = weight * weight, weight.expand(LARGE, 3) * 2
+    here: Scope = {"fake": small, "pictures": large}
+    recorded, blobs = record({**lost_in_a_step(), "pictures": torch.ones(LARGE, 3, requires_grad=True) * 3})
+
+    Restore(blobs, is_comparing=False).module(here, recorded, "")
+
+    assert here["fake"].tolist() == [0.0, 2.0, 4.0]
+    (here["fake"].sum() + here["pictures"].sum()).backward()
+    assert weight.grad is not None
+
+
+def test_what_the_replay_has_computed_in_another_form_does_not_stand_for_what_was_lost() -> None:
+    recorded, blobs = record(lost_in_a_step())
+
+    for live in (torch.ones(4, requires_grad=True) * 2, torch.ones(3, dtype=torch.double, requires_grad=True) * 2):
+        here: Scope = {"fake": live}
+        Restore(blobs, is_comparing=False).module(here, recorded, "")
+        with pytest.raises(UnrecordedTensorError, match="fake was computed"):
+            here["fake"].sum().backward()
+
+
+def test_who_goes_backward_through_a_view_of_a_weight_that_the_replay_has_not_made_is_told_so() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    here: Scope = {"row": torch.zeros(2)}
+    recorded, blobs = record({"row": weight[1]}, {weight.untyped_storage().data_ptr()})
+
+    Restore(blobs, is_comparing=True, stepped=[weight]).module(here, recorded, "")
+
+    with pytest.raises(UnrecordedTensorError, match="row was computed"):
+        here["row"].sum().backward()
+
+
+def test_a_view_of_a_weight_that_is_a_smaller_one_in_the_replacement_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    recorded, blobs = record({"row": weight[1]}, {weight.untyped_storage().data_ptr()})
+
+    with pytest.raises(CannotRestoreError, match="row is a view of a weight that is smaller here"):
+        Restore(blobs, is_comparing=True, stepped=[torch.zeros(1)]).module({"row": None}, recorded, "")
+
+
 @pytest.mark.parametrize(
     "array",
     [
@@ -233,6 +336,21 @@ def test_a_small_array_comes_back(array: Any) -> None:
     assert type(here["x"]) is type(array)
     assert here["x"].dtype == array.dtype
     assert np.array_equal(here["x"], array)
+
+
+@pytest.mark.parametrize("length", [10, LARGE], ids=["small", "large"])
+def test_a_file_that_is_written_as_an_array_stays_that_file(tmp_path: Path, length: int) -> None:
+    lost = np.memmap(tmp_path / "lost", np.float32, "w+", shape=(length,))
+    here: Scope = {"losses": np.memmap(tmp_path / "here", np.float32, "w+", shape=(length,))}
+    for fill in (1.0, 2.0):  # a large one is known to change when it has done so between two boundaries
+        lost[:] = fill
+        recorded, blobs = record({"losses": lost})
+
+    Restore(blobs, is_comparing=True).module(here, recorded, "")
+    here["losses"][0] = 5.0
+    here["losses"].flush()
+
+    assert np.fromfile(tmp_path / "here", np.float32).tolist() == [5.0, *[2.0] * (length - 1)]
 
 
 def test_two_names_for_one_array_stay_two_names_for_one_array() -> None:

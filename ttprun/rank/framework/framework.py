@@ -19,6 +19,7 @@ from ttprun.rank import faults
 from ttprun.rank.commit import commit
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
+from ttprun.rank.framework.elastic import Elastic
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
 from ttprun.rank.framework.handlers import Handlers
 from ttprun.rank.framework.pauses import Pauses
@@ -74,6 +75,7 @@ class Framework:
         self.times = session.updates
         self.errors = ErrorTable(self.times)
         self.handlers = Handlers()
+        self.elastic = Elastic(session, self.handlers)
         self.loaded_step = 0
         self._pauses = Pauses(session)
         self._callback_thread = 0

@@ -7,6 +7,7 @@ rebuild connects the process groups (that is done always, before the framework's
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ttprun.device import registry
@@ -15,7 +16,37 @@ from ttprun.rank.framework.codes import RET_ERROR, RET_NO_REBUILD, RET_OK
 
 STOP, CLEAN, REBUILD, REPAIR, ROLLBACK = "stop", "clean", "rebuild_group", "repair", "rollback"
 SAVE, RENAME, EXIT, SYNC = "save_ckpt", "rename", "exit", "stream_sync"
+DOWNGRADE_REBUILD, UPGRADE_REBUILD = "zit_downgrade_rebuild", "zit_upgrade_rebuild"
+UPGRADE_REPAIR, UPGRADE_ROLLBACK = "zit_upgrade_repair", "zit_upgrade_rollback"
 NAMES = (STOP, CLEAN, REBUILD, REPAIR, ROLLBACK, SAVE, RENAME, EXIT, SYNC)
+OF_SIZE = (DOWNGRADE_REBUILD, UPGRADE_REBUILD, UPGRADE_REPAIR, UPGRADE_ROLLBACK)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many ranks a recovery leads to.
+
+    ranks          all that train afterwards; () if none is away and none was
+    data_parallel  those of this rank's first data-parallel group
+    params         of a smaller or larger group, as the scheduler or MindCluster says it; "" if neither
+    """
+
+    ranks: tuple[int, ...] = ()
+    data_parallel: tuple[int, ...] = ()
+    params: str = ""
+
+    @property
+    def is_smaller(self) -> bool:
+        """Some ranks are away."""
+        return bool(self.ranks)
+
+    @property
+    def is_whole_again(self) -> bool:
+        """Those that were away are back."""
+        return bool(self.params) and not self.ranks
+
+
+UNCHANGED = Size()
 
 
 class CallbackFailedError(RuntimeError):
@@ -34,7 +65,7 @@ class Handlers:
 
     def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
         """Take a callback of the framework; a second one of the same name takes the first one's place."""
-        if name not in NAMES:
+        if name not in (*NAMES, *OF_SIZE):
             raise ValueError(f"there is no handler '{name}'")
         if not callable(function):
             raise TypeError(f"the {name} handler must be a function, and not {type(function).__name__}")
@@ -78,22 +109,43 @@ class Handlers:
         device.rebuild_communicators()
         return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
 
-    def rebuild_group(self, fault_ranks: list[int]) -> None:
-        """Build again what the framework itself holds of process groups; ours are connected already."""
-        if self.has(REBUILD):
-            function, ctx = self._registered[REBUILD]
-            function(fault_ranks, self.args, ctx)
+    def rebuild_group(self, fault_ranks: list[int], size: Size = UNCHANGED) -> None:
+        """Build again what the framework itself holds of process groups; ours are connected already.
 
-    def repair(self, step: int, needs_rebuild: bool, error_ranks: list[int], info: dict[str, Any]) -> None:
-        """This rank's part in a repair, as `info` says. Only called if `has(REPAIR)`."""
-        function, ctx = self._registered[REPAIR]
-        function(step, needs_rebuild, error_ranks, info, self.args, ctx)
+        For fewer ranks it is told who is left, and for all of them again who has come back.
+        """
+        if size.is_smaller and self.has(DOWNGRADE_REBUILD):
+            function, _ = self._registered[DOWNGRADE_REBUILD]
+            function(list(size.data_parallel), list(size.ranks), self.args, size.params)
+        elif size.is_smaller:
+            raise CallbackFailedError("no zit_downgrade_rebuild handler is registered")
+        elif (found := self._of_upgrade(UPGRADE_REBUILD, REBUILD, size)) is not None:
+            function, last = found
+            function(fault_ranks, self.args, last)
 
-    def rollback(self, step: int) -> None:
+    def repair(
+        self, step: int, needs_rebuild: bool, error_ranks: list[int], info: dict[str, Any], size: Size = UNCHANGED
+    ) -> bool:
+        """This rank's part in a repair, as `info` says; returns False if the framework has no handler for it."""
+        found = self._of_upgrade(UPGRADE_REPAIR, REPAIR, size)
+        if found is None:
+            return False
+        function, last = found
+        function(step, needs_rebuild, error_ranks, info, self.args, last)
+        return True
+
+    def rollback(self, step: int, size: Size = UNCHANGED) -> None:
         """Put back what depends on the step: learning rate, data, weights from the optimizer's own."""
-        if self.has(ROLLBACK):
-            function, ctx = self._registered[ROLLBACK]
-            function(step, self.args, ctx)
+        found = self._of_upgrade(UPGRADE_ROLLBACK, ROLLBACK, size)
+        if found is not None:
+            function, last = found
+            function(step, self.args, last)
+
+    def _of_upgrade(self, name: str, otherwise: str, size: Size) -> tuple[Callable[..., Any], Any] | None:
+        """The function to call and its last argument; None if there is neither."""
+        if size.is_whole_again and self.has(name):
+            return self._registered[name][0], size.params
+        return self._registered.get(otherwise)
 
     def save(self, step: int, save_info: list[dict[str, Any]]) -> None:
         """Write this rank's part of a checkpoint. Raises CallbackFailedError if the framework cannot do that."""

@@ -1,4 +1,4 @@
-"""What arguments may be, as MindIO says, and what is refused. Standard library only."""
+"""What arguments may be, as MindIO says. Standard library only."""
 
 from __future__ import annotations
 
@@ -18,9 +18,3 @@ def check_port(who: str, port: int) -> None:
     """Raise ValueError unless anybody may listen there."""
     if port not in PORTS:
         raise ValueError(f"{who}: port is {port}; give {PORTS.start} to {PORTS.stop - 1}")
-
-
-def refusal_of_elastic(who: str) -> NotImplementedError:
-    """Going on with fewer ranks is not built; a framework that counts on it must hear so before it trains."""
-    instead = "lost ranks are replaced (recover), or else all start again from the framework's own checkpoint"
-    return NotImplementedError(f"{who}: training with fewer ranks (ZIT) is not built; {instead}: switch it off")

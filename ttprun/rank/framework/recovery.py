@@ -29,7 +29,7 @@ from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, Place
-from ttprun.rank.framework.handlers import REPAIR
+from ttprun.rank.framework.handlers import Size
 from ttprun.rank.recovery import LOOK_AGAIN_S, Recovery
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.session import Session
@@ -177,13 +177,12 @@ class CallbackRecovery(Recovery):
         framework.repair_step = step
         framework.repair_type = message["repair_type"]
         self._rebuild(message)
+        size = _size_of(message)
         faults.reached("transfer")
         for part in message["parts"]:
             needs_rebuild = part["repair_type"] in REBUILDS
             with self._calling():
-                if framework.handlers.has(REPAIR):
-                    framework.handlers.repair(step, needs_rebuild, part["dst"], part)
-                else:
+                if not framework.handlers.repair(step, needs_rebuild, part["dst"], part, size):
                     self._repair_by_ourselves(part, message["limit_s"])
         op = "repaired" if session.rank in message["lost"] else "state_sent"
         told = {"generation": session.generation, "digest": "", "loaded": framework.loaded_step}
@@ -193,6 +192,7 @@ class CallbackRecovery(Recovery):
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
         session, framework = self._session, self._framework
         faults.reached("rebuild")
+        session.away = frozenset(message["away"])
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)
@@ -203,7 +203,7 @@ class CallbackRecovery(Recovery):
                 group.connect_in(session.generation)
                 group.is_joined = True
         with self._calling():
-            framework.handlers.rebuild_group(message["fault_ranks"])
+            framework.handlers.rebuild_group(message["fault_ranks"], _size_of(message))
         self._rebuilt_in = session.generation
 
     def _repair_by_ourselves(self, part: dict[str, Any], limit_s: float) -> None:
@@ -248,8 +248,13 @@ class CallbackRecovery(Recovery):
         if self._rebuilt_in != session.generation:
             self._rebuild(message)
         with self._calling():
-            framework.handlers.rollback(step)
+            framework.handlers.rollback(step, _size_of(message))
         randomness.restore(session, step)
         session.channel.send({"op": "rebuilt", "generation": session.generation})
         framework.release(step)
         session.channel.send({"op": "reissued", "generation": session.generation, "took_s": 0.0})
+
+
+def _size_of(message: Message) -> Size:
+    """How many ranks the agent's order leads to."""
+    return Size(tuple(message["ranks"]), tuple(message["data_parallel"]), message["params"])

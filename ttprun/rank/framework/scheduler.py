@@ -15,8 +15,7 @@ from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
-# What can be asked for; the others need a world that changes its size, which is not there yet.
-STRATEGIES = ("retry", "recover", "migration", "dump", "continue", "exit")
+STRATEGIES = ("retry", "recover", "migration", "downgrade", "upgrade", "dump", "continue", "exit")
 STOPS = ("stop", "pause")
 SWITCH, NO_SWITCH = "hot switch", "stop switch"
 

@@ -7,18 +7,20 @@ reproduced by the replay and compared, is refused with the variable's name.
 """
 
 from ttprun.rank.values import callables, kinds, large, modules, objects, snapshot, unchanged
+from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.suspended import restore_loop
 from ttprun.rank.values.touched import spoil
 from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
-    "fingerprint", "forget", "kinds", "pack", "spoil", "unpack",
+    "fingerprint", "forget", "is_awaited", "kinds", "pack", "restore_loop", "spoil", "unpack",
 ]  # fmt: skip
 
 

@@ -59,7 +59,8 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
     """In place if the live array is alike, else a new one."""
     _, number, text, shape, raw, order, base_node, strides, offset = node
     dtype = dtype_of(text)
-    is_alike = type(live) is numpy.ndarray and live.dtype == dtype and list(live.shape) == shape
+    is_map = type(live) is numpy.memmap and live.flags.writeable  # what is written into it stands in a file
+    is_alike = (is_map or type(live) is numpy.ndarray) and live.dtype == dtype and list(live.shape) == shape
     if base_node is not None:
         old = live.base if is_alike and live.base is not None else MISSING
         base = restore.value(old, base_node, f"{name}.base")
@@ -73,7 +74,7 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
         restore.claim(number, made)
         return made
     found = numpy.frombuffer(raw, dtype=dtype).reshape(shape, order=order).copy(order)
-    if is_alike and live.base is None and live.flags.writeable and restore.claim(number, live):
+    if is_alike and (is_map or live.base is None) and live.flags.writeable and restore.claim(number, live):
         if live.tobytes(order) != raw:
             live[...] = found
         return live

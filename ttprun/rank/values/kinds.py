@@ -9,18 +9,23 @@ from __future__ import annotations
 import argparse
 import array
 import collections
+import concurrent.futures
+import contextvars
 import functools
 import io
+import mmap
 import multiprocessing.connection
 import multiprocessing.queues
 import queue
 import random
+import threading
 import types
 import weakref
 
 import numpy
 import torch
 
+from ttprun.rank import sharded
 from ttprun.rank.values import (
     arrays,
     callables,
@@ -33,6 +38,7 @@ from ttprun.rank.values import (
     process_local,
     random_generators,
     restore,
+    shards,
     streams,
     suspended,
     tensors,
@@ -45,6 +51,11 @@ from ttprun.rank.values.unrecorded import Unrecorded
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
     types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
+)  # fmt: skip
+# Views of others' data, which scripts change: indices are added, labels replaced.
+_DATASETS: tuple[type, ...] = (
+    torch.utils.data.Subset, torch.utils.data.TensorDataset, torch.utils.data.ConcatDataset,
+    torch.utils.data.StackDataset,
 )  # fmt: skip
 EXACT: dict[type, Handler] = {
     list: containers.record_sequence(Tag.LIST, list),
@@ -72,6 +83,7 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
+    **dict.fromkeys(_DATASETS, objects.record_object),
     **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
 }
 
@@ -115,13 +127,17 @@ BY_BASE: list[tuple[type, Handler]] = [
     (array.array, containers.record_bytes),
     (argparse.Namespace, objects.record_object),
     (weakref.ReferenceType, process_local.record_same),
+    (concurrent.futures.Future, process_local.record_future),
+    (threading.local, objects.record_object),
+    (contextvars.ContextVar, process_local.record_context_variable),
+    (mmap.mmap, streams.record_map),
 ]
 
 # Left to the replay, since the iterator and the functions are made by it, or recorded elsewhere.
 objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _anneal_func_type _scale_fn_ref")
 objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
 objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
-objects.leave_out(torch.utils.data.DataLoader, "_iterator collate_fn worker_init_fn")
+objects.leave_out(torch.utils.data.DataLoader, "_iterator")
 
 RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.SAME: restore.restore_same,
@@ -150,6 +166,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.DATA: tensors.compare_data,
     Tag.CHANGED_DATA: tensors.restore_changed_data,
     Tag.ACTIVATION: tensors.restore_activation,
+    Tag.SHARDED: shards.restore_sharded,
     Tag.MODULE: modules.restore_module,
     Tag.ARRAY: arrays.restore_array,
     Tag.OBJECT_ARRAY: arrays.restore_object_array,
@@ -167,6 +184,8 @@ def handler_for(kind: type) -> Handler:
     """How values of a type are recorded."""
     if kind in EXACT:
         return EXACT[kind]
+    if sharded.kind() is not None and issubclass(kind, sharded.kind()):  # type: ignore[arg-type]
+        return shards.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler

@@ -111,6 +111,8 @@ class Merge(Outcome):
         first, last, found = self._first.resolve(first), self._last.resolve(last), self._mine.resolve(mine)
         if last[0] == Tag.ACTIVATION:
             return last
+        if last[0] == Tag.SHARDED and self._is_resized:
+            return [Tag.ACTIVATION, last[3][0]]  # a part of it is of no use to other ranks
         if last[0] in OF_DATA and found == last:  # made again, say by a loop that has jumped
             return found
         if self._is_ahead(last):
@@ -254,10 +256,12 @@ class Merge(Outcome):
                 tree.blobs[node[5] + offset]
                 for tree, node in ((self._first, first), (self._last, last), (self._mine, mine))
             )
-            if one != other and len(other) != len(own):
-                raise CannotRestoreError(f"{path} of a module has another shape than in the old run")
+            is_sharded = path in described[2].get("sharded", ())
+            if one != other and (is_sharded or len(other) != len(own)):
+                what = "is sharded over the ranks, and was changed" if is_sharded else "has another shape than"
+                raise CannotRestoreError(f"{path} of a module {what} in the old run")
             # What a model's own checkpoint would hold is taken over as from one; the rest is the constructor's.
-            is_left = one == other and (path in described[2]["passing"] or len(other) != len(own))
+            is_left = one == other and (is_sharded or path in described[2]["passing"] or len(other) != len(own))
             self.blobs.append(own if is_left else other)
         told = dict(described[2])
         if described[1]["frozen"] != described[0]["frozen"]:

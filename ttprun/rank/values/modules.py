@@ -9,7 +9,7 @@ time. All parts and tensors get numbers in the order of the description, the mod
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sized
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import restore_attributes
@@ -32,6 +33,13 @@ _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 _CONSTANT = ("torch.nn.", "torch.ao.", "torchvision.")
 # Modules that wrap one other module for the time of the run; what else they hold is made by the replay.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
+# ... but for this: hooks of DistributedDataParallel's, which may have a state of their own.
+_OF_WRAPPERS = ("_comm_hooks",)
+# FSDP2 gives each module that it shards a class of its own, made of the module's.
+_SHARDING = "torch.distributed.fsdp._fully_shard."
+_OF_FSDP = "torch.distributed.fsdp"
+# What torch.distributed puts into a module for itself; the rest of the name is another one in each process.
+_COMPOSABLE = "__composable_api_state_key_"
 _CAN_SETTLE: tuple[Any, ...] = (
     *SETTLED,
     tuple,
@@ -54,7 +62,10 @@ register_module_parameter_registration_hook(_note_registration)
 
 
 def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
-    return type(module).__module__.startswith(packages)
+    where = type(module).__module__
+    if where.startswith(_SHARDING):
+        where = next(base.__module__ for base in type(module).__mro__ if not base.__module__.startswith(_OF_FSDP))
+    return where.startswith(packages)
 
 
 class _Layout:
@@ -75,15 +86,19 @@ class _Layout:
         self.modules = [(path, part) for path, part in root.named_modules() if id(part) not in snapshot.numbers]
         self.objects: list[Any] = [part for _, part in self.modules]
         self.slots: list[tuple[dict[str, Any], str]] = []
+        self.sharded: list[str] = []
         self._met: set[int] = set()
         self.parameters: list[torch.nn.Parameter] = []
         self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
         self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
+        self.hook_tables = _hook_tables(part for _, part in self.modules)
         self.dictionaries = [part.__dict__ for _, part in self.modules]
         self.lengths = list(map(len, self.dictionaries))
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
+        described["sharded"] = self.sharded
         described["frozen"] = self.requires_grad()
+        described["hooks"] = self.count_hooks()
         described["passing"] = [
             f"{path}.{name}" if path else name
             for path, part in self.modules
@@ -91,10 +106,11 @@ class _Layout:
         ]
         described["attributes"] = {path: self._attributes(path, part, snapshot) for path, part in self.modules}
         self.tensors = [where[name] for where, name in self.slots]
+        self.held = list(map(local_of, self.tensors))
         self.objects += self.tensors
         self.ids = list(map(id, self.objects))
         self.id_set = frozenset(self.ids)
-        self.frozen = described["frozen"]
+        self.frozen, self.hooks = described["frozen"], described["hooks"]
         self.values = self.settled_values()
         self.packed = pack(described)
 
@@ -108,12 +124,16 @@ class _Layout:
                 if id(tensor) not in self._met:
                     self._met.add(id(tensor))
                     self.slots.append((where, name))
-                    found.append([f"{path}.{name}" if path else name, list(tensor.shape)])
+                    full_name = f"{path}.{name}" if path else name
+                    found.append([full_name, list(tensor.shape)])
+                    if is_distributed(tensor):
+                        self.sharded.append(full_name)
         return found
 
     def _attributes(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> dict[str, Any]:
         """Nodes of the settled attributes; notes where they and the others are."""
-        names = ["training"] if _is_of(part, _WRAPPERS) else [n for n in part.__dict__ if n not in _INTERNALS]
+        own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
+        names = ["training"] if _is_of(part, _WRAPPERS) else own
         is_constant = _is_of(part, _CONSTANT)
         lively = self.lively.get(path, set())
         found, moving = {}, []
@@ -134,6 +154,10 @@ class _Layout:
         """Of each parameter, whether it is learnt."""
         return list(map(_requires_grad, self.parameters))
 
+    def count_hooks(self) -> list[int]:
+        """How many hooks there are on each part, by kind, and on each parameter."""
+        return _count_hooks(self.hook_tables, self.parameters)
+
     def settled_values(self) -> list[Any]:
         """The settled attributes' values now."""
         return [take(attributes) for attributes, take in self.settled]
@@ -148,7 +172,7 @@ class _Layout:
             if any(where[name] is not tensor for (where, name), tensor in zip(self.slots, self.tensors, strict=True)):
                 return False
             if self.settled_values() == self.values:
-                return bool(self.requires_grad() == self.frozen)
+                return bool(self.requires_grad() == self.frozen and self.count_hooks() == self.hooks)
         except Exception:  # an attribute is gone, or is something that cannot be compared now
             return False
         self._note_lively()
@@ -166,6 +190,21 @@ class _Layout:
                         self.lively.setdefault(path, set()).add(name)
 
 
+def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[Sized]:
+    return [
+        table
+        for part in parts
+        for table in (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
+    ]
+
+
+def _count_hooks(tables: list[Sized], parameters: list[torch.nn.Parameter]) -> list[int]:
+    """How many hooks there are on each part, by kind, and on each parameter."""
+    of_parameters = [len(one._backward_hooks or ()) for one in parameters]
+    of_gradients = [len(getattr(one, "_post_accumulate_grad_hooks", None) or ()) for one in parameters]
+    return [*map(len, tables), *of_parameters, *of_gradients]
+
+
 _requires_grad: Any = attrgetter("requires_grad")
 # By the module's id: a layout holds its module, so one that was not asked for at the boundary before is dropped.
 _layouts: dict[int, _Layout] = {}
@@ -179,7 +218,7 @@ def forget_unused() -> None:
 
 
 def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
-    return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in snapshot.stepped
+    return tensor.layout is torch.strided and local_of(tensor).untyped_storage().data_ptr() in snapshot.stepped
 
 
 def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
@@ -189,7 +228,8 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         (inner,) = value._modules.values()
         number = snapshot.number(value)
         wrapped = snapshot.node(inner, depth + 1)
-        return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {}, 0, wrapped]
+        own = {name: snapshot.node(item, depth + 1) for name in _OF_WRAPPERS if (item := vars(value).get(name))}
+        return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {"": own}, 0, wrapped]
     layout = _layouts.get(id(value)) or _before.get(id(value))
     if layout is None or layout.root is not value or not layout.holds(snapshot):
         is_known = layout is not None and layout.root is value
@@ -199,7 +239,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
     snapshot.numbers.update(zip(layout.ids, range(number, number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)
     first = len(snapshot.blobs)
-    snapshot.blobs += map(plain, layout.tensors)
+    snapshot.blobs += map(plain, layout.held)
     attributes = {
         path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving
@@ -217,6 +257,7 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             live.training = packed["training"]
             (inner,) = live._modules.values()
             restore.value(inner, wrapped, name)
+            restore_attributes(restore, live, attributes.get("", {}), name, keep=None)
         return live
     described = unpack(packed)
     parts = dict(live.named_modules())
@@ -232,7 +273,13 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             return restore.refuse(live, f"{name}.{path} of shape {shape} is not in the replacement")
         restore.claim(number + offset, tensor)
         _fill(tensor, restore.blob(first + offset))
-    learnt = [item for path, _ in described["modules"] for item in parts[path]._parameters.values() if item is not None]
+    told_parts = [parts[path] for path, _ in described["modules"]]
+    learnt = [item for part in told_parts for item in part._parameters.values() if item is not None]
+    if described["hooks"] != _count_hooks(_hook_tables(told_parts), learnt):
+        restore.refuse(
+            live,
+            f"{name} has other hooks than in the lost rank, from steps that the replay passes over",
+        )
     if len(learnt) != len(described["frozen"]):
         return restore.refuse(live, f"{name} has other parameters than in the lost rank")
     for parameter, requires_grad in zip(learnt, described["frozen"], strict=True):
@@ -255,4 +302,5 @@ def _tensor_at(parts: dict[str, torch.nn.Module], path: str) -> torch.Tensor | N
 
 def _fill(tensor: torch.Tensor, raw: memoryview) -> None:
     if len(raw):
-        tensor.data.copy_(torch.frombuffer(bytearray(raw), dtype=tensor.dtype).reshape(tensor.shape))
+        held = local_of(tensor)
+        held.data.copy_(torch.frombuffer(bytearray(raw), dtype=held.dtype).reshape(held.shape))

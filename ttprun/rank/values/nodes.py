@@ -46,6 +46,7 @@ class Tag(enum.StrEnum):
     DATA = "D"  # a large tensor that the replay reproduces: [tag, dtype, shape, fingerprint]
     CHANGED_DATA = "E"  # a large tensor that was changed since the boundary before: [tag, number, dtype, shape, blob]
     ACTIVATION = "A"  # a large tensor that depends on the weights: [tag, shape]
+    SHARDED = "x"  # a tensor that is sharded over the ranks: see shards.py
     MODULE = "m"  # see modules.py
     ARRAY = "n"  # see arrays.py
     OBJECT_ARRAY = "a"
@@ -54,7 +55,9 @@ class Tag(enum.StrEnum):
     RANDOM = "g"  # a random generator's state: [tag, number, kind, state]
     OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
     ITERATOR = "i"  # [tag, number, type, [arguments], state]
-    SUSPENDED = "G"  # a generator of the user's: [tag, number, function, instruction, {variable: node}, yields from]
+    SUSPENDED = (
+        "G"  # a generator: [tag, number, function, instruction, {variable: node}, yields from, [its loops' iterators]]
+    )
 
 
 class CannotRestoreError(RuntimeError):

@@ -6,12 +6,11 @@ attributes are written into it. A frozen dataclass is a value, and is made anew 
 
 from __future__ import annotations
 
-import sys
 import types
 from operator import is_
 from typing import Any
 
-from ttprun.rank.frames import is_user_file
+from ttprun.rank.frames import is_user_class
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -30,8 +29,7 @@ def is_of_user(kind: type) -> bool:
     """Whether a class is defined in the user's code."""
     known = _of_user.get(kind)
     if known is None:
-        filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        known = _of_user[kind] = bool(filename) and is_user_file(str(filename))
+        known = _of_user[kind] = is_user_class(kind)
     return known
 
 

@@ -63,6 +63,8 @@ class Outcome:
             self.tell(self.outcome_of_last(number), node)
         if node[0] in OF_DATA:
             return [Tag.ACTIVATION, node[2]]
+        if node[0] == Tag.SHARDED and self._is_resized:
+            return [Tag.ACTIVATION, node[3][0]]
         if node[0] == Tag.FILE and self._is_resized:
             raise CannotRestoreError(
                 "the script reads a file by itself in its steps, and how the ranks divide what is left is not known"

@@ -44,14 +44,16 @@ _LIBRARIES = """
     safetensors fsspec boto3 botocore redis zmq grpc google requests urllib3 aiohttp
 """
 REPRODUCED = frozenset((_STANDARD + _TORCH + _LIBRARIES).split())
+# But for these, which train: communication hooks with error feedback, averagers that count steps.
+_RECORDED = frozenset({"torch.distributed.algorithms"})
 
 
 def is_reproduced(kind: type) -> bool:
     """Whether objects of this type are left to the replay."""
     name = kind.__module__
     while name:
-        if name in REPRODUCED:
-            return True
+        if name in REPRODUCED or name in _RECORDED:
+            return name in REPRODUCED
         name = name.rpartition(".")[0]
     return False
 
@@ -59,6 +61,30 @@ def is_reproduced(kind: type) -> bool:
 def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Compared by type."""
     return [Tag.SAME, name_of(type(value)), ""]
+
+
+def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """Work that another thread or process was given: compared with what it gives, once that is known."""
+    if not value.done():
+        return [
+            Tag.REFUSED,
+            "is work of another thread or process that is not done, and what it will give is not known",
+        ]
+    if value.cancelled() or value.exception() is not None:
+        return [Tag.SAME, name_of(type(value)), "cancelled" if value.cancelled() else repr(value.exception())]
+    return _same_if_alike(snapshot, value, value.result(), depth)
+
+
+def record_context_variable(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A contextvars.ContextVar: compared with what it holds for the one who steps."""
+    return _same_if_alike(snapshot, value, value.get(None), depth)
+
+
+def _same_if_alike(snapshot: Snapshot, value: Any, held: Any, depth: int) -> Any:
+    node = Snapshot(snapshot.stepped, is_apart=True).node(held, depth + 1)
+    if _is_refused(node):
+        return [Tag.REFUSED, f"holds a {type(held).__qualname__}, which cannot be told"]
+    return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(pack(node))]
 
 
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ttprun.rank.frames import set_local, unset_local
+from ttprun.rank.trained import places
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 
@@ -122,11 +123,9 @@ class Restore:
     def snapshot(self, live: Any) -> Any:
         """The node that this process would record for a value."""
         if self._places is None:
-            places: dict[int, int] = {}
-            for index, tensor in enumerate(self.stepped):
-                places.setdefault(tensor.untyped_storage().data_ptr(), index)
-            self._places = places
-        return Snapshot(self._places, is_apart=True).node(live, 0)
+            self._places = places(self.stepped)
+        # Recorded as a file or iterator that is compared, it is one that a loop runs over: its place is the loop's.
+        return Snapshot(self._places, [id(live)], is_apart=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
         """Note a mismatch unless `condition` holds."""

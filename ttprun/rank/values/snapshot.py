@@ -7,6 +7,7 @@ recorded nor compared says so, and is refused by name when it is needed. How a t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import attrgetter, is_
 from types import FunctionType
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import loops
+from ttprun.rank import looped, loops
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, pack
 
 # Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
@@ -121,6 +122,7 @@ class Snapshot:
     is_apart   the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
     blobs      tensors to write behind the plain part, each a `plain` one: modules' buffers, weights that no optimizer
                updates, and what is too large to be copied more than once
+    computed   tensors met that were computed with gradients, but for views of what optimizers update
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
     storages   number of the tensor with which a storage was recorded, by the storage's address
@@ -131,6 +133,7 @@ class Snapshot:
         self.is_apart = is_apart
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
+        self.computed: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
         self.storages: dict[int, int] = {}
@@ -171,8 +174,17 @@ class Snapshot:
         known.packed = pack({name: self.node(value, 0) for name, value in known.fixed.items()})
 
     def loop(self, loop: loops.Loop) -> dict[str, Any]:
-        """A loop that is under way, and what it runs over if that is a generator of the user's."""
-        return dict(loop.record(), over=self.node(loop.over, 0))
+        """A loop that is under way, and what it runs over, if its position does not tell all of that."""
+        over = looped.over(loop)
+        is_within = type(over) is tuple
+        node = [Tag.TUPLE, [self._around_loader(items) for items in over]] if is_within else self.node(over, 0)
+        return dict(loop.record(), over=node)
+
+    def _around_loader(self, items: Any) -> Any:
+        if type(items) is itertools.cycle and id(items) not in self.numbers:
+            # To record them again at each step would take longer and longer.
+            return [Tag.REFUSED, "is a cycle over a DataLoader, in its first round, and keeps all batches"]
+        return self.node(items, 1)
 
     def number(self, value: Any) -> int:
         """The number of an object that is met for the first time."""

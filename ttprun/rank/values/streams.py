@@ -33,6 +33,12 @@ def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return [Tag.FILE, snapshot.number(value), kind, position]
 
 
+def record_map(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A file in memory, mmap.mmap: it is read on from where it stands."""
+    kind = name_of(type(value))
+    return [Tag.CLOSED, kind] if value.closed else [Tag.FILE, snapshot.number(value), kind, value.tell()]
+
+
 def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Set it to where the lost rank's stood."""
     _, number, kind, position = node

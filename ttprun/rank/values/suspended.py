@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dis
 import types
+from collections.abc import Sequence
 from typing import Any
 
-from ttprun.rank import loops
-from ttprun.rank.frames import is_user_file
+from ttprun.rank import looped, loops
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -53,22 +53,25 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.SAME, name_of(type(value)), "running"]  # its frame is on the stack
     number = snapshot.number(value)
     if frame is None:
-        return [Tag.SUSPENDED, number, _where(value), _ENDED, {}, None]
+        return [Tag.SUSPENDED, number, _where(value), _ENDED, {}, None, []]
     is_followed = id(value) in snapshot.followed
-    if not is_user_file(frame.f_code.co_filename) and is_followed:
-        return [Tag.SAME, name_of(type(value)), "followed"]
     active = loops.of_frame(frame)
-    snapshot.followed.update(id(loop.over) for loop in active if loop.over is not None)
+    snapshot.followed |= looped.followed(active)
+    on_stack = looped.on_stack(value)
+    if is_followed:
+        snapshot.followed |= looped.ids_of_generators((value.gi_yieldfrom, *on_stack))
     if not is_followed and _hidden_loops(frame) > 0:
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
     inner = snapshot.node(value.gi_yieldfrom, depth + 1)
-    return [Tag.SUSPENDED, number, _where(value), frame.f_lasti, snapshot.variables(frame.f_locals), inner]
+    variables = snapshot.variables(frame.f_locals)
+    stack = [snapshot.node(items, depth + 1) for items in on_stack]
+    return [Tag.SUSPENDED, number, _where(value), frame.f_lasti, variables, inner, stack]
 
 
 def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write its variables; it must stand at the same instruction."""
-    _, number, where, instruction, variables, inner = node
+    _, number, where, instruction, variables, inner, stack = node
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
         return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {told(live)} here")
     frame = live.gi_frame
@@ -79,4 +82,26 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
         if restore.value(MISSING if old is None else old, inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
         restore.frame(frame, variables, f"{name}/")
+        _put_in_place(restore, looped.on_stack(live), stack, f"{name}/")
     return live
+
+
+def restore_loop(restore: Restore, loop: loops.Loop, fields: dict[str, Any]) -> None:
+    """Write what a loop under way runs over, as it is in the loop's record."""
+    live, node = looped.over(loop), fields["over"]
+    is_within = type(live) is tuple or (node.__class__ is list and node[0] == Tag.TUPLE)
+    if is_within:
+        _put_in_place(restore, live or (), node[1] if node else [], f"{loop.site.key}: ")
+    else:
+        restore.value(live, node, f"{loop.site.key}: {told(live)}")
+
+
+def _put_in_place(restore: Restore, live: Sequence[Any], nodes: list[Any], name: str) -> None:
+    """Have iterators that loops run over stand as in the lost rank: they cannot be replaced by others."""
+    if len(live) != len(nodes):
+        restore.refuse(live, f"{name}a loop runs over other iterators than in the lost rank")
+        return
+    for items, node in zip(live, nodes, strict=True):
+        if restore.value(items, node, f"{name}{told(items)}") is not items:
+            why = "a loop runs over it, and it stands elsewhere than in the lost rank"
+            restore.refuse(items, f"{name}{told(items)}: {why}")

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
+from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.large import SMALL_BYTES, follow
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unrecorded import Unrecorded, shape_of
+from ttprun.rank.values.unrecorded import Unrecorded, shape_of, without_history
 
-_LEAF, _PARAMETER = 1, 2  # flags
+_LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node
 _dtype_names: dict[torch.dtype, str] = {}
 
@@ -59,19 +60,24 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     try:
         storage = value.untyped_storage()
         at = storage.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own, a DTensor or the like
+    except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
         return [Tag.REFUSED, f"is a {name_of(type(value))} without memory of its own"]
     index = snapshot.stepped.get(at)
     dtype, shape = dtype_name(value.dtype), list(value.shape)
     if index is not None and at:
-        is_itself = isinstance(value, torch.nn.Parameter)
-        return [Tag.WEIGHT, index, dtype, shape, list(value.stride()), value.storage_offset(), is_itself]
+        offset: Any = value.storage_offset()
+        own = snapshot.stepped.get(value.data_ptr()) if offset else None
+        return weight_node(value, index, offset) if own is None else weight_node(value, own, None)
+    if value.grad_fn is not None:
+        snapshot.computed.append(value)
     if value.nbytes > SMALL_BYTES:
         return _record_large(snapshot, value, dtype, shape)
     number = snapshot.number(value)
     flags = 0
     if value.requires_grad and value.is_leaf:
         flags = _LEAF | (_PARAMETER if isinstance(value, torch.nn.Parameter) else 0)
+    elif value.grad_fn is not None:
+        flags = _COMPUTED
     device = "" if value.device.type == "cpu" else str(value.device)
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
@@ -87,6 +93,18 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         snapshot.storages[at] = number
         return [*node, layout, _contents(snapshot, _whole(storage)), flags, device]
     return [*node, layout, first, flags, device]
+
+
+def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> list[Any]:
+    """The node of what optimizers update, or of a view of it.
+
+    index    place in `Restore.stepped`
+    offset   in its storage; of a sharded one, in that of what this rank holds; None: where that weight begins, which
+             is a part of a flat buffer that may lie elsewhere in another process
+    """
+    is_itself = isinstance(value, torch.nn.Parameter)
+    form = [dtype_name(value.dtype), list(value.shape), list(value.stride()), offset]
+    return [Tag.WEIGHT, index, *form, is_itself, value.grad_fn is not None]
 
 
 def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
@@ -136,7 +154,9 @@ def record_unrecorded(snapshot: Snapshot, value: Unrecorded, depth: int) -> Any:
 
 
 def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Something that says so when it is used."""
+    """Something that says so when it is used; on the way to the boundary what the replay itself has computed."""
+    if not restore.is_comparing and isinstance(live, torch.Tensor) and list(live.shape) == node[1]:
+        return live
     return Unrecorded(name, node[1])
 
 
@@ -145,24 +165,38 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
     _, number, dtype, shape, layout, raw, flags, device = node
     if isinstance(raw, list):
         raw = restore.blob(raw[0])
-    if not _is_like(live, dtype, shape, device):
+    if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
+        restore.storages[number] = live.untyped_storage()
+        live.data.copy_(tensor_of(dtype, shape, raw))  # its version, on which the graph depends, stays
+        return live
+    if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
     if live is not MISSING and layout is False and raw_bytes(live) == raw and restore.claim(number, live):
-        return _flagged(live, flags)
+        return _flagged(live, flags, name)
     if layout is False:
-        made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags)
+        made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags, name)
         restore.claim(number, made)
         return made
     if live is not MISSING and _fits(restore, live, number, layout, raw) and restore.claim(number, live):
-        return _flagged(live, flags)
+        return _flagged(live, flags, name)
     storage = _storage(restore, number, raw)
     if storage is None:
         return restore.refuse(live, f"{name} shares memory with a tensor that could not be restored")
     stride, offset, _ = layout or (list(torch.empty(shape, device="meta").stride()), 0, 0)
     made = torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, offset, shape, stride)
-    made = _flagged(made, flags)
+    made = _flagged(made, flags, name)
     restore.claim(number, made)
     return made
+
+
+def _is_kept_on_the_way(restore: Restore, live: Any, node: list[Any]) -> bool:
+    """Whether the replay, not yet at the boundary, can go backward through its own tensor as the lost rank has."""
+    _, _, dtype, shape, layout, _, _, device = node
+    if restore.is_comparing or layout is not None or type(live) is not torch.Tensor or live.grad_fn is None:
+        return False
+    if dtype_name(live.dtype) != dtype or list(live.shape) != shape or str(live.device) != (device or "cpu"):
+        return False
+    return live.is_contiguous() and live.untyped_storage().nbytes() == live.nbytes
 
 
 def _is_like(live: Any, dtype: str, shape: list[int], device: str) -> bool:
@@ -203,7 +237,9 @@ def _storage(restore: Restore, number: int, raw: Any) -> torch.UntypedStorage | 
     return storage
 
 
-def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
+def _flagged(tensor: torch.Tensor, flags: int, name: str) -> torch.Tensor:
+    if flags & _COMPUTED:
+        return without_history(tensor, name)
     if flags & _PARAMETER and not isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor)
     if tensor.is_leaf and tensor.requires_grad != bool(flags & _LEAF):
@@ -213,24 +249,32 @@ def _flagged(tensor: torch.Tensor, flags: int) -> torch.Tensor:
 
 def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What optimizers update: nothing is written, but it must be the same one of them."""
-    _, index, dtype, shape, stride, offset, is_itself = node
+    _, index, dtype, shape, stride, offset, is_itself, is_computed = node
     is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
     if index >= len(restore.stepped):
         if is_alike:
             return live
         return restore.refuse(live, f"{name} is a weight in the lost rank and {told(live)} here")
-    owner = restore.stepped[index]
+    whole = restore.stepped[index]
+    owner, held = local_of(whole), local_of(live) if is_alike else None
+    offset = owner.storage_offset() if offset is None else offset
     if (
-        is_alike
-        and live.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
-        and live.storage_offset() == offset
+        held is not None
+        and held.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+        and held.storage_offset() == offset
     ):
         return live
-    if is_itself and isinstance(owner, torch.nn.Parameter) and list(owner.shape) == shape:
-        return owner
+    if is_itself and isinstance(whole, torch.nn.Parameter) and list(whole.shape) == shape:
+        return whole
+    if whole is not owner and list(owner.shape) != shape:
+        return restore.refuse(live, f"{name} is made of a sharded weight, and cannot be made again")
     if dtype_name(owner.dtype) != dtype:
         return restore.refuse(live, f"{name} is a view of a weight that is of another type here")
-    return owner.detach().as_strided(shape, stride, offset)
+    reach = offset + 1 + sum((length - 1) * by for length, by in zip(shape, stride, strict=True))
+    if 0 not in shape and reach * owner.element_size() > owner.untyped_storage().nbytes():
+        return restore.refuse(live, f"{name} is a view of a weight that is smaller here")
+    view = owner.detach().as_strided(shape, stride, offset)
+    return without_history(view, name) if is_computed else view
 
 
 def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -55,7 +55,8 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.RANDOM: {1: _N},
     Tag.OPTIMIZER: {1: _N, 3: Part.GROUPS, 4: Part.NAMED},
     Tag.ITERATOR: {1: _N, 3: Part.NODES, 4: Part.NODE},
-    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE},
+    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE, 6: Part.NODES},
+    Tag.SHARDED: {1: _N, 2: Part.NODE},
     Tag.MODULE: {1: _N},
 }
 _RAW_STATES = ("torch", "python")  # random generators whose state is no node
@@ -173,12 +174,11 @@ class Tree:
 
     def weight(self, index: int) -> tuple[int, bool, int] | None:
         """(optimizer, whether it is a parameter, which one) of what optimizers update; None if it is not known."""
-        for optimizer, (parameters, states) in enumerate(self.fields["stepped"]):
-            if index < parameters:
-                return optimizer, True, index
-            if index < parameters + states:
-                return optimizer, False, index - parameters
-            index -= parameters + states
+        for is_state in (0, 1):
+            for optimizer, counts in enumerate(self.fields["stepped"]):
+                if index < counts[is_state]:
+                    return optimizer, not is_state, index
+                index -= counts[is_state]
         return None
 
     def index_of(self, weight: tuple[int, bool, int]) -> int | None:
@@ -187,7 +187,7 @@ class Tree:
         counts = self.fields["stepped"]
         if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
             return None
-        return sum(map(sum, counts[:optimizer])) + index
+        return int(sum(parameters for parameters, _ in counts[:optimizer])) + index
 
 
 def _with_fixed(scope: dict[str, Any]) -> dict[str, Any]:

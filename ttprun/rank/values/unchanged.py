@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 
 MIN_ITEMS = 12  # below, packing anew is as fast
@@ -95,7 +96,7 @@ def packed_items(
             if issubclass(first, Tensor):
                 if not all(item[0] is Tag.WEIGHT for item in added):
                     return None
-                kept.memory = list(map(_data_ptr, items))
+                kept.memory = _pointers(items)
             elif not all(map(is_settled, added)):
                 return None
         kept.packed += _pack_all(added)
@@ -107,12 +108,16 @@ def packed_items(
 
 def _is_where_it_was(kept: _Kept, items: list[Any], stepped: Any) -> bool:
     try:
-        return kept.stepped is stepped and list(map(_data_ptr, items)) == kept.memory
-    except TypeError:  # something else than a tensor among them
+        return kept.stepped is stepped and _pointers(items) == kept.memory
+    except (TypeError, AttributeError):  # something else than a tensor among them
         return False
 
 
-_data_ptr = Tensor.data_ptr
+def _pointers(tensors: list[Any]) -> list[int]:
+    """Where each lies. Raises TypeError or AttributeError if one is no tensor."""
+    if is_distributed(tensors[0]):
+        return [local_of(tensor).data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _pack_all(nodes: list[Any]) -> bytes:

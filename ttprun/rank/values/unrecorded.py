@@ -1,15 +1,41 @@
-"""What stands in a replacement for a large activation of the step that the lost rank had finished.
+"""What stands in a replacement for what the lost rank had computed with gradients in the step that it had finished.
 
-Mostly nobody looks at it again: `logits` is set anew in the next step. Who does look is told so, whatever is tried.
+Of a large activation nothing is recorded. Mostly nobody looks at it again: `logits` is set anew in the next step. Who
+does look is told so, whatever is tried. Of a small one (`loss`) there are the elements, but not what they were computed
+from: who goes backward through it, as scripts with two optimizers do (`fake` of a GAN), is told so.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 class UnrecordedTensorError(RuntimeError):
-    """The script uses a tensor of the step before that was too large to record."""
+    """The script uses of a tensor of the step before what was not recorded."""
+
+
+class _NotRecorded(torch.autograd.Function):
+    """What a tensor was computed from, in its stead."""
+
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, computed: list[torch.Tensor], name: str) -> torch.Tensor:
+        ctx.name = name
+        return computed[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnrecordedTensorError(
+            f"{ctx.name} was computed before an optimizer step, and the script goes backward through it after that "
+            "step: what it was computed from is not recorded"
+        )
+
+
+def without_history(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor as one that was computed with gradients; backward() through it raises UnrecordedTensorError."""
+    made: torch.Tensor = _NotRecorded.apply(torch.empty(0, requires_grad=True), [tensor], name)  # type: ignore[no-untyped-call]
+    return made
 
 
 class Unrecorded:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 
-from ttprun.rank.framework.access import has_framework
-from ttprun.rank.framework.limits import check_port, check_rank, refusal_of_elastic
+from ttprun.rank.framework.access import has_framework, this_rank
+from ttprun.rank.framework.limits import check_port, check_rank
 
 OUTSIDE_OF_THE_JOB = -1
 
@@ -16,14 +16,14 @@ def tft_init_controller(
     """Make the controller. Nothing is made: the agent is there already, and it can do all that it is asked for here.
 
     rank         -1: outside of the job
-    enable_zit   the others go on without ranks that are lost for good: refused
+    enable_zit   the others may train on without ranks that are lost; so must tft_init_processor say, in every rank
 
-    Raises ValueError for a rank that cannot be, NotImplementedError for enable_zit.
+    Raises ValueError for a rank that cannot be.
     """
-    if enable_zit:
-        raise refusal_of_elastic("tft_init_controller: enable_zit")
     if rank != OUTSIDE_OF_THE_JOB:
         check_rank("tft_init_controller", rank, world_size)
+    if has_framework():
+        this_rank()[1].elastic.is_on_in_the_controller = enable_zit
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:

@@ -21,7 +21,7 @@ def tft_notify_controller_stop_train(
 ) -> int:
     """Ranks have failed ({rank: 0 memory of the device, 1 anything else}), or with "pause" all are to wait.
 
-    timeout   seconds that a pause lasts at most; None: till "continue"
+    timeout   seconds that a pause lasts at most; None: till "continue", or pause_timeout_s
     """
     if stop_type not in scheduler.STOPS:
         return RET_ERROR
@@ -34,10 +34,13 @@ def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int 
 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
-    """Say how to go on. "retry", "recover" and "migration" the agent decides by itself; 1 for what needs another world
-    size.
+    """Say how to go on. "retry", "recover" and "migration" the agent decides by itself. "downgrade": replacements are
+    not waited for, the others train on; "upgrade": ranks that have left so are called back. report_result tells what
+    came of it; 1 for an unknown strategy.
+
+    params   for the handlers of a downgrade or upgrade, in JSON
     """
-    return scheduler.notify(strategy) if strategy in scheduler.STRATEGIES else RET_ERROR
+    return scheduler.notify(strategy, params=params) if strategy in scheduler.STRATEGIES else RET_ERROR
 
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: dict[int, int] | None = None) -> int:

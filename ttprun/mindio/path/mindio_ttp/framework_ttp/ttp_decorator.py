@@ -12,7 +12,7 @@ import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 from ttprun.mindio.variables import uses_shift
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
-from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank, refusal_of_elastic
+from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
 
 FRAMEWORKS = ("MindSpeed", "MindSpeed-LLM")
 _export_version = ""
@@ -35,18 +35,18 @@ def tft_init_processor(
 
     enable_uce   errors of devices are answered in the same process (retry)
     enable_arf   lost processes are replaced; here that is for `ttprun --rungs` to say
-    enable_zit   the others go on without ranks that are lost for good: refused
+    enable_zit   the others may train on without ranks that are lost, if there is a handler for that
 
-    Raises ValueError if this is not that rank of the job, NotImplementedError for enable_zit.
+    Raises ValueError if this is not that rank of the job.
     """
-    if enable_zit:
-        raise refusal_of_elastic("tft_init_processor: enable_zit")
     check_rank("tft_init_processor", rank, world_size)
     session, framework = this_rank()
     if (rank, world_size) != (session.rank, session.world_size):
         told = f"rank {session.rank} of {session.world_size}"
         raise ValueError(f"tft_init_processor: this process is {told}, and not rank {rank} of {world_size}")
     framework.errors.is_retried = enable_uce
+    framework.elastic.is_on = enable_zit
+    framework.elastic.tell()
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
@@ -106,9 +106,10 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """Declare the data-parallel group. It is checked and not kept: only ranks that leave for good would need it."""
+    """Declare the data-parallel group: ranks at the same place of their groups leave together. Raises ValueError."""
     if not 0 <= rank < MOST_RANKS or not all(type(member) is int for member in dp_rank_list):
         raise ValueError(f"tft_set_dp_group_info: rank {rank} in {dp_rank_list} cannot be")
+    this_rank()[0].channel.send({"op": "data_parallel", "ranks": dp_rank_list})
 
 
 def tft_set_step_args(args: Any) -> None:
@@ -272,27 +273,34 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) 
     this_rank()[1].handlers.register("stream_sync", func, ctx)
 
 
-# Ranks that leave, and others that go on without them. Refused: a callback that is never called would be waited for.
+# Ranks that leave, and others that train on without them. These get no ctx, but params: a text in JSON, such as
+# {"scale-in-strategy": "DP"}. Where one of an upgrade is not registered, the one of an ordinary recovery is called.
 
 
 def tft_register_zit_upgrade_rollback_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, args, params). Raises NotImplementedError."""
-    raise refusal_of_elastic("tft_register_zit_upgrade_rollback_handler")
+    """func(step, args, params)"""
+    this_rank()[1].handlers.register("zit_upgrade_rollback", func, ctx)
 
 
 def tft_register_zit_upgrade_repair_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(step, need_rebuild, error_ranks, repair_info, args, params). Raises NotImplementedError."""
-    raise refusal_of_elastic("tft_register_zit_upgrade_repair_handler")
+    """func(step, need_rebuild, error_ranks, repair_info, args, params)"""
+    this_rank()[1].handlers.register("zit_upgrade_repair", func, ctx)
 
 
 def tft_register_zit_upgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(rank_list, args, params). Raises NotImplementedError."""
-    raise refusal_of_elastic("tft_register_zit_upgrade_rebuild_handler")
+    """func(rank_list, args, params): in all ranks; rank_list are those that have come back"""
+    this_rank()[1].handlers.register("zit_upgrade_rebuild", func, ctx)
 
 
 def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(comm_groups, fault_ranks, args, params). Raises NotImplementedError."""
-    raise refusal_of_elastic("tft_register_zit_downgrade_rebuild_handler")
+    """func(dp_ranks, world_ranks, args, params): in the ranks that are left, which these are
+
+    In each recovery of a smaller group, so that it must not count on being called for a whole one. Then the rollback
+    handler is called, as in every recovery; MindIO leaves it out.
+    """
+    _, framework = this_rank()
+    framework.handlers.register("zit_downgrade_rebuild", func, ctx)
+    framework.elastic.tell()
 
 
 def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:

@@ -1,0 +1,45 @@
+"""Start processes as the agent does, and wait for what they come to."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from pathlib import Path
+from typing import Any
+
+from ttprun.agent.processes import Standby
+
+ROOT = str(Path(__file__).resolve().parents[2])
+LIMIT_S = 20.0
+
+
+def start_of(tmp_path: Path, *words: str, is_redirected: bool = False, entry: str = sys.executable) -> dict[str, Any]:
+    """What torch gives a subprocess handler."""
+    logs = {name: str(tmp_path / name) if is_redirected else None for name in ("stdout", "stderr")}
+    return {
+        "entrypoint": entry,
+        "args": words,
+        "env": {"PYTHONPATH": ROOT},
+        **logs,
+        "local_rank_id": 0,
+        "numa_options": None,
+    }
+
+
+def wait_for_end(pid: int) -> bool:
+    """Whether a process, of whatever parent, ends."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], LIMIT_S)[0])
+    finally:
+        os.close(fd)
+
+
+def wait_until_ready(standby: Standby) -> None:
+    """Blocks until it has imported what it was to import."""
+    while not standby.is_ready:
+        standby.read()

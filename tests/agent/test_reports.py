@@ -1,0 +1,86 @@
+"""What becomes of what ranks tell: the real state machine decides, and nothing that it orders is carried out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ttprun import recovery
+from ttprun.agent.reports import Reports
+from ttprun.agent.seat import Seat
+from ttprun.board import Board
+
+N_RANKS = 3
+
+
+class FakeHandler:
+    """A rank's process and line: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    @property
+    def channel(self) -> FakeHandler:
+        return self
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.told.append(message)
+
+
+class FakeSupervisor:
+    """Three ranks that train, as the state machine sees them."""
+
+    def __init__(self) -> None:
+        self.board = Board.create(N_RANKS)[1]
+        self.handlers = [FakeHandler() for _ in range(N_RANKS)]
+        self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
+        self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
+        for seat in self.seats:
+            seat.pid, seat.is_present = 100 + seat.rank, True
+            self.advance(recovery.RankStarted(at_s=0.0, rank=seat.rank, pid=seat.pid))
+            self.advance(recovery.RankProtected(at_s=0.0, rank=seat.rank))
+
+    def advance(self, event: recovery.Event) -> None:
+        self.job, _ = recovery.advance(self.job, event)
+
+    def log(self, event: str, **fields: object) -> None: ...
+
+
+@pytest.fixture
+def supervisor() -> FakeSupervisor:
+    return FakeSupervisor()
+
+
+@pytest.fixture
+def reports(supervisor: FakeSupervisor) -> Reports:
+    """Its ranks have held the same weights at boundary 1."""
+    found = Reports(supervisor)  # type: ignore[arg-type]
+    found.begin_group(N_RANKS)
+    hold(found, supervisor, 1, "aaa")
+    return found
+
+
+def hold(reports: Reports, supervisor: FakeSupervisor, boundary: int, digests: str) -> None:
+    """Each rank tells the digest of its weights, one letter."""
+    for seat, digest in zip(supervisor.seats, digests, strict=True):
+        reports.take(seat, {"op": "digest", "boundary": boundary, "digest": digest})
+
+
+def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(
+    supervisor: FakeSupervisor, reports: Reports
+) -> None:
+    odd, line = supervisor.seats[1], supervisor.handlers[1]
+    hold(reports, supervisor, 2, "aba")
+    hold(reports, supervisor, 3, "aba")  # on its way: it is not told twice
+    told_once, training = list(line.told), supervisor.job
+
+    supervisor.advance(recovery.CheckpointAsked(at_s=1.0))
+    reports.take(odd, {"op": "aside"})
+    survivors = supervisor.job.survivors
+    supervisor.job = training  # the checkpoint is there, and all go on
+    hold(reports, supervisor, 4, "aba")
+
+    assert survivors == (0, 1, 2)
+    assert told_once == [{"op": "stand_aside"}]
+    assert line.told == [{"op": "stand_aside"}] * 2

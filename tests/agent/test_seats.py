@@ -1,0 +1,158 @@
+"""A seat outlives whoever sits there, and gets its next process when there is one for it."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.agent.starting import wait_until_ready
+from ttprun.agent.orders import Orders
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, kill_session
+from ttprun.agent.seat import Seat
+from ttprun.agent.standbys import Standbys
+from ttprun.board import Board, Field
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.recovery import Event, SpawnFailed, SpawnRank
+
+
+def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
+    board = Board.create(1)[1]
+    ends = {}
+    for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():
+        seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+        seat.sit(started("-c", command, entry="/bin/sh", is_python=False))
+        seat.is_protected = how == "failed"
+        board.set(0, Field.RECORDED, 7)
+        board.set(0, Field.LINES_OUT, 2)
+        event = seat.leave(seat.bury(), board, lambda number, pid: "")
+        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
+
+    assert ends == {
+        "killed": (None, 9, 7, False, False, (2, 0)),
+        "failed": (3, None, 7, False, False, (2, 0)),
+        "done": (0, None, 7, False, True, (2, 0)),
+    }
+
+
+def test_a_seat_holds_the_newest_order_and_all_news_till_its_process_greets(
+    started: Callable[..., RankHandler],
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "exec sleep 600", entry="/bin/sh", is_python=False))
+    theirs = seat.handler.channel
+    sent: list[Any] = []
+    theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
+
+    seat.tell({"op": "freeze", "generation": 2})
+    seat.pass_on({"op": "put", "key": "a"})
+    seat.tell({"op": "resume", "generation": 3})
+    before = list(sent)
+    seat.greet()
+    seat.tell({"op": "freeze", "generation": 4})
+
+    assert before == []
+    assert sent == [
+        {"op": "resume", "generation": 3}, {"op": "put", "key": "a"}, {"op": "freeze", "generation": 4},
+    ]  # fmt: skip
+
+
+@dataclass
+class FakeSupervisor:
+    """What Orders needs of a supervisor to start a process."""
+
+    seats: list[Seat]
+    run: RunDirectory
+    replace_handler: Any = lambda *_: None
+    standbys: Any = field(default_factory=lambda: Standbys(0, ""))
+    selector: Any = None
+    welcomed: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def log(self, event: str, **fields: object) -> None: ...
+
+    def advance(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def watch(self) -> FakeSupervisor:
+        return self
+
+    def welcome(self, seat: Seat, is_replacement: bool) -> None:
+        assert is_replacement
+        self.welcomed.append(seat.pid)
+
+
+def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    lost = seat.pid
+    supervisor = FakeSupervisor([seat], RunDirectory(tmp_path))
+    seat.is_dying = True
+    seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
+
+    orders = Orders(supervisor)  # type: ignore[arg-type]
+    orders.spawn_rank(SpawnRank(0, 2))
+    before = (seat.pid, list(supervisor.welcomed))
+    code = seat.bury()
+    orders.spawn_those_that_wait()
+
+    assert before == (lost, [])
+    assert code == -9
+    assert supervisor.welcomed == [seat.pid] != [lost]
+    kill_session(seat.pid)
+    assert seat.bury() is not None
+    seat.handler.channel.close()
+
+
+def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
+    seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+    seat.leave(seat.bury(), Board.create(1)[1], lambda number, pid: "")
+    seat.handler.start["entrypoint"] = str(tmp_path / "nothing")
+    supervisor = FakeSupervisor([seat], RunDirectory(tmp_path))
+
+    Orders(supervisor).spawn_rank(SpawnRank(0, 2))  # type: ignore[arg-type]
+
+    (event,) = supervisor.events
+    assert isinstance(event, SpawnFailed)
+    assert "No such file or directory" in event.reason
+    assert supervisor.welcomed == []
+    assert seat.spawn is None
+
+
+def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault(
+    started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.refill(watched.append)
+    seats = [Seat(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
+    for seat in seats:
+        seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
+        seat.leave(seat.bury(), Board.create(2)[1], lambda number, pid: "")
+    supervisor = FakeSupervisor(seats, RunDirectory(tmp_path), standbys=standbys, selector=selectors.DefaultSelector())
+    orders = Orders(supervisor)  # type: ignore[arg-type]
+
+    for rank in range(2):
+        orders.spawn_rank(SpawnRank(rank, 2))
+    before = list(supervisor.welcomed)
+    wait_until_ready(watched[0])
+    orders.spawn_those_that_wait()
+
+    assert before == []
+    assert supervisor.welcomed == [seat.pid for seat in seats]
+    assert all(isinstance(seat.handler, StandbyHandler) for seat in seats)
+    assert watched[0].process.poll() is None
+    assert standbys.ready == 1
+    for seat in seats:
+        kill_session(seat.pid)
+        assert seat.bury() == -signal.SIGKILL
+        seat.handler.channel.close()
+    standbys.end()

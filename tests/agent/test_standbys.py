@@ -1,0 +1,251 @@
+"""Standbys, and copies of them: how they become ranks, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.agent.starting import LIMIT_S, ROOT, start_of, wait_until_ready
+from ttprun.agent import stacks
+from ttprun.agent.processes import Copy, Standby, StandbyHandler, kill_session
+from ttprun.agent.standbys import Standbys
+from ttprun.board import Board
+
+
+@pytest.fixture
+def standby(tmp_path: Path) -> Iterator[Standby]:
+    found = Standby(str(tmp_path))
+    yield found
+    found.end()
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
+    """One that can be copied, for several tests."""
+    found = Standby(str(tmp_path_factory.mktemp("run")))
+    wait_until_ready(found)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """`become_rank(process, script)`: it runs the script as a rank; its exit code, and what it has written."""
+    fds: list[int] = []
+
+    def become(process: Standby | Copy, script: str) -> tuple[int, str]:
+        (tmp_path / "script.py").write_text(script)
+        words = [str(tmp_path / "script.py"), "--lr", "1"]
+        handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)
+        fds.extend((Board.create(1)[0], os.memfd_create("record"), stacks.create()))
+        os.ftruncate(fds[-2], 128 << 20)
+        welcome = {
+            "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
+            "run_dir": str(tmp_path), "is_replacement": True, "faults": [], "arguments": words,
+            "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
+            "options": {
+                "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1,
+                "allow_faults": False, "may_rerun": False, "mindio": False, "retry_on": [], "device_errors": {}, "keeps_state": False,
+                "shelves": [], "snapshot_every_steps": 0, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "nan_limit_s": None,
+            },
+        }  # fmt: skip
+        handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])
+        order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
+        handler.channel.send(order)
+        code = handler.proc.wait(LIMIT_S)
+        handler.close(signal.SIGKILL)
+        handler.channel.close()
+        return code, (tmp_path / "stdout").read_text() + (tmp_path / "stderr").read_text()
+
+    yield become
+    for fd in fds:
+        os.close(fd)
+
+
+TELL = "import os, sys\nprint(sys.argv[1:], os.environ['ROLE'], os.getcwd(), __name__, flush=True)\n"
+TOLD = f"['--lr', '1'] mine {os.getcwd()} __main__\n"
+
+
+def test_a_standby_becomes_the_rank_that_it_is_told_to_be(
+    standby: Standby, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    standby.warm_up(["json", "there_is_no_such_module"])
+
+    assert become_rank(standby, TELL) == (0, TOLD)
+
+
+def test_copies_of_a_standby_become_ranks_one_after_the_other_and_it_stays(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    ready.warm_up(["there_is_no_such_module"])
+    wait_until_ready(ready)
+    draw = TELL + "import random, numpy\nprint(random.random(), numpy.random.random(), flush=True)\n"
+
+    copies = [ready.copy() for _ in range(2)]
+    ends = [become_rank(copy, draw) for copy in copies]
+
+    drawn = [written.splitlines()[-1].split() for _, written in ends]
+    assert [(code, written.splitlines(keepends=True)[-2]) for code, written in ends] == [(0, TOLD)] * 2
+    assert all(first != second for first, second in zip(*drawn, strict=True))
+    assert ready.process.poll() is None
+
+
+def test_a_copy_computes_on_several_threads_what_a_fresh_process_computes(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    compute = """
+import hashlib, sys, numpy, torch
+torch.set_num_threads(2)
+torch.manual_seed(0)
+x, y = torch.randn(300, 300, requires_grad=True), torch.randn(8, 16, 32, 32)
+(torch.nn.functional.conv2d(y, torch.ones(4, 16, 3, 3)).sum() * torch.linalg.inv(x @ x.T + torch.eye(300)).sum()).backward()
+z = numpy.random.default_rng(0).random((200, 200)); z = z @ z
+sys.stdout.write(hashlib.sha256(x.grad.numpy().tobytes() + z.tobytes()).hexdigest())
+"""
+    fresh = subprocess.run([sys.executable, "-c", compute], capture_output=True, text=True, check=True).stdout
+
+    code, copied = become_rank(ready.copy(), compute)
+
+    assert (code, copied) == (0, fresh)
+
+
+def test_a_copy_is_a_process_of_the_agent_whose_end_is_told_as_of_any_other(ready: Standby) -> None:
+    copy = ready.copy()
+    assert copy is not None
+    stat = Path(f"/proc/{copy.process.pid}/stat").read_text().rpartition(")")[2].split()
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        copy.process.wait(0.01)
+    kill_session(copy.process.pid)
+
+    assert stat[1:4] == [str(os.getpid()), str(copy.process.pid), str(copy.process.pid)]  # parent, group, session
+    assert [copy.process.wait(LIMIT_S), copy.process.poll()] == [-signal.SIGKILL] * 2
+    assert ready.process.poll() is None
+    copy.channel.close()
+
+
+def test_a_copy_outlives_its_standby(standby: Standby) -> None:
+    wait_until_ready(standby)
+    copy = standby.copy()
+    assert copy is not None
+
+    standby.end()
+
+    assert copy.process.poll() is None
+    copy.channel.close()
+    assert copy.process.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "a thread"),
+        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "a device"),
+    ],
+)
+def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
+    module: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_with_more.py").write_text(module)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.warm_up(["module_with_more"])
+    standbys.refill(watched.append)
+    wait_until_ready(watched[0])
+
+    taken = standbys.take()
+
+    assert taken is watched[0]
+    watched[0].end()
+
+
+def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_path: Path) -> None:
+    standbys, watched = Standbys(2, str(tmp_path)), list[Standby]()
+    standbys.refill(watched.append)
+    for standby in watched:
+        wait_until_ready(standby)
+    watched[0].channel.sock.shutdown(2)
+
+    taken = standbys.take()
+
+    assert isinstance(taken, Copy)
+    assert taken.process.pid not in [standby.process.pid for standby in watched]
+    assert watched[0].process.wait(LIMIT_S) is not None
+    kill_session(taken.process.pid)
+    taken.process.wait()
+    taken.channel.close()
+    standbys.end()
+    watched[0].channel.close()
+
+
+def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> None:
+    standby.read()
+
+    standby.channel.sock.shutdown(2)
+
+    assert standby.process.wait(LIMIT_S) == 0
+
+
+def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) -> None:
+    watched: list[Standby] = []
+    standbys = Standbys(2, str(tmp_path))
+    standbys.refill(watched.append)
+    first, second = watched
+    wait_until_ready(second)
+    second.is_copyable = False
+
+    taken = standbys.take()
+    standbys.refill(watched.append)
+
+    try:
+        assert taken is second
+        assert [standby is first or standby is second for standby in watched] == [True, True, False]
+        assert standbys.ready == 0
+        assert standbys.take() is None
+        assert standbys.is_on_its_way
+    finally:
+        second.end()
+        standbys.end()
+    assert [standby.process.returncode for standby in watched] == [-signal.SIGKILL] * 3
+
+
+def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_that_kills.py").write_text("import os; os._exit(3)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.warm_up(["module_that_kills"])
+    standbys.refill(watched.append)
+    with pytest.raises(EOFError):
+        wait_until_ready(watched[0])
+    has_started = watched[0].has_started
+    watched[0].bury()
+
+    standbys.forget_modules()
+    standbys.refill(watched.append)
+    wait_until_ready(watched[1])
+
+    assert has_started
+    assert watched[1].process.poll() is None
+    standbys.end()
+
+
+def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
+    watched: list[Standby] = []
+    standbys = Standbys(1, str(tmp_path))
+    standbys.refill(watched.append)
+    wait_until_ready(watched[0])
+    watched[0].process.kill()
+    watched[0].process.wait()
+
+    assert standbys.take() is None
+    assert standbys.ready == 0
+    standbys.end()
+    watched[0].channel.close()

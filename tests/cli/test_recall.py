@@ -1,0 +1,39 @@
+"""`ttprun recall`, against an agent that answers one request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.fakes import FakeAgent
+from ttprun.cli.main import main
+from ttprun.observe.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirectory]:
+    """The newest run here."""
+    monkeypatch.chdir(tmp_path)
+    found = RunDirectory.create("r1")
+    yield found
+    found.release()
+
+
+def test_the_agent_is_asked_and_says_who_comes_back(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeAgent(run, json.dumps({"ok": True, "message": "rank 2, 3 called back"})) as agent:
+        code = main(["recall"])
+
+    assert code == 0
+    assert agent.requests == [{"token": run.read_token(), "op": "recall"}]
+    assert capsys.readouterr().out == "rank 2, 3 called back\n"
+
+
+def test_a_refusal_is_one_line(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeAgent(run, json.dumps({"ok": False, "error": "no rank is away"})):
+        code = main(["recall", "--json"])
+
+    assert code == 2
+    assert capsys.readouterr().err == "ttprun: error: no rank was called back: no rank is away; see 'ttprun status'\n"

@@ -1,0 +1,30 @@
+"""Gradients that the journal does not copy: what an all-reduce held comes from `.grad`, or from who has the result."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import (
+    RunTtprun,
+    Undisturbed,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
+
+LARGE = "large_buckets.py"
+
+
+@pytest.mark.parametrize("phase", ["backward", "collective", "before_step", "in_step", "after_step", "forward"])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (3, 2)])
+def test_a_rank_killed_in_any_phase_is_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, ranks: int, rank: int, phase: str
+) -> None:
+    """Twice: for the second time the first one's replacement still makes copies."""
+    faults = [f"kill:rank={rank},step=11,phase={phase}", f"kill:rank={(rank + 1) % ranks},step=13,phase=backward"]
+
+    result = run_ttprun(LARGE, ranks, faults=faults)
+
+    assert_only_replaced(result, incidents=2)
+    assert_same_outcome(result, undisturbed(LARGE, ranks))
+    assert_survivors_kept_their_pids(result)

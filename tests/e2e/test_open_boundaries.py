@@ -1,0 +1,90 @@
+"""Scripts like GANs: at every second boundary lives what no record holds, and a job must go on from the others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import (
+    RunTtprun,
+    StartTtprun,
+    Undisturbed,
+    assert_only_replaced,
+    assert_same_outcome,
+    environment,
+)
+
+GAN = "gan_one_fake.py"  # odd boundaries, of the discriminator, are open
+LARGE = ["--batch", "2048"]
+
+PREEMPTED = {
+    # arguments, rank, step, phase
+    "backward": ([], 1, 21, "backward"),
+    "forward": ([], 0, 20, "forward"),
+    "in_step": ([], 0, 20, "in_step"),
+    "after_step": ([], 1, 21, "after_step"),
+    "large": (LARGE, 1, 21, "collective"),
+    "every second": (["--generator-every", "2"], 0, 16, "backward"),
+}
+
+
+@pytest.mark.parametrize(("args", "rank", "step", "phase"), PREEMPTED.values(), ids=PREEMPTED)
+def test_a_gan_that_is_preempted_between_its_two_steps_goes_on_by_the_same_command_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, args: list[str], rank: int, step: int, phase: str
+) -> None:
+    same = {"options": ["--save-dir", str(tmp_path / "save")], "script_args": args, "out": tmp_path / "out"}
+
+    first = run_ttprun(GAN, 2, faults=[f"preempt:rank={rank},step={step},phase={phase}"], **same)
+    second = run_ttprun(GAN, 2, **same)
+
+    assert first.exit_code == 143, first.story()
+    (resumed,) = second.incidents
+    assert (resumed["kind"], resumed["boundary"]) == ("resume", first.status["checkpoint"]["boundary"]), second.story()
+    second.stdout = {number: first.stdout[number] + second.stdout[number] for number in (0, 1)}
+    assert_same_outcome(second, undisturbed(GAN, 2, args))
+
+
+def test_a_gan_that_loses_a_rank_between_its_two_steps_goes_back_to_a_snapshot_and_ends_the_same(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    run = run_ttprun(GAN, 2, faults=["kill:rank=1,step=17,phase=backward"], options=["--snapshot-every", "5steps"])
+
+    taken = [event["boundary"] for event in run.events if event["event"] == "snapshot_taken"]
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
+    assert incident["boundary"] in taken
+    assert {boundary % 2 for boundary in taken} == {0}, run.story()
+    reference = undisturbed(GAN, 2)
+    assert (run.exit_code, run.final) == (0, reference.final), run.story()
+    assert run.hashes == reference.hashes, run.story()
+
+
+@pytest.mark.parametrize("args", [[], ["--generator-every", "2"]], ids=["each", "every second"])
+def test_a_gan_that_loses_a_rank_behind_its_generators_step_has_it_replaced(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, args: list[str]
+) -> None:
+    run = run_ttprun(GAN, 2, faults=["kill:rank=0,step=18,phase=forward"], script_args=args)
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(GAN, 2, args))
+
+
+def test_a_checkpoint_of_a_gan_that_is_asked_for_at_any_moment_can_be_gone_on_from(
+    start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    same = {"script_args": ["--iterations", "300"], "out": tmp_path / "out"}
+    launch = start_ttprun(GAN, 2, **same, options=["--save-dir", str(tmp_path / "save")])
+    launch.wait_for_line(0, "iteration 10 ")
+
+    command = [sys.executable, "-m", "ttprun", "checkpoint", "now", "--run", str(launch.run_dir), "--json"]
+    asked = subprocess.run(command, capture_output=True, text=True, env=environment(), check=True)
+    first = launch.finish()
+
+    reference = undisturbed(GAN, 2, ["--iterations", "300"])
+    assert_same_outcome(first, reference)
+    second = run_ttprun(GAN, 2, **same, options=["--resume", json.loads(asked.stdout)["path"]])
+    assert (second.exit_code, second.hashes) == (0, reference.hashes), second.story()

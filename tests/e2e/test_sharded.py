@@ -1,0 +1,184 @@
+"""Scripts whose parameters are sharded over the ranks: no rank can be replaced, but nothing that was stored is lost."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.harness import Run, RunTtprun, StartTtprun, Undisturbed, assert_same_outcome
+from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
+from ttprun.state.pieces import assemble, pieces_of
+
+FSDP = "fsdp_model.py"  # 27 steps with 2 ranks, 9 an epoch
+EPOCH_SAMPLES = 72
+STEP = re.compile(r"\[rank \d+\] epoch (\d+) step (\d+) .* samples (\[.*\])")
+
+
+@pytest.fixture
+def series(run_ttprun: RunTtprun, tmp_path: Path) -> Callable[..., Series]:
+    """`series(ranks)`: launches of one job."""
+    return lambda ranks: Series(run_ttprun, tmp_path, FSDP, ranks)
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All that the ranks have stored together: weights and optimizer state, whole."""
+    pieces = pieces_of(sorted(str(path) for path in checkpoint.glob("*.safetensors")))
+    return {key: assemble(key, found) for key, found in pieces.items()}
+
+
+def assert_as_undisturbed(run: Run, reference: Run) -> None:
+    """It ended with the same weights, and what it has said is the same, but for what came out again."""
+    assert (run.exit_code, run.final) == (0, reference.final), run.story()
+    for rank, lines in reference.stdout.items():
+        assert list(dict.fromkeys(run.stdout[rank])) == lines, run.story()
+
+
+@pytest.mark.parametrize(("rank", "step", "phase"), [(1, 13, "backward"), (0, 17, "collective"), (1, 11, "in_step")])
+def test_when_a_rank_dies_all_go_back_to_a_snapshot_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, rank: int, step: int, phase: str
+) -> None:
+    kill = f"kill:rank={rank},step={step},phase={phase}"
+
+    run = run_ttprun(FSDP, 2, faults=[kill], options=["--snapshot-every", "5steps"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
+    assert incident["boundary"] in (5, 10, 15), run.story()
+    assert "no other rank holds what a lost one held" in incident["reason"], run.story()
+    assert_as_undisturbed(run, undisturbed(FSDP, 2))
+
+
+PREEMPTED = [(13, "forward"), (8, "validation"), (20, "collective"), (3, "after_step"), (9, "in_step")]
+
+
+@pytest.mark.parametrize(("step", "phase"), PREEMPTED)
+def test_a_job_that_is_preempted_goes_on_by_the_same_command_and_nothing_differs(
+    series: Callable[..., Series], undisturbed: Undisturbed, step: int, phase: str
+) -> None:
+    job = series(2)
+
+    first = job.launch(faults=[f"preempt:rank=1,step={step},phase={phase}"])
+    second = job.launch()
+
+    assert_saved(first, "ended")
+    assert_resumed(second, first.status["checkpoint"]["boundary"])
+    assert_same_outcome(job.as_one(), undisturbed(FSDP, 2))
+
+
+def test_what_a_lost_rank_has_taken_with_it_is_named_and_the_next_launch_goes_on_from_before(
+    series: Callable[..., Series], undisturbed: Undisturbed
+) -> None:
+    job = series(2)
+
+    options = ["--snapshot-every", "5steps", "--rungs", "persist"]
+    first = job.launch(faults=["kill:rank=1,step=13,phase=backward"], options=options)
+    listed = ttprun("checkpoints", "list", "--save-dir", str(job.save_dir)).stdout
+    second = job.launch()
+
+    assert first.exit_code == 137, first.story()
+    missing = "embedding.weight rows 25:50 (rank 1), blocks.0.norm1.weight rows 16:32 (rank 1)"
+    assert f"no checkpoint was written: it would lack {missing}" in first.status["reason"], first.story()
+    assert f"incomplete-step-00000013: it is incomplete: {missing}" in listed
+    assert "checkpoint incomplete-step-00000013 in" in second.output, second.story()
+    assert "is passed over: it is incomplete: embedding.weight rows 25:50 (rank 1)" in second.output, second.story()
+    assert_resumed(second, 10)
+    assert_as_undisturbed(job.as_one(), undisturbed(FSDP, 2))
+
+
+def test_of_shards_that_have_replicas_nothing_is_missing_when_a_rank_is_lost(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    job = Series(run_ttprun, tmp_path, FSDP, 4, ["--replicas", "2"])
+
+    first = job.launch(faults=["kill:rank=1,step=8,phase=backward"], options=["--rungs", "persist"])
+    second = job.launch()
+
+    assert_saved(first, "dying gasp", exit_code=137)
+    assert_resumed(second, 8)
+    assert_same_outcome(job.as_one(), undisturbed(FSDP, 4, ["--replicas", "2"]))
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_costs_training_nothing_and_the_model_can_be_taken_out_of_it(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    longer = ["--epochs", "12"]
+    launch = start_ttprun(FSDP, 2, script_args=longer, options=["--save-dir", str(tmp_path / "save")])
+    launch.wait_for_line(1, " step 12 ")
+
+    asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir))
+    exported = ttprun(
+        "checkpoints", "export", "latest", "--save-dir", str(tmp_path / "save"), "--out", str(tmp_path / "model.pt")
+    )
+    run = launch.finish()
+
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    assert_same_outcome(run, undisturbed(FSDP, 2, longer))
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    model, final = torch.load(tmp_path / "model.pt"), torch.load(launch.folder / "out" / "final.pt")
+    assert {name: tensor.shape for name, tensor in final.items()} == {
+        name: tensor.shape for name, tensor in model.items() if name != "seen"
+    }
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_link_that_breaks_is_mended_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str
+) -> None:
+    run = run_ttprun(FSDP, 2, faults=[f"reset:rank=1,step=12,phase={phase}"])
+
+    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("reconnect", "recovered")], run.story()
+    assert_same_outcome(run, undisturbed(FSDP, 2))
+
+
+def test_an_error_that_another_try_would_cure_sends_all_back_too(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    options = ["--snapshot-every", "5steps", "--retry-on", "InjectedFaultError"]
+
+    run = run_ttprun(FSDP, 2, faults=["exception:rank=0,step=13,phase=forward"], options=options)
+
+    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
+    assert_as_undisturbed(run, undisturbed(FSDP, 2))
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 3), (4, 2)])
+def test_another_number_of_ranks_goes_on_with_the_very_same_weights_and_trains_on_each_sample_once(
+    run_ttprun: RunTtprun, tmp_path: Path, old: int, new: int
+) -> None:
+    save_dir = tmp_path / "save"
+    how = {"options": ["--save-dir", str(save_dir)], "out": tmp_path / "out"}
+    step = 6 if old == 4 else 13  # in the second epoch
+    first = run_ttprun(FSDP, old, faults=[f"preempt:rank=0,step={step},phase=forward"], **how)
+    assert_saved(first, "ended")
+    (saved,) = save_dir.glob("step-*")
+    before = tensors_of(saved)
+    boundary = first.status["checkpoint"]["boundary"]
+
+    # Behind the checkpoint that it has begun with, it is made to write one at once.
+    second = run_ttprun(FSDP, new, faults=[f"preempt:rank=0,step={boundary},phase=backward"], **how)
+    (again,) = save_dir.glob("step-*")
+    after = tensors_of(again)
+    third = run_ttprun(FSDP, new, **how)
+
+    assert_saved(second, "ended")
+    assert second.status["checkpoint"]["boundary"] == boundary, second.story()
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == ["model/seen"]
+    assert third.exit_code == 0, third.story()
+    used = counted([first], 1, up_to=boundary) + counted([second, third], 1, behind=boundary)
+    left = EPOCH_SAMPLES - sum(counted([first], 1, up_to=boundary).values())
+    assert set(used) == set(range(EPOCH_SAMPLES)), third.story()
+    assert sum(used.values()) - EPOCH_SAMPLES == -left % new, third.story()
+    assert len({line.split()[-1] for lines in third.hashes.values() for line in lines}) == 1, third.story()
+
+
+def counted(runs: Sequence[Run], epoch: int, up_to: int = 1 << 30, behind: int = 0) -> Counter[int]:
+    """How often each sample was trained on in an epoch, in steps of these numbers."""
+    found = (STEP.fullmatch(line) for run in runs for lines in run.stdout.values() for line in dict.fromkeys(lines))
+    steps = [match for match in found if match and int(match[1]) == epoch and behind < int(match[2]) <= up_to]
+    return Counter(int(sample) for match in steps for sample in match[3].strip("[]").split(", "))

@@ -1,0 +1,245 @@
+"""Inputs of which the journal makes no copy: two real ranks of DDP, whose gradients are in buckets of a megabyte."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.rank.buckets import TRUSTED_AFTER
+from ttprun.rank.replicated import NotRepairableError
+from ttprun.rank.session import current
+
+WIDTH = 520  # more than a megabyte of weights
+BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and tells of it behind the third
+STEPS = BEGINS_AT + 2
+
+
+class Training:
+    """A model of two buckets that hold more than a megabyte, and what the journal has of them in each step."""
+
+    def __init__(self, rank: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)]
+        self.model = DDP(nn.Sequential(*layers), bucket_cap_mb=1, **options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.inputs = torch.Generator().manual_seed(rank)
+        self.held: list[int] = []
+
+    def backward(self, scale: float = 1.0) -> None:
+        (self.model(torch.randn(4, WIDTH, generator=self.inputs)).square().mean() * scale).backward()
+
+    def step(self, backwards: int = 1, scale: float = 1.0) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(backwards):
+            self.backward(scale)
+        self.held.append(len(held_entries()))
+        for weight in self.model.parameters():
+            assert weight.grad is not None
+            weight.grad.nan_to_num_()
+        self.optimizer.step()
+
+    def digest(self) -> float:
+        """Of the weights."""
+        return float(sum(weight.detach().double().abs().sum() for weight in self.model.parameters()))
+
+
+def held_entries() -> list[Any]:
+    """What the journal holds without a copy of its input."""
+    session = current()
+    return [] if session is None else [entry for entry in session.journal.entries if entry.held is not None]
+
+
+def train(rank: int, **options: Any) -> tuple[list[int], float]:
+    training = Training(rank, **options)
+    for _ in range(STEPS):
+        training.step()
+    return training.held, training.digest()
+
+
+def test_from_the_seventh_step_on_the_gradients_are_not_copied_any_more() -> None:
+    for held, _ in run_world(train):
+        assert held == [0] * BEGINS_AT + [2] * 2
+
+
+def train_with_comm_hook(rank: int) -> list[int]:
+    training = Training(rank)
+    training.model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for _ in range(STEPS):
+        training.step()
+    return training.held
+
+
+def halve_gradient(weight: torch.Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(0.5)
+
+
+def train_with_gradient_hooks(rank: int) -> list[int]:
+    training = Training(rank)
+    for weight in training.model.parameters():
+        weight.register_post_accumulate_grad_hook(halve_gradient)
+    for _ in range(STEPS):
+        training.step()
+    return training.held
+
+
+def train_with_two_backward_passes_a_step(rank: int) -> list[int]:
+    training = Training(rank)
+    for _ in range(STEPS):
+        training.step(backwards=2)
+    return training.held
+
+
+def begin_with_an_overflow(rank: int) -> list[int]:
+    training = Training(rank)
+    for step in range(STEPS + 1):
+        training.step(scale=float("nan") if step == 3 else 1.0)
+    return training.held
+
+
+def test_a_step_whose_gradients_are_nan_says_nothing_of_the_buckets() -> None:
+    assert run_world(begin_with_an_overflow) == [[0] * (BEGINS_AT + 1) + [2] * 2] * 2
+
+
+def train_with_options(rank: int) -> dict[str, list[int]]:
+    options = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    return {option: train(rank, **{option: True})[0] for option in options}
+
+
+def train_otherwise(rank: int) -> dict[str, list[int]]:
+    ways = (train_with_comm_hook, train_with_gradient_hooks, train_with_two_backward_passes_a_step)
+    return train_with_options(rank) | {way.__name__: way(rank) for way in ways}
+
+
+def test_gradients_that_ddp_treats_otherwise_are_copied() -> None:
+    for held in run_world(train_otherwise):
+        assert len(held) == 6
+        assert all(of_steps == [0] * STEPS for of_steps in held.values()), held
+
+
+def begin_to_change_gradients(rank: int) -> list[int]:
+    training = Training(rank)
+    for step in range(BEGINS_AT + 3):
+        if step == BEGINS_AT + 1:
+            next(iter(training.model.parameters())).register_post_accumulate_grad_hook(halve_gradient)
+        training.step()
+    return training.held[BEGINS_AT:]
+
+
+def accumulate_later(rank: int) -> list[int]:
+    training = Training(rank)
+    for step in range(BEGINS_AT + 3):
+        training.step(backwards=2 if step == BEGINS_AT + 1 else 1)
+    return training.held[BEGINS_AT:]
+
+
+def change_later(rank: int) -> list[list[int]]:
+    return [begin_to_change_gradients(rank), accumulate_later(rank)]
+
+
+def test_a_hook_or_a_second_reduction_that_comes_later_ends_it_for_its_bucket() -> None:
+    assert run_world(change_later) == [[[2, 1, 1], [2, 2, 0]]] * 2
+
+
+def look_behind_a_backward_pass(rank: int) -> list[Any]:
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    training.optimizer.zero_grad()
+    training.backward()
+    first, *_ = held_entries()
+    found: list[Any] = [first.is_done, first.held.is_kept]
+    try:
+        first.held.put_back()  # but the gradients are the result's by now
+    except NotRepairableError as error:
+        found.append(str(error))
+    training.backward()
+    return [*found, first.held.is_kept]
+
+
+def test_an_input_is_never_made_of_gradients_that_are_not_those_it_was_made_of() -> None:
+    refusal = "a gradient was changed behind its all-reduce, whose input is not known any more"
+
+    assert run_world(look_behind_a_backward_pass) == [[True, True, refusal, False]] * 2
+
+
+def be_interrupted(rank: int, moment: str) -> tuple[list[int], float]:
+    """In one of the later steps the connections break: before, in or behind the reduction of the first bucket."""
+    training = Training(rank)
+    for step in range(BEGINS_AT + 3):
+        if step == BEGINS_AT + 1 and current() is not None:
+            lie_in_wait(training, rank, moment)
+        training.step()
+    return training.held[BEGINS_AT:], training.digest()
+
+
+def lie_in_wait(training: Training, rank: int, moment: str) -> None:
+    def interrupt(*_: Any) -> None:
+        removed.remove()
+        say("here")
+        wait_for("go on")
+
+    if moment == "behind":
+        removed: Any = training.optimizer.register_step_pre_hook(interrupt)
+    elif rank == 0:  # the other one stands in the reduction of the first bucket, or of the second
+        layer = training.model.module[2 if moment == "in the first" else 0]
+        removed = layer.register_full_backward_pre_hook(interrupt)
+
+
+def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent) -> None:
+    for rank in ranks:
+        agent.wait_for(rank, "note", text="here")
+    agent.pause()
+    for line in agent.lines:
+        line.send({"op": "freeze", "generation": 2, "lost": [], "survivors": [0, 1]})
+    agent.generation = 2
+    for rank in ranks:
+        agent.tell_value(rank, "go on")
+    for rank in range(2):
+        agent.wait_for(rank, "frozen", generation=2)
+    agent.resume()
+
+
+@pytest.mark.parametrize(("moment", "ranks"), [("in the first", (0,)), ("in the second", (0,)), ("behind", (0, 1))])
+def test_connections_that_break_around_such_a_reduction_change_nothing(moment: str, ranks: tuple[int, ...]) -> None:
+    scenario = functools.partial(break_connections_while_one_is_late, ranks)
+
+    broken = run_world(be_interrupted, moment, scenario=scenario)
+
+    assert broken == [([2, 2, 2], digest) for _, digest in run_world(be_interrupted, moment, is_managed=False)]
+
+
+def lose_a_result(rank: int) -> None:
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    training.optimizer.zero_grad()
+    training.backward()
+    training.optimizer.register_step_pre_hook(lambda *_: None)
+    session = current()
+    assert session is not None
+    if rank == 0:
+        session.journal.givers = {(entry.group.group_name, 0): 0 for entry in held_entries()}
+        training.backward()
+        training.optimizer.step()
+    else:
+        training.backward()
+        wait_for("the end")
+
+
+def hear_of_a_mismatch(agent: FakeAgent) -> None:
+    told = agent.wait_for(0, "mismatch")
+    assert "was written over while it was given to the others" in told["reason"]
+    raise InterruptedError
+
+
+def test_no_rank_steps_with_a_result_that_was_written_over_while_it_was_given() -> None:
+    with pytest.raises(AssertionError, match="InterruptedError"):
+        run_world(lose_a_result, scenario=hear_of_a_mismatch)

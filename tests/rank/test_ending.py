@@ -1,0 +1,100 @@
+"""The end of a rank's process: threads of gloo are gone before the interpreter finalizes, whatever is still pending."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.rank.worlds import run_world
+from ttprun.rank import ending
+from ttprun.rank.session import current
+
+# Without our part in their end, a third of these processes and more is aborted (signal 6).
+MANY_ENDS = """
+import atexit, os
+from datetime import timedelta
+from types import SimpleNamespace
+import torch
+from tests.rank.fakes import become, make_session
+from ttprun.rank import install
+from ttprun.rank.process_group import ManagedGroup
+
+torch.set_num_threads(1)
+for _ in range(6):
+    pid = os.fork()
+    if pid == 0:
+        session = make_session(world_size=1)
+        become(session)
+        install._presence = SimpleNamespace(pid=os.getpid(), has_script_failed=True)
+        atexit.register(install._finish)
+        group = ManagedGroup(session, session.exchange, "g", [0], 0, timedelta(seconds=60))
+        group.connect()
+        whole, part = torch.empty(2_000_000), torch.ones(2_000_000)
+        for _ in range(25):
+            group.allgather([[whole]], [part.detach()])
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_script_that_does_not_wait_for_its_last_collectives_ends_well() -> None:
+    run = subprocess.run([sys.executable, "-c", MANY_ENDS], capture_output=True, text=True, timeout=100)
+
+    assert run.stdout.split() == ["0"] * 6, run.stderr
+
+
+def end_with_an_operation_that_nobody_joins(rank: int) -> Any:
+    session = current()
+    assert session is not None
+    if rank == 1:
+        return None
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    del work
+    began_s = time.monotonic()
+    ending.close(session)
+    return time.monotonic() - began_s
+
+
+def test_a_collective_that_no_other_rank_joins_holds_up_the_end_for_a_moment_only() -> None:
+    took_s, _ = run_world(end_with_an_operation_that_nobody_joins)
+
+    assert ending.LIMIT_S <= took_s < 2 * ending.LIMIT_S
+
+
+def start_no_thread(thread: threading.Thread) -> None:
+    """As Thread.start() of Python 3.12 once the interpreter finalizes."""
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
+def end_where_no_thread_starts(rank: int) -> Any:
+    threading.Thread.start = start_no_thread  # type: ignore[method-assign]
+    return end_with_an_operation_that_nobody_joins(rank)
+
+
+def test_where_no_thread_starts_any_more_a_collective_that_no_other_rank_joins_is_cut_off_too() -> None:
+    took_s, _ = run_world(end_where_no_thread_starts)
+
+    assert ending.LIMIT_S <= took_s < 2 * ending.LIMIT_S
+
+
+def end_at_once(rank: int) -> Any:
+    threading.Thread.start = start_no_thread  # type: ignore[method-assign]
+    session = current()
+    assert session is not None
+    given = torch.full((1_000_000,), 1.0 + rank)
+    work = dist.all_reduce(given, async_op=True)
+    if rank == 0:
+        ending.close(session)
+        return None
+    work.wait()
+    return given[0].item()
+
+
+def test_where_no_thread_starts_any_more_a_collective_that_the_others_wait_for_is_let_finish() -> None:
+    assert run_world(end_at_once) == [None, 3.0]

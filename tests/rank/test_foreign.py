@@ -1,0 +1,69 @@
+"""A loop around the optimizer's step in code that is not the user's is told; code that only hands a step through is not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rank.processes import run_alone
+from ttprun.rank import foreign
+
+LOOPS = {
+    "for": "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n",
+    "while": "def fit(look):\n    n = 0\n    while n < 2:\n        found = look()\n        n += 1\n    return found\n",
+}
+NO_LOOPS = {
+    "call": "def fit(look):\n    return look()\n",
+    "behind a loop": "def fit(look):\n    for _ in range(3):\n        pass\n    return look()\n",
+}
+
+
+def look() -> str:
+    return foreign.loop_around(sys._getframe(1))
+
+
+def seen_from(source: str, filename: str, module: str = "framework.trainer") -> str:
+    """What is told of a step that is taken in a function of such a file."""
+    scope: dict[str, Any] = {"__name__": module}
+    exec(compile(source, filename, "exec"), scope)
+    found: str = scope["fit"](look)
+    return found
+
+
+# pytest itself has loops around its tests: each is run in a process of its own.
+@pytest.mark.parametrize("kind", LOOPS)
+@pytest.mark.parametrize(
+    "where", ["/opt/lib/framework/trainer.py", "/x/lib/site-packages/framework/trainer.py", "<string>"]
+)
+def test_a_loop_in_a_frameworks_code_is_told_with_its_function_and_file(kind: str, where: str) -> None:
+    assert run_alone(seen_from, LOOPS[kind], where) == f"fit ({where})"
+
+
+@pytest.mark.parametrize("kind", NO_LOOPS)
+def test_code_that_hands_a_step_through_is_none(kind: str) -> None:
+    assert run_alone(seen_from, NO_LOOPS[kind], "/opt/lib/framework/trainer.py") == ""
+
+
+def test_a_library_that_calls_the_scripts_main_function_is_none() -> None:
+    assert run_alone(seen_from, LOOPS["while"], "/x/lib/site-packages/fire/core.py", "fire.core") == ""
+
+
+def _seen_from_libraries() -> list[str]:
+    found = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: found.append(look()))
+    thread = threading.Thread(target=lambda: found.append(look()))
+    thread.start()
+    thread.join(10)
+    inside_torch = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "container.py")
+    return [*found, seen_from(LOOPS["for"], inside_torch)]
+
+
+def test_the_standard_librarys_and_torchs_own_loops_are_none() -> None:
+    assert run_alone(_seen_from_libraries) == ["", "", ""]

@@ -1,0 +1,60 @@
+"""Ctrl-C: what a rank shows of an interrupt that has ended its script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rank.fakes import OPTIONS, FakeChannel
+from ttprun.board import Board, Field
+from ttprun.rank import install
+from ttprun.rank.presence import Presence
+
+
+@pytest.fixture
+def presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Presence]:
+    """Rank 1 of two, whose standard error is the terminal's."""
+    (tmp_path / "logs").mkdir()
+    options = OPTIONS | {"prints_traceback": False}
+    welcome = {"rank": 1, "local_world_size": 2, "generation": 0, "run_dir": str(tmp_path), "options": options}
+    line = FakeChannel()
+    found = Presence(line, welcome, [Board.create(2)[0]])
+    monkeypatch.setattr(install, "_presence", found)
+    yield found
+    line.close()
+
+
+def shown(error: BaseException) -> list[Any]:
+    """What our hook passes on to Python's own, which prints it."""
+    printed: list[Any] = []
+    install.tell_before(lambda *told: printed.append(told[1]))(type(error), error, error.__traceback__)
+    return printed
+
+
+def test_an_interrupt_that_the_launcher_has_passed_on_is_kept_in_a_file_and_not_printed_by_each_rank(
+    presence: Presence, tmp_path: Path
+) -> None:
+    Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 2)
+
+    printed = shown(KeyboardInterrupt("here"))
+
+    assert printed == []
+    assert "KeyboardInterrupt: here" in (tmp_path / "logs" / "interrupted-rank1.log").read_text()
+
+
+def test_an_interrupt_from_elsewhere_is_printed(presence: Presence) -> None:
+    error = KeyboardInterrupt()
+
+    assert shown(error) == [error]
+
+
+def test_a_rank_with_a_log_of_its_own_has_the_traceback_there(presence: Presence, tmp_path: Path) -> None:
+    Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 2)
+    presence.welcome["options"]["prints_traceback"] = True
+    error = KeyboardInterrupt()
+
+    assert shown(error) == [error]
+    assert not list((tmp_path / "logs").iterdir())

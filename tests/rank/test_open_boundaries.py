@@ -1,0 +1,105 @@
+"""The first rank does not go past a boundary that a run can go on from, while the agent waits for one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.rank.fakes import make_session
+from ttprun.board import Field
+from ttprun.rank import open_boundaries
+from ttprun.rank.open_boundaries import come_to
+from ttprun.rank.session import Session
+
+LIMIT_S = 10.0
+
+
+AtBoundary = Callable[..., Session]
+
+
+@pytest.fixture
+def at_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtBoundary]:
+    """`at_boundary(applied, open_at, is_asked, ...)`: a rank that has passed a boundary.
+
+    open_at   the newest open one
+    is_asked  the agent waits for one that is not
+    """
+    monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", LIMIT_S)
+    made: list[Session] = []
+
+    def make(applied: int, open_at: int, is_asked: bool, **known: Any) -> Session:
+        made.append(make_session(applied=applied, **known))
+        made[-1].board.set(0, Field.OPEN_AT, open_at)
+        made[-1].board.set(0, Field.STAND_ASKED, int(is_asked))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.channel.close()
+
+
+@pytest.mark.parametrize(
+    ("stands", "is_open"),
+    [
+        ({"applied": 10, "open_at": 9, "is_asked": False}, True),
+        ({"applied": 10, "open_at": 10, "is_asked": True}, True),
+        ({"applied": 10, "open_at": 9, "is_asked": True}, False),
+        ({"applied": 10, "open_at": 9, "is_asked": True, "local_rank": 1}, True),
+        ({"applied": 0, "open_at": 0, "is_asked": True}, True),
+    ],
+    ids=["nobody waits", "it stands at an open one", "the next is not open", "it is not the first", "no step yet"],
+)
+def test_a_rank_goes_on_where_it_has_no_reason_to_wait(
+    at_boundary: AtBoundary, stands: dict[str, Any], is_open: bool
+) -> None:
+    session = at_boundary(**stands)
+    began_s = time.monotonic()
+
+    come_to(session, 11, is_open)
+
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_an_open_boundary_is_noted_by_the_first_rank_alone(at_boundary: AtBoundary) -> None:
+    first = at_boundary(10, open_at=0, is_asked=False)
+    second = at_boundary(10, open_at=0, is_asked=False, board=first.board, local_rank=1)
+
+    come_to(first, 11, is_open=False)
+    come_to(second, 11, is_open=True)
+    not_noted = first.board.get(0, Field.OPEN_AT)
+    come_to(first, 11, is_open=True)
+
+    assert (not_noted, first.board.get(0, Field.OPEN_AT)) == (0, 11)
+
+
+@pytest.mark.parametrize("end", ["frozen", "not wanted any more"])
+def test_a_rank_waits_in_front_of_an_open_boundary_until_it_is(at_boundary: AtBoundary, end: str) -> None:
+    session = at_boundary(10, open_at=9, is_asked=True)
+    waits = threading.Thread(target=come_to, args=(session, 11, True))
+
+    waits.start()
+    waits.join(0.2)
+    waited = waits.is_alive()
+    with session.changed:
+        session.is_holding = end == "frozen"
+        session.board.set(0, Field.STAND_ASKED, int(session.is_holding))
+        session.changed.notify_all()
+    waits.join(LIMIT_S / 2)
+
+    assert waited
+    assert not waits.is_alive()
+
+
+def test_an_agent_that_never_comes_holds_nobody_up_for_long(
+    at_boundary: AtBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", 0.1)
+    session = at_boundary(10, open_at=9, is_asked=True)
+
+    come_to(session, 11, is_open=True)
+
+    assert session.board.get(0, Field.OPEN_AT) == 11

@@ -1,0 +1,86 @@
+"""The reduce-scatter that gloo lacks: it can be waited for with a limit, and says when it has ended."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ttprun.rank.journal import has_ended
+from ttprun.rank.reduce_scatter import ReduceScatter
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def backends() -> list[Any]:
+    """Two ranks of one group, in this process."""
+    store = dist.HashStore()
+    made: list[Any] = [None, None]
+
+    def make(rank: int) -> None:
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=LIMIT_S))
+
+    threads = [Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    return made
+
+
+def begin(backend: Any, rank: int, given: torch.Tensor) -> tuple[ReduceScatter, torch.Tensor]:
+    output = torch.full((2, 3), -1.0)
+    return ReduceScatter(backend, rank, 2, (output, given, dist.ReduceScatterOptions())), output
+
+
+def test_each_rank_gets_its_part_of_the_sum_and_the_inputs_stay_as_they_were(backends: list[Any]) -> None:
+    given = [torch.randn(4, 3) for _ in range(2)]
+    copies = [one.clone() for one in given]
+
+    works = [begin(backend, rank, given[rank]) for rank, backend in enumerate(backends)]
+    for work, _ in works:
+        work.wait(timedelta(seconds=LIMIT_S))
+
+    assert torch.equal(torch.cat([output for _, output in works]), copies[0] + copies[1])
+    assert all(torch.equal(one, copy) for one, copy in zip(given, copies, strict=True))
+    assert all(work.is_completed() and work.is_success() for work, _ in works)
+
+
+def test_one_that_waits_for_another_rank_is_given_up_when_the_limit_is_over_and_ends_later(
+    backends: list[Any],
+) -> None:
+    first, output = begin(backends[0], 0, torch.ones(4, 3))
+
+    assert not has_ended(first, 0.05)
+    assert output.eq(-1.0).all()
+    second, _ = begin(backends[1], 1, torch.ones(4, 3))
+
+    assert has_ended(first, LIMIT_S)
+    assert has_ended(second, LIMIT_S)
+    first.wait()
+    assert output.eq(2.0).all()
+
+
+def test_once_it_says_that_it_has_completed_the_output_is_there(backends: list[Any]) -> None:
+    """A script may ask until it is so, and never wait."""
+    works = [begin(backend, rank, torch.full((4, 3), 1.0 + rank)) for rank, backend in enumerate(backends)]
+    end_s = time.monotonic() + LIMIT_S
+
+    while not all(work.is_completed() for work, _ in works):
+        assert time.monotonic() < end_s
+
+    assert all(output.eq(3.0).all() for _, output in works)
+
+
+def test_its_future_has_the_part(backends: list[Any]) -> None:
+    works = [begin(backend, rank, torch.full((4, 3), 1.0 + rank)) for rank, backend in enumerate(backends)]
+
+    parts = [work.get_future().wait() for work, _ in works]
+
+    assert all(part[0] is output and output.eq(3.0).all() for part, (_, output) in zip(parts, works, strict=True))

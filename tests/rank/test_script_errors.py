@@ -1,0 +1,66 @@
+"""An exception that ends the script: what the agent is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rank.fakes import OPTIONS, FakeChannel, become, make_session
+from ttprun.board import Board
+from ttprun.rank import install
+from ttprun.rank.presence import Presence
+from ttprun.rank.session import Session
+
+
+class ReplayUnderWay:
+    """A replay of which the script's first step was elsewhere, if `difference` says how."""
+
+    def __init__(self, difference: str) -> None:
+        self.difference = difference
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    """A rank that has torch, and has not stepped yet."""
+    line = FakeChannel()
+    welcome = {"rank": 0, "local_world_size": 2, "generation": 1, "run_dir": str(tmp_path), "options": dict(OPTIONS)}
+    presence = Presence(line, welcome, [Board.create(2)[0]])
+    monkeypatch.setattr(install, "_presence", presence)
+    found = make_session(channel=line)
+    become(found)
+    yield found
+    become(None)
+    line.close()
+
+
+def told_of(error: Exception, session: Session) -> str:
+    """The reason that the agent gets."""
+    install.tell_before(lambda *told: None)(type(error), error, error.__traceback__)
+    channel = session.channel
+    assert isinstance(channel, FakeChannel)
+    (message,) = [one for one in channel.sent if one["op"] == "script_error"]
+    return str(message["error"])
+
+
+def test_an_error_of_the_script_is_told_as_it_is(session: Session) -> None:
+    assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
+
+
+def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_told_with_that(session: Session) -> None:
+    """Then the error says little of the script: it comes of the wrong place, or of what was skipped."""
+    session.replay = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")  # type: ignore[assignment]
+
+    told = told_of(NameError("name 'loss' is not defined"), session)
+
+    assert told == (
+        "NameError: name 'loss' is not defined; the replay had not come by its place: "
+        "its loops stand at 3, the lost rank's at 4"
+    )
+
+
+def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_told_as_it_is(session: Session) -> None:
+    session.replay = ReplayUnderWay("")  # type: ignore[assignment]
+
+    assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"

@@ -1,0 +1,57 @@
+"""A `for` over a generator in which the optimizer's steps are taken, and over one that has a loop of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ttprun.rank import loops
+from ttprun.rank.moved import Mover
+
+
+def new_site() -> loops.Site:
+    return loops.Site("script:1:0", range(1, 3))
+
+
+def test_a_step_that_is_taken_while_an_item_is_made_is_met_again_in_making_that_item() -> None:
+    records: list[dict[str, Any]] = []
+    met: list[tuple[int, Any]] = []
+
+    def training(of: list[loops.Loop], first: int) -> Iterator[int]:
+        for number in range(first, 6):
+            met.append((of[0].position, of[0].current))
+            records.append(of[0].record())
+            yield 10 * number
+
+    holder: list[loops.Loop] = []
+    holder.append(loops.Loop(new_site(), None, training(holder, 0)))
+    items = iter(holder[0])
+    assert [next(items) for _ in range(4)] == [0, 10, 20, 30]
+    recorded, met[:] = records[3], []
+
+    again: list[loops.Loop] = []
+    jump = loops.Jump(new_site(), recorded, training(again, 3), Mover(lambda: len(met), lambda iterator: False))
+    again.append(jump)
+
+    assert list(jump) == [30, 40, 50]
+    assert met == [(3, 20), (4, 30), (5, 40)]
+
+
+def test_a_generator_that_has_found_its_place_by_its_own_loop_is_not_moved_once_more() -> None:
+    jumps = 0
+
+    def chunks() -> Iterator[int]:
+        nonlocal jumps
+        jumps += 1  # as the loop in here does, which the replay has let jump to 3
+        yield from range(3, 6)
+
+    site = new_site()
+    loop = loops.Loop(site, None, (number for number in range(6)))
+    items = iter(loop)
+    for _ in range(4):
+        next(items)
+        loops.note_steps([loop], [])
+
+    jump = loops.Jump(new_site(), loop.record(), chunks(), Mover(lambda: jumps, lambda iterator: False))
+
+    assert list(jump) == [3, 4, 5]

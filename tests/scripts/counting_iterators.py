@@ -1,0 +1,102 @@
+"""One loop over a DataLoader by way of something that counts for itself: a library's generator, a chain, an object."""
+
+import argparse
+import hashlib
+import itertools
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+
+def again_and_again(loader):
+    while True:
+        yield from loader
+
+
+def weighted(loader, most):
+    seen = []
+    for x, y in loader:
+        seen.append(len(seen))
+        if len(seen) > most:
+            return
+        yield {"x": x, "y": y, "weight": 1 + 0.01 * sum(seen)}
+
+
+class Limited:
+    """As much of a loader as is asked for, again from its beginning if need be."""
+
+    def __init__(self, loader, most):
+        self.loader, self.most, self.handed_out = loader, most, 0
+
+    def __iter__(self):
+        self.batches = iter(self.loader)
+        return self
+
+    def __next__(self):
+        if self.handed_out == self.most:
+            raise StopIteration
+        self.handed_out += 1
+        x, y = next(self.batches)
+        return {"x": x, "y": y, "weight": 1 + 0.01 * self.handed_out}
+
+
+def sliced(data, steps):
+    for step in range(steps):
+        x, y = data[8 * step : 8 * step + 8]
+        yield {"x": x, "y": y, "weight": 1 + 0.01 * step}
+
+
+def numbered(pairs):
+    return ({"x": x, "y": y, "weight": 1 + 0.01 * number} for number, (x, y) in pairs)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--manner", required=True)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randn(320, 8), torch.randn(320, 1))
+    first = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, shuffle=True))
+    second = DataLoader(data, batch_size=10, sampler=DistributedSampler(data, shuffle=True))
+    manners = {
+        "track": lambda: numbered(track(enumerate(first), total=20, disable=True)),
+        "chain": lambda: numbered(itertools.chain(enumerate(second), enumerate(first))),
+        "generator": lambda: track(weighted(first, 18), total=18, disable=True),
+        "object": lambda: Limited(first, 18),
+        "no loader": lambda: map(itemgetter(1), enumerate(sliced(data, 18))),
+        "slice": lambda: track(numbered(enumerate(itertools.islice(again_and_again(first), 26))), disable=True),
+    }
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    total = 0.0
+    steps = 0
+    for batch in manners[options.manner]():
+        loss = batch["weight"] * (model(batch["x"]) - batch["y"]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * batch["weight"]
+        steps += 1
+        if steps % 5 == 0:
+            print(f"step {steps} total {total:.9f}", flush=True)
+    print(f"total {total:.9f} at {steps}")
+    state = model.module.state_dict()
+    weights = b"".join(value.numpy().tobytes() for value in state.values())
+    print(f"weights sha256 {hashlib.sha256(weights).hexdigest()}", flush=True)
+    if dist.get_rank() == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        torch.save(state, options.out / "final.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A model whose gradients fill several of DDP's buckets, of a megabyte and more; two micro-steps a step."""
+
+import argparse
+import hashlib
+import os
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+WIDTH = 520
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, WIDTH), *[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)])
+    model = DDP(net, bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(rank)
+    for step in range(args.steps):
+        total = 0.0
+        for micro in range(2):
+            with model.no_sync() if micro == 0 else nullcontext():
+                loss = model(torch.randn(8, 32)).square().mean() / 2
+                loss.backward()
+            total += loss.item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"[rank {rank}] step {step} loss {total!r} norm {norm.item()!r}")
+    if rank == 0:
+        os.makedirs(args.out, exist_ok=True)
+        torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
+    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

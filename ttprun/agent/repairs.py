@@ -1,0 +1,74 @@
+"""How lost ranks get their state back: what the machine's orders come to in the ranks, in one of two ways.
+
+By default a replacement runs the script in replay (`replays.py`); with `--mindio` the ranks answer by callbacks of
+their framework (`frameworks.py`). A supervisor has one of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ttprun import recovery
+    from ttprun.agent.seat import Seat
+    from ttprun.channel import Message
+
+
+class Repairs(ABC):
+    """Carries out the orders that the two ways carry out differently, and takes what only one's ranks tell."""
+
+    # Whoever has nothing to do then leaves these as they are.
+
+    @property
+    def is_paused(self) -> bool:
+        """All ranks wait on purpose: nobody is expected to get on."""
+        return False
+
+    def begin_group(self) -> None:  # noqa: B027
+        """All ranks are new."""
+
+    def look(self) -> None:  # noqa: B027
+        """Time has passed."""
+
+    def note_incident(self, incident: recovery.Incident) -> None:  # noqa: B027
+        """How an incident stands."""
+
+    def words_of_freeze(self) -> dict[str, Any]:
+        """What survivors are told, beside the order itself, when they are to stand still."""
+        return {}
+
+    def expect(self, lost: Sequence[int]) -> None:  # noqa: B027
+        """Lost ranks are to be repaired: they are waited for again, if they were away."""
+
+    def call_back(self, reason: str) -> str:
+        """Have the ranks that are away train again; returns why they cannot, "" if they are on their way.
+
+        reason   who has asked
+        """
+        return "no rank is away"
+
+    # Orders.
+
+    @abstractmethod
+    def replay(self, action: recovery.Replay) -> None:
+        """Tell a replacement to set itself up as far as the boundary."""
+
+    @abstractmethod
+    def send_state(self, action: recovery.SendState) -> None:
+        """Tell ranks to pass state over to the replacements."""
+
+    @abstractmethod
+    def resume(self, action: recovery.Resume) -> None:
+        """Tell all ranks to connect, and to go on."""
+
+    @abstractmethod
+    def persist(self, action: recovery.Persist) -> None:
+        """Have the survivors, who all stand still, write a checkpoint; the answer is StatePersisted."""
+
+    # Reports.
+
+    @abstractmethod
+    def take(self, seat: Seat, message: Message) -> None:
+        """A rank tells what its way of repair alone is concerned with."""

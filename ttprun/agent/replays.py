@@ -1,0 +1,113 @@
+"""The agent's side of replays: the state machine's orders to ranks whose script knows nothing of recovery.
+
+A replacement runs the script up to the boundary that the survivors hold, and gets their weights there. Begin with
+`Replays.replay`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ttprun import recovery
+from ttprun.agent.repairs import Repairs
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+    from ttprun.channel import Message
+
+
+class Replays(Repairs):
+    """Repairs the ranks of a supervisor by replay."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def replay(self, action: recovery.Replay) -> None:
+        """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
+        supervisor = self._supervisor
+        seat = supervisor.seats[action.rank]
+        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
+        stored = supervisor.stored
+        if action.source is None and stored is not None and stored.origin is not None:
+            seat.tell(order | {"adapt": stored.origin.told_to(seat.rank)})
+            return
+        lost = supervisor.orders.recorded(seat, action.boundary)
+        source_rank = action.rank if action.source is None else action.source
+        source = supervisor.orders.recorded(supervisor.seats[source_rank], action.boundary)
+        is_alike = bool(seat.divergence) or lost.get("weights") == source.get("weights")
+        if not lost or not is_alike:
+            reason = (
+                f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
+                "they do not replicate each other"
+                if lost
+                else f"rank {action.rank} has left no record of boundary {action.boundary}"
+            )
+            supervisor.advance(
+                recovery.MismatchFound(
+                    at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
+                )
+            )
+            return
+        skip_lines = supervisor.orders.lines_to_skip(seat, action.boundary)
+        seat.tell(order | {"adapt": None, "skip_lines": skip_lines})
+
+    def send_state(self, action: recovery.SendState) -> None:
+        """Tell the source and the replacements to pass the state over."""
+        supervisor = self._supervisor
+        supervisor.reports.note_repair(action.to, action.boundary)
+        order = {
+            "generation": action.generation,
+            "name": f"state-{action.generation}.sock",
+            "limit_s": supervisor.config.transfer_timeout_s,
+        }
+        supervisor.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
+        for rank in action.to:
+            supervisor.seats[rank].tell(order | {"op": "fetch_state"})
+
+    def resume(self, action: recovery.Resume) -> None:
+        """Tell all ranks to connect and to issue their journals again."""
+        seats = self._supervisor.seats
+        journals = {seat.rank: seat.journal for seat in seats if seat.journal}
+        given = [[name, number, rank] for (name, number), rank in givers_of(journals).items()]
+        for rank in action.ranks:
+            seats[rank].tell(
+                {
+                    "op": "resume",
+                    "generation": action.generation,
+                    "boundary": action.boundary,
+                    "expected": expected_of(rank, list(journals.values())),
+                    "given": given,
+                    "skip_lines": self._supervisor.orders.lines_to_skip(seats[rank], action.boundary),
+                }
+            )
+
+    def persist(self, action: recovery.Persist) -> None:
+        """Write a checkpoint of what the survivors hold."""
+        self._supervisor.checkpoints.persist(action)
+
+    def take(self, seat: Seat, message: Message) -> None:
+        """A rank has written its share of a checkpoint."""
+        if message["op"] == "dumped":
+            self._supervisor.checkpoints.take_dumped(seat, message)
+
+
+def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
+    expected: dict[str, list[str]] = {}
+    for journal in journals:
+        for name, group in journal.items():
+            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
+                expected[name] = group["issued"]
+    return expected
+
+
+def givers_of(journals: dict[int, dict[str, Any]]) -> dict[tuple[str, int], int]:
+    """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
+    givers: dict[tuple[str, int], int] = {}
+    for rank, journal in sorted(journals.items()):
+        for name, group in journal.items():
+            for number in group["results"]:
+                givers.setdefault((name, number), rank)
+    return givers

@@ -1,0 +1,71 @@
+"""When all ranks are made to stand still for a checkpoint: at a boundary that a run can go on from, if one comes soon.
+
+What the script may go backward through is in no record (see `ttprun.rank.open_boundaries`), so a checkpoint of an open
+boundary is mostly refused by the launch that should go on from it. The ranks then train on up to the next one that is
+not open, if there is such a one before long; the first rank does not go past it. Begin with `Standing.ask`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ttprun import recovery
+from ttprun.board import Field
+
+if TYPE_CHECKING:
+    from ttprun.agent.supervisor import Supervisor
+
+_LEADER = 0
+LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
+
+
+class Standing:
+    """Orders to stand still that are held back."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._orders: list[tuple[Callable[[], None], bool]] = []
+        self._ends_s = 0.0
+        self._is_leader_told = False
+
+    def ask(self, order: Callable[[], None], is_end: bool) -> None:
+        """Give the order once the ranks stand well, at once as a rule, after LIMIT_S in any case.
+
+        is_end   the job ends by it: it does not wait for the end of a repair
+        """
+        self._orders.append((order, is_end))
+        self._ends_s = time.monotonic() + LIMIT_S
+        self._tell_leader(True)
+        self.look()
+
+    def look(self) -> None:
+        """Give the orders that need not wait any more.
+
+        The first rank is held back until it has heard of the order: it may go on when the job runs again.
+        """
+        is_running = self._supervisor.job.phase is recovery.Phase.RUNNING
+        if not self._orders:
+            if is_running and self._is_leader_told:
+                self._tell_leader(False)
+            return
+        if is_running and self._may_come() and time.monotonic() < self._ends_s:
+            return
+        due = [order for order, is_end in self._orders if is_end or is_running]
+        self._orders = [(order, is_end) for order, is_end in self._orders if not is_end and not is_running]
+        for order in due:
+            order()
+
+    def _may_come(self) -> bool:
+        """The ranks stand at an open boundary, or are on their way past one; the next may be another one."""
+        supervisor = self._supervisor
+        if not supervisor.seats or not recovery.may_persist(supervisor.job):
+            return False
+        open_at = supervisor.board.get(_LEADER, Field.OPEN_AT)
+        return open_at > 0 and open_at >= supervisor.board.get(_LEADER, Field.APPLIED)
+
+    def _tell_leader(self, is_asked: bool) -> None:
+        self._is_leader_told = is_asked
+        if self._supervisor.seats:
+            self._supervisor.board.set(_LEADER, Field.STAND_ASKED, int(is_asked))

@@ -1,0 +1,28 @@
+"""`ttprun recall`: have ranks that are away train again. Without torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from ttprun.cli.control import ask
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import RunDirectory
+
+
+def recall(
+    run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
+) -> int:
+    """Call back the ranks without which a run trains on (--mindio, rung resize): they get processes, and are repaired.
+
+    Exit code: 0 they are on their way (see 'ttprun status'), 2 nobody is away, or they cannot come now.
+    """
+    directory = RunDirectory.find(run)
+    answer = ask(directory, {"op": "recall"})
+    if not answer["ok"]:
+        raise ConfigError(f"no rank was called back: {answer['error']}", "see 'ttprun status'")
+    print(json.dumps({"run": str(directory.path), **answer}) if as_json else answer["message"])
+    return 0

@@ -1,0 +1,234 @@
+"""Inputs that the journal need not copy: the gradients in the buckets of DistributedDataParallel.
+
+DDP copies each gradient, divided by the number of ranks, into a flat bucket, and has that reduced in place. Up to the
+end of its last bucket the gradients themselves are untouched, so what a bucket held can be made of them again. From
+then on the bucket holds the result, till the next backward pass: a rank that has it gives it to those that have not,
+and nothing is issued again. Either way no copy is needed, which is most of what protection would cost a step.
+
+What lies where in a bucket is in DDP's own log. It is compared with the journal's copies for some steps before it is
+relied on, and whatever DDP does otherwise with its gradients (hooks, views, parameters without a gradient) is left to
+the copies. An input that is made again is compared with what was noted of it. Begin with `Buckets.hold`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.rank import trained
+from ttprun.rank.replicated import NotRepairableError
+from ttprun.rank.tensor_bytes import bytes_of
+from ttprun.rank.verification import told_nans
+
+if TYPE_CHECKING:
+    from ttprun.rank.journal import Entry
+
+FROM_BYTES = 1 << 20  # a smaller bucket is copied in less time than it takes to note what is in it
+TRUSTED_AFTER = 3  # steps
+SAMPLES = 1024
+# Steps for which DDP's log is looked at; it tells what is in the buckets from the third one on.
+_LOOKS = 16
+Noted = tuple[list[int], bytes]
+
+
+@dataclass(slots=True)
+class Held:
+    """An input that was not copied.
+
+    bucket    in which it lay
+    flat      the bucket's tensor: input and result of the operation
+    noted     what is known of the input, and of the gradients
+    version   of the tensor when it was issued; it becomes another one once DDP writes the bucket anew
+    """
+
+    bucket: Bucket
+    flat: torch.Tensor
+    noted: Noted
+    version: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the bucket still holds this operation's result, once that has completed."""
+        return self.flat._version == self.version
+
+    def put_back(self) -> None:
+        """Make the input of the gradients again. Raises NotRepairableError if that does not give what was noted."""
+        if not (self.bucket.fill(self.flat) and self.bucket.note(self.flat) == self.noted):
+            raise NotRepairableError("a gradient was changed behind its all-reduce, whose input is not known any more")
+        self.version = self.flat._version
+
+
+class Bucket:
+    """Where the gradients of some parameters lie in one flat tensor.
+
+    agreed      steps in which they were found there
+    is_refused  they were not, or something else speaks against relying on it
+    is_used     it has been reduced since the newest boundary
+    pointer     address of its tensor; 0 if not known yet
+    """
+
+    def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
+        self._model = weakref.ref(model)
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._factor = 1.0 / world_size
+        self.size = sum(parameter.numel() for parameter in parameters)
+        self.agreed = 0
+        self.is_refused = False
+        self.is_used = False
+        self.pointer = 0
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its model is there."""
+        return self._model() is not None
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """(gradient, where it lies in `flat`), each of the parameter's shape; None if one of them cannot be told."""
+        found, at = [], 0
+        for ref in self._parameters:
+            parameter = ref()
+            gradient = None if parameter is None else parameter.grad
+            if parameter is None or gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter):
+                return None
+            found.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
+            at += parameter.numel()
+        return found
+
+    def fill(self, flat: torch.Tensor) -> bool:
+        """Write all gradients as DDP does; False if one cannot be told."""
+        parts = self.parts(flat)
+        with torch.no_grad():
+            for gradient, place in parts or ():
+                torch.mul(gradient, self._factor, out=place)
+        return parts is not None
+
+    def is_in(self, flat: torch.Tensor) -> bool:
+        """Whether `flat` is what `fill` would make it."""
+        parts = self.parts(flat)
+        return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
+
+    def note(self, flat: torch.Tensor) -> Noted:
+        """How often each gradient has been written (-1: there is none), and some elements of the bucket [n]."""
+        gradients = [None if (parameter := ref()) is None else parameter.grad for ref in self._parameters]
+        written = [-1 if gradient is None else gradient._version for gradient in gradients]
+        return written, bytes(bytes_of(flat[:: max(1, self.size // SAMPLES)]))
+
+    def may_be_held(self) -> bool:
+        """Whether nothing speaks against it, now that it is about to be reduced."""
+        model = self._model()
+        if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
+            return False
+        # Such a hook may change a gradient behind DDP's copying it.
+        return not any(getattr(ref(), "_post_accumulate_grad_hooks", None) for ref in self._parameters)
+
+
+def _is_dense(parameter: torch.Tensor) -> bool:
+    """Whether DDP gives a gradient the strides of its parameter in the bucket."""
+    return parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether DDP itself copies each gradient into a bucket, and reduces that."""
+    return not (
+        model.find_unused_parameters
+        or model.static_graph
+        or model.gradient_as_bucket_view
+        or model.mixed_precision is not None
+        or model._comm_hooks
+    )
+
+
+def buckets_of(model: Any, world_size: int) -> list[Bucket]:
+    """The buckets as DDP's log has them; [] if it does not tell, or not yet.
+
+    To be called where no backward pass is under way: DDP locks its log meanwhile.
+    """
+    try:
+        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        parameters = model._build_params_for_reducer()[0]
+        rows = [[parameters[int(word)] for word in words.split()] for words in told.split(",") if words]
+    except (AttributeError, IndexError, ValueError):  # of another version of torch
+        return []
+    return [Bucket(model, row, world_size) for row in rows]
+
+
+class Buckets:
+    """The buckets of the DDP models over one process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._buckets: list[Bucket] = []
+        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def hold(self, entry: Entry) -> bool:
+        """Note the input of an operation that is about to be issued; False if it must be copied."""
+        flat = _reduced(entry)
+        bucket = None if flat is None else self._find(flat)
+        if flat is None or bucket is None or not bucket.may_be_held():
+            return False
+        if bucket.is_used:  # what the first one has given is lost
+            bucket.is_refused = True
+            return False
+        bucket.is_used = True
+        entry.nan = told_nans(flat)
+        entry.held = Held(bucket, flat, bucket.note(flat), flat._version)
+        return True
+
+    def compare(self, entry: Entry) -> None:
+        """The input of an operation has been copied: see whether that would have been needed."""
+        flat = _reduced(entry)
+        if flat is None:
+            return
+        bucket = self._find(flat)
+        known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
+        likely = [one for one in known if one.size == flat.numel() and not one.is_refused]
+        if not likely or bool(flat.isnan().any()):  # nothing equals NaN
+            return
+        found = next((one for one in likely if one.is_in(flat)), None)
+        if found is None:
+            for one in likely:
+                one.is_refused = True
+            return
+        found.pointer = flat.data_ptr()
+        found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # then something speaks against holding it
+        found.is_used = True
+        found.agreed += 1
+
+    def end_step(self, entries: Iterable[Entry]) -> None:
+        """Nothing of the step will be issued again. Called where no backward pass is under way.
+
+        entries   what this group has issued in it
+        """
+        for entry in entries:
+            if entry.held is not None and not entry.held.is_kept:
+                entry.held.bucket.is_refused = True
+        for bucket in self._buckets:
+            bucket.is_used = False
+        for model in trained.wrapped_models():
+            if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
+                self._look_at(model)
+
+    def _look_at(self, model: Any) -> None:
+        if not (is_plain(model) and model._has_rebuilt_buckets):
+            return
+        found = buckets_of(model, model.process_group.size())
+        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + found
+        self._looks[model] = _LOOKS if found else self._looks.get(model, 0) + 1
+
+    def _find(self, flat: torch.Tensor) -> Bucket | None:
+        alike = (one for one in self._buckets if one.pointer == flat.data_ptr() and one.size == flat.numel())
+        return next(alike, None)
+
+
+def _reduced(entry: Entry) -> torch.Tensor | None:
+    """The tensor of an operation that can be the reduction of a bucket."""
+    if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
+        return None
+    flat = entry.outputs[0]
+    is_flat = flat.dim() == 1 and flat.is_contiguous() and flat.nbytes >= FROM_BYTES and flat.is_cpu
+    return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None

@@ -1,0 +1,64 @@
+"""Loops around an optimizer step in code that is not the user's: a framework's training loop, say.
+
+Such a loop is not compiled anew, so nobody knows where it stands, nor what its variables hold. Where code of somebody
+else's only hands a step through (a wrapped optimizer, a context manager), nothing is lost by not following it.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sysconfig
+from types import CodeType, FrameType
+
+import torch
+
+from ttprun.rank.frames import is_user_file
+
+# Their loops are no training loops: they run threads, event loops and hooks.
+_HARMLESS = tuple(
+    path.rstrip(os.sep) + os.sep
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
+)
+# These read the command line, and call the script's main function from a loop of theirs.
+_CALLERS = frozenset({"absl", "click", "fire", "hydra", "typer"})
+_SITE = f"{os.sep}site-packages{os.sep}"
+# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
+_loops: dict[int, tuple[CodeType, list[range]]] = {}
+
+
+def loop_around(frame: FrameType | None) -> str:
+    """The function and file of the outermost loop that is under way in code of somebody else's; "" if there is none."""
+    found = ""
+    while frame is not None:
+        code = frame.f_code
+        known = _loops.get(id(code))
+        if known is None:
+            known = _loops[id(code)] = (code, _loops_of(code) if _is_foreign(frame) else [])
+        if any(frame.f_lasti in body for body in known[1]):
+            found = f"{code.co_qualname} ({code.co_filename})"
+        frame = frame.f_back
+    return found
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    filename = frame.f_code.co_filename
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if is_user_file(filename) or filename.startswith("<frozen") or package in _CALLERS:
+        return False
+    path = os.path.abspath(filename)
+    return not path.startswith(_HARMLESS) or (_SITE in path and not path.startswith(_HARMLESS[2:]))
+
+
+def _loops_of(code: CodeType) -> list[range]:
+    """The instructions of each loop of a code, `while` and `for`: what a jump backward spans."""
+    return [
+        range(step.argval, step.offset)
+        for step in dis.get_instructions(code)
+        if "JUMP" in step.opname and "NO_INTERRUPT" not in step.opname and step.argval <= step.offset
+    ]

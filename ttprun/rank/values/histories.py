@@ -1,0 +1,57 @@
+"""Whether a script can still go backward through a tensor that it keeps in a variable.
+
+What such a tensor was computed from is in no record. So a boundary in front of which one was computed, and behind
+which the script goes backward through it (`fake` of a GAN behind the discriminator's step), is none that a run can go
+on from (`unrecorded.py` refuses it). That cannot be foreseen for sure; but a backward() frees what a graph has kept,
+and through a graph whose tensors are still there another one is likely to come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MOST_NODES = 256
+_KEPT = "_raw_saved_"
+_names: dict[type, list[str]] = {}
+
+
+def is_awaited(tensor: torch.Tensor) -> bool:
+    """Whether what a tensor was computed from is still kept for a backward().
+
+    Only looks: what was packed by torch.autograd.graph.saved_tensors_hooks stays so. False where nothing had to be kept
+    (a sum of weights), since it cannot be seen then.
+    """
+    nodes = [tensor.grad_fn]
+    met: set[Any] = set()
+    is_kept = False
+    while nodes and len(met) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        kept = _kept_by(node)
+        if kept and all(one is None for one in kept):
+            return (
+                False  # a backward() has been here: of `_, best = outputs.max(1)` that leaves `_`, but none comes again
+            )
+        is_kept = is_kept or bool(kept)
+        nodes += [before for before, _ in node.next_functions]
+    return is_kept
+
+
+def _kept_by(node: Any) -> list[Any]:
+    """What a node of the graph has kept: None for what is freed, [] if it keeps nothing anyhow."""
+    kind = type(node)
+    names = _names.get(kind)
+    if names is None:
+        names = _names[kind] = [name for name in dir(kind) if name.startswith(_KEPT)]
+    found: list[Any] = []
+    for name in names:
+        try:
+            value = getattr(node, name)
+        except Exception:  # a torch.autograd.Function raises when it is freed; of any other kind nothing is known
+            return [None]
+        found += [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
+    return found

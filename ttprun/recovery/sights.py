@@ -1,0 +1,128 @@
+"""A rank as the agent sees it: at one moment (`Sight`), and from one moment to the next (`Track`)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+WORK_WINDOW_S = 1.0
+WORK_SHARE = 0.05  # of one processor: less is no work, but what threads need that wait
+
+
+class Doing(StrEnum):
+    """What a rank's main thread does, as far as its hooks can tell."""
+
+    STARTING = "starting"
+    SETUP = "setup"
+    COMPUTING = "computing"
+    COLLECTIVE = "collective"
+    WAITING = "waiting"
+    CONNECTING = "connecting"
+    COMMITTING = "committing"
+    STEPPING = "stepping"
+    REPLAYING = "replaying"
+    REPAIRING = "repairing"
+    SAVING = "saving"
+    FINISHED = "finished"
+
+
+IN_COLLECTIVE = (Doing.COLLECTIVE, Doing.WAITING)
+WAITING = (*IN_COLLECTIVE, Doing.CONNECTING, Doing.COMMITTING, Doing.FINISHED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """A rank as the agent sees it at one moment.
+
+    boundary      optimizer steps that it has completed
+    meetings      collectives of the whole world that it has come to since
+    operation     name of the newest collective
+    seen_at_s     when its hooks last noted anything
+    pulse_at_s    when its heartbeat's thread last got the GIL; 0 if it has never beaten
+    beats         heartbeats that its main thread has answered
+    cpu_s         processor time of the process so far
+    is_stopped    by a signal, and not by a debugger
+    is_in_io      its main thread waits for a disk or a file system
+    """
+
+    rank: int
+    pid: int
+    boundary: int
+    meetings: int
+    doing: Doing
+    operation: str = ""
+    seen_at_s: float = 0.0
+    pulse_at_s: float = 0.0
+    beats: int = 0
+    cpu_s: float = 0.0
+    is_stopped: bool = False
+    is_in_io: bool = False
+
+    @property
+    def place(self) -> tuple[int, int, bool, bool]:
+        """How far it is; a rank that others wait for has a lower place than they."""
+        return self.boundary, self.meetings, self.doing is Doing.COMMITTING, self.doing is Doing.FINISHED
+
+    @property
+    def is_waiting(self) -> bool:
+        """It can only get on when others do."""
+        return self.doing in WAITING
+
+    @property
+    def where(self) -> str:
+        """Its place in words: "in allreduce, number 3 of step 12"."""
+        if self.doing is Doing.CONNECTING:
+            return f"for its process group to be connected, in step {self.boundary}"
+        if self.doing is Doing.COMMITTING:
+            return f"in front of its optimizer step {self.boundary}"
+        if self.doing in IN_COLLECTIVE:
+            return f"in {self.operation}, number {self.meetings} of step {self.boundary}"
+        return f"{self.doing}, in step {self.boundary}"
+
+
+@dataclass(slots=True)
+class Track:
+    """What is remembered of one process.
+
+    progressed_at_s   when it last got on
+    worked_at_s       when it last showed that it works: it got on, ran bytecode, or used the processor
+    stopped_at_s      when it was first seen stopped, None if it is not
+    """
+
+    sight: Sight
+    progressed_at_s: float
+    worked_at_s: float
+    stopped_at_s: float | None = None
+    cpu: deque[tuple[float, float]] = field(default_factory=deque)
+
+    def note(self, at_s: float, sight: Sight) -> None:
+        """Compare with what was seen last."""
+        before = self.sight
+        self.sight = sight
+        if (before.place, before.doing, before.seen_at_s) != (sight.place, sight.doing, sight.seen_at_s):
+            self.progressed_at_s = at_s
+        self.cpu.append((at_s, sight.cpu_s))
+        while len(self.cpu) > 2 and self.cpu[1][0] <= at_s - WORK_WINDOW_S:
+            self.cpu.popleft()
+        since_s, used_s = self.cpu[0]
+        is_working = used_s < sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
+        if (
+            is_working
+            or sight.is_in_io
+            or (before.beats != sight.beats and sight.doing is not Doing.WAITING)
+            or self.progressed_at_s == at_s
+            or not sight.pulse_at_s
+        ):
+            self.worked_at_s = at_s
+        if not sight.is_stopped:
+            self.stopped_at_s = None
+        elif self.stopped_at_s is None:
+            self.stopped_at_s = at_s
+
+    def shift(self, by_s: float) -> None:
+        """Time in which nobody looked does not count."""
+        self.progressed_at_s += by_s
+        self.worked_at_s += by_s
+        self.stopped_at_s = None if self.stopped_at_s is None else self.stopped_at_s + by_s
+        self.cpu.clear()

@@ -1,0 +1,79 @@
+"""Parts of tensors that are sharded over the ranks: where one lies in the whole, and what is missing of a whole.
+
+No torch here: the agent, too, must tell what a lost rank has taken with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of elements of a larger tensor.
+
+    shape    [n_dims] of the whole
+    offsets  [n_dims] of the box's first element
+    sizes    [n_dims] of the box; one of them is 0 if a rank holds nothing
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Elements in it."""
+        return prod(self.sizes)
+
+    @property
+    def sentence(self) -> str:
+        """Where it lies: "rows 32:64", or a slice of each dimension."""
+        slices = [f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True)]
+        if self.sizes[1:] == self.shape[1:]:
+            return f"rows {slices[0]}"
+        return f"[{', '.join(slices)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Who holds what of one tensor.
+
+    by_rank  rank -> its box
+    """
+
+    by_rank: Mapping[int, Chunk]
+
+    def missing(self, living: Sequence[int]) -> list[tuple[int, Chunk]]:
+        """(a rank, its box) of each box that no living rank holds."""
+        left = {(chunk.offsets, chunk.sizes) for rank, chunk in self.by_rank.items() if rank in living}
+        found: list[tuple[int, Chunk]] = []
+        for rank, chunk in sorted(self.by_rank.items()):
+            if chunk.count and (chunk.offsets, chunk.sizes) not in left:
+                left.add((chunk.offsets, chunk.sizes))
+                found.append((rank, chunk))
+        return found
+
+
+def held_of(told: Sequence[tuple[str, Sequence[tuple[int, list[int], list[int], list[int]]]]]) -> dict[str, Held]:
+    """What a rank has told: name -> who holds what of it.
+
+    told   [name, [[rank, shape, offsets, sizes] of each rank]] of each sharded tensor
+    """
+    return {
+        name: Held({rank: Chunk(tuple(shape), tuple(offsets), tuple(sizes)) for rank, shape, offsets, sizes in by_rank})
+        for name, by_rank in told
+    }
+
+
+def what_is_missing(held: Mapping[str, Held], living: Sequence[int]) -> list[str]:
+    """What nobody holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `held`.
+
+    held    name of each sharded tensor -> who holds what of it
+    living  ranks that are left
+    """
+    return [
+        f"{name} {chunk.sentence} (rank {rank})" for name, one in held.items() for rank, chunk in one.missing(living)
+    ]

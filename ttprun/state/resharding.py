@@ -1,0 +1,135 @@
+"""Load tensors that are sharded over the ranks from files whose parts were cut otherwise, or in the same way.
+
+What must be read from where is torch.distributed.checkpoint's planner's business; here it gets a reader of our files of
+tensors, whose headers say which part of a whole each tensor is. No process group is used: each rank reads by itself.
+Begin with `load`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ttprun.errors import one_line
+from ttprun.state.pieces import CannotReshardError, Piece, pieces_of
+
+
+class TensorFiles(StorageReader):
+    """Files of tensors for torch.distributed.checkpoint.
+
+    pieces  key -> what the files hold of it, each part once
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.pieces = pieces_of(paths)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the planner must know."""
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, str] = {}
+        for key, pieces in self.pieces.items():
+            boxes = [ChunkStorageMetadata(torch.Size(one.offsets), torch.Size(one.sizes)) for one in pieces]
+            size = torch.Size(pieces[0].shape)
+            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=pieces[0].dtype), size, boxes)
+            places |= {MetadataIndex(key, torch.Size(one.offsets)): one.path for one in pieces}
+        return Metadata(state_dict_metadata=tensors, storage_data=places)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan says, file by file."""
+        by_path = defaultdict(list)
+        for item in plan.items:
+            by_path[self._places[MetadataIndex(item.storage_index.fqn, item.storage_index.offset)]].append(item)
+        for path, items in by_path.items():
+            with safe_open(path, framework="pt") as file:
+                for item in items:
+                    ranges = zip(item.storage_offsets, item.lengths, strict=True)
+                    cut = tuple(slice(begin, begin + length) for begin, length in ranges)
+                    key = item.storage_index.fqn
+                    read = file.get_slice(key)[cut] if cut else file.get_tensor(key)
+                    target = planner.resolve_tensor(item)
+                    target.copy_(read)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing is kept from one reading to the next."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return os.path.isfile(checkpoint_id)
+
+
+def load(targets: Mapping[str, Tensor], paths: Sequence[str]) -> None:
+    """Fill tensors from files in which they lie, whole or in parts, under the same keys.
+
+    targets  key -> where its elements go; of a DTensor, those of this rank. Written in place
+    paths    of all files
+
+    Raises CannotReshardError if a tensor has another shape or type in the files, or is not whole there; then some of
+    the targets may have been written. Raises OSError.
+    """
+    try:
+        reader = TensorFiles(paths)
+        for key, target in targets.items():
+            _check(key, target, reader.pieces.get(key, []))
+        planner = DefaultLoadPlanner()
+        metadata = reader.read_metadata()
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=False)
+        plan = planner.create_local_plan()
+        _check_whole(targets, plan)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        with torch.no_grad():
+            reader.read_data(plan, planner)
+    except (ValueError, KeyError, RuntimeError) as error:  # of JSON, the planner, and torch
+        raise CannotReshardError(f"the tensors cannot be read ({one_line(error)})") from error
+
+
+def _check(key: str, target: Tensor, pieces: list[Piece]) -> None:
+    if not pieces:
+        raise CannotReshardError(f"{key} is in none of the checkpoint's files")
+    for piece in pieces:
+        if piece.shape != tuple(target.shape) or piece.dtype != target.dtype:
+            raise CannotReshardError(
+                f"{key} is {list(piece.shape)} of {piece.dtype} in the checkpoint, and {list(target.shape)} of "
+                f"{target.dtype} here"
+            )
+
+
+def _check_whole(targets: Mapping[str, Tensor], plan: LoadPlan) -> None:
+    """The planner is content with what there is."""
+    read: dict[str, int] = defaultdict(int)
+    for item in plan.items:
+        read[item.dest_index.fqn] += prod(item.lengths)
+    for key, target in targets.items():
+        local = target.to_local() if hasattr(target, "to_local") else target
+        if read[key] != local.numel():
+            raise CannotReshardError(f"{key} is not whole in the checkpoint: {read[key]} of {local.numel()} elements")
