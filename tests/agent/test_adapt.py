@@ -75,19 +75,15 @@ def test_with_other_arguments_only_that_is_said(caplog: pytest.LogCaptureFixture
     assert "mod" not in line
 
 
-ITERATOR = {"name": ["/home/me/train.py:12", 1], "lead": 1, "yielded": 4}
+OWN_SAMPLER = {"kind": "has a sampler of its own (Mine)"}
+ITERATOR = {"name": ["/home/me/train.py:12", 1], "lead": 1, "yielded": 4, "source": OWN_SAMPLER}
 
 
 @pytest.mark.parametrize(
     ("ranks", "why"),
     [
-        ([{"first": None, "records": []}], "an older version of ttprun wrote it, without the run's first step"),
         ([part(0, unfollowed=True)], "a loop around the optimizer step was not followed"),
-        ([part(0, loaders=[ITERATOR])], "the DataLoader of train.py:12: an older version of ttprun has not noted"),
-        (
-            [part(0, loaders=[ITERATOR | {"source": {"kind": "has a sampler of its own (Mine)"}}])],
-            "the DataLoader of train.py:12: it has a sampler of its own (Mine)",
-        ),
+        ([part(0, loaders=[ITERATOR])], "the DataLoader of train.py:12: it has a sampler of its own (Mine)"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused_before_anything_starts(ranks: list[Any], why: str) -> None:

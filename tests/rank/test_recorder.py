@@ -19,6 +19,7 @@ def empty() -> Recorder:
 def filled(up_to: int) -> Recorder:
     """Records of boundaries 1 to `up_to`, two results, a worker's state, and counts of a file."""
     recorder = empty()
+    recorder.write_first(1, b"head 1", [])
     for boundary in range(1, up_to + 1):
         blobs = [torch.full((1000,), float(boundary)), torch.arange(boundary)]
         recorder.write(boundary, b"head %d" % boundary, blobs)
@@ -103,6 +104,7 @@ def test_states_of_workers_are_given_away_without_the_room_between_them() -> Non
 
 def test_a_record_that_does_not_fit_where_it_is_to_be_restored_is_refused() -> None:
     saved = empty()
+    saved.write_first(1, b"head", [torch.zeros(SLOT_BYTES // 8)])
     saved.write(1, b"head", [torch.zeros(SLOT_BYTES // 8)])
     small = Recorder(Recorder.create(SLOT_BYTES // 4), SLOT_BYTES // 4)
 
@@ -121,14 +123,3 @@ def test_the_first_record_is_kept_whatever_comes_after_it_and_is_given_away_too(
     expected = (1, b"the first head", torch.arange(3).numpy().tobytes())
     assert recorder.read_first() == restored.read_first() == expected
     assert [boundary for boundary in range(12) if restored.read(boundary)] == [8, 9, 10, 11]
-
-
-def test_what_an_older_version_gave_away_has_no_first_record() -> None:
-    exported = filled(up_to=3).export(3)
-    del exported["first"]
-
-    other = empty()
-    other.restore(exported)
-
-    assert other.read_first() is None
-    assert other.read(3) is not None

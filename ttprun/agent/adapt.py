@@ -36,8 +36,6 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
     firsts, lasts = [], []
     for rank in range(len(paths)):
         part = stored.rank_part(rank)
-        if part.get("first") is None:
-            raise _cannot(stored, what_differs, "an older version of ttprun wrote it, without the run's first step")
         firsts.append(_tree(part["first"]))
         lasts.append(_tree(part["records"][-1]))
     why_not = _why_not(lasts[0].fields)

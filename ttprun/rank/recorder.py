@@ -165,10 +165,8 @@ class Recorder:
     def restore(self, exported: dict[str, Any]) -> None:
         """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
-        slots = [(record[0] % SLOTS, record) for record in exported["records"]]
-        if exported.get("first") is not None:  # an older version of ttprun kept none
-            slots.append((FIRST, exported["first"]))
-        for slot, (boundary, head, blobs) in slots:
+        newest = [(record[0] % SLOTS, record) for record in exported["records"]]
+        for slot, (boundary, head, blobs) in [(FIRST, exported["first"]), *newest]:
             at = self._begin_slot(slot, head, len(blobs))
             self._view[at : at + len(blobs)] = blobs
             self._end_slot(slot, boundary, head, len(blobs))

@@ -76,8 +76,6 @@ def rest_of(iterator: dict[str, Any]) -> dict[str, int]:
     Raises CannotDealOutError.
     """
     source = iterator["source"]
-    if source is None:
-        raise CannotDealOutError("an older version of ttprun has not noted what it reads")
     if source["kind"] not in (DISTRIBUTED, OWN):
         raise CannotDealOutError(f"it {source['kind']}")
     ahead = fetched_ahead(iterator["lead"], iterator["each"])
