@@ -76,22 +76,43 @@ def test_an_open_boundary_is_noted_by_the_first_rank_alone(at_boundary: AtBounda
     assert (not_noted, first.board.get(0, Field.OPEN_AT)) == (0, 11)
 
 
-@pytest.mark.parametrize("end", ["frozen", "not wanted any more"])
-def test_a_rank_waits_in_front_of_an_open_boundary_until_it_is(at_boundary: AtBoundary, end: str) -> None:
+def test_a_rank_waits_in_front_of_an_open_boundary_until_it_is_not_wanted_any_more(at_boundary: AtBoundary) -> None:
     session = at_boundary(10, open_at=9, is_asked=True)
     waits = threading.Thread(target=come_to, args=(session, 11, True))
 
     waits.start()
     waits.join(0.2)
     waited = waits.is_alive()
-    with session.changed:
-        session.is_holding = end == "frozen"
-        session.board.set(0, Field.STAND_ASKED, int(session.is_holding))
-        session.changed.notify_all()
+    _tell(session, is_asked=False, is_holding=False)
     waits.join(LIMIT_S / 2)
 
     assert waited
     assert not waits.is_alive()
+
+
+def test_a_frozen_rank_waits_for_the_end_of_the_freeze_or_the_others_step_without_having_heard_of_it(
+    at_boundary: AtBoundary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", 0.1)
+    session = at_boundary(10, open_at=9, is_asked=True)
+    waits = threading.Thread(target=come_to, args=(session, 11, True))
+
+    _tell(session, is_asked=True, is_holding=True)
+    waits.start()
+    waits.join(0.5)
+    waited = waits.is_alive()
+    _tell(session, is_asked=False, is_holding=False)
+    waits.join(LIMIT_S / 2)
+
+    assert waited
+    assert not waits.is_alive()
+
+
+def _tell(session: Session, is_asked: bool, is_holding: bool) -> None:
+    with session.changed:
+        session.is_holding = is_holding
+        session.board.set(0, Field.STAND_ASKED, int(is_asked))
+        session.changed.notify_all()
 
 
 def test_an_agent_that_never_comes_holds_nobody_up_for_long(

@@ -26,19 +26,20 @@ def come_to(session: Session, boundary: int, is_open: bool) -> None:
     """The first rank, in front of the announcement of a boundary: note whether it is open.
 
     If the agent waits for a boundary that is not, and the newest is such a one, this rank does not go past it: it waits
-    until it is frozen, for _HOLD_LIMIT_S at most. The others cannot step without it.
+    to be frozen, for _HOLD_LIMIT_S at most, and then until the freeze is over. The others cannot step without it: one
+    that has not heard of the freeze yet would, if this rank announced that it has recorded the next boundary.
     """
     board = session.board
     if session.local_rank != _LEADER or not is_open:
         return
     give_up_at_s = time.monotonic() + _HOLD_LIMIT_S
     with session.changed:
-        while _is_to_stand(session) and not session.is_holding and time.monotonic() < give_up_at_s:
+        while _is_to_stand(session) and (session.is_holding or time.monotonic() < give_up_at_s):
             session.touch(Phase.COMMITTING)
             session.changed.wait(_LOOK_AGAIN_S)
     board.set(_LEADER, Field.OPEN_AT, boundary)
 
 
 def _is_to_stand(session: Session) -> bool:
-    is_asked = session.board.get(_LEADER, Field.STAND_ASKED) != 0
+    is_asked = session.board.get(_LEADER, Field.STAND_ASKED) != 0 and not session.unprotected
     return is_asked and 0 < session.applied != session.board.get(_LEADER, Field.OPEN_AT)
