@@ -29,7 +29,7 @@ class Field(enum.IntEnum):
     COLLECTIVES = 3  # issued since the process started
     SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
     HELD = 5  # generation in which the rank last stopped in front of its commit
-    LINES_OUT = 6  # lines that the script has written to stdout since its newest boundary
+    LINES_OUT = 6  # lines that the script has written to stdout, whichever of its processes
     LINES_ERR = 7  # the same for stderr
     LEAVING = 8  # how often the script has said that it is done with its process group
     OPERATION = 9  # the newest collective: its place in OPERATION_NAMES

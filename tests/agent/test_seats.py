@@ -27,14 +27,13 @@ def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable
         seat.sit(started("-c", command, entry="/bin/sh", is_python=False))
         seat.is_protected = how == "failed"
         board.set(0, Field.RECORDED, 7)
-        board.set(0, Field.LINES_OUT, 2)
         event = seat.leave(seat.bury(), board, lambda number, pid: "")
-        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished, seat.lost_lines)
+        ends[how] = (event.code, event.signal, event.boundary, event.is_script_error, seat.is_finished)
 
     assert ends == {
-        "killed": (None, 9, 7, False, False, (2, 0)),
-        "failed": (3, None, 7, False, False, (2, 0)),
-        "done": (0, None, 7, False, True, (2, 0)),
+        "killed": (None, 9, 7, False, False),
+        "failed": (3, None, 7, False, False),
+        "done": (0, None, 7, False, True),
     }
 
 

@@ -290,7 +290,7 @@ def test_randomness_of_the_operating_system_counts_in_steps_only() -> None:
 
 
 def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str]) -> list[int]:
-    """Print to streams of ours; returns the lines that the board counts then."""
+    """Print to streams of ours; returns the lines that the board counts then, and those that a record would tell."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     session = make_session()
     become(session)
@@ -303,19 +303,20 @@ def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str
     for word in words:
         print(word, end="")
     print("error", file=sys.stderr)
-    return [session.board.get(0, field) for field in (Field.LINES_OUT, Field.LINES_ERR)]
+    counted = [session.board.get(0, field) for field in (Field.LINES_OUT, Field.LINES_ERR)]
+    return counted + output.lines_said(session)
 
 
 @pytest.mark.parametrize(
-    ("skip", "words", "out", "counts"),
+    ("skip", "words", "out", "said"),
     [
         ((0, 0), ["a\n", "b\n"], "a\nb\nerror\n", [2, 1]),
-        ((1, 0), ["a\n", "b\n"], "b\nerror\n", [1, 1]),
-        ((2, 1), ["a\n", "b\n"], "", [0, 0]),
-        ((1, 0), ["a", "a\nb\n"], "b\nerror\n", [1, 1]),
-        ((1, 0), ["a\nb\nc\n"], "b\nc\nerror\n", [2, 1]),
+        ((1, 0), ["a\n", "b\n"], "b\nerror\n", [2, 1]),
+        ((2, 1), ["a\n", "b\n"], "", [2, 1]),
+        ((1, 0), ["a", "a\nb\n"], "b\nerror\n", [2, 1]),
+        ((1, 0), ["a\nb\nc\n"], "b\nc\nerror\n", [3, 1]),
         ((0, 0), ["é", "\r1%", "\r2%\n"], "é\r1%\r2%\nerror\n", [1, 1]),
-        ((5, 0), ["a\n"], "error\n", [0, 1]),
+        ((5, 0), ["a\n"], "error\n", [1, 1]),
     ],
     ids=[
         "all",
@@ -328,16 +329,17 @@ def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str
     ],
 )
 def test_lines_that_the_lost_rank_has_written_are_passed_over_and_the_others_counted(
-    skip: tuple[int, int], words: list[str], out: str, counts: list[int], tmp_path: Any
+    skip: tuple[int, int], words: list[str], out: str, said: list[int], tmp_path: Any
 ) -> None:
-    found = run_alone(say_lines, str(tmp_path / "out"), skip, False, words)
+    *counted, said_out, said_err = run_alone(say_lines, str(tmp_path / "out"), skip, False, words)
 
     assert (tmp_path / "out").read_bytes().decode() == out
-    assert found == counts
+    assert counted == [line.count("\n") for line in (out.replace("error\n", ""), "error\n" * out.count("error"))]
+    assert [said_out + skip[0], said_err + skip[1]] == said
 
 
 def test_lines_of_a_replay_are_not_counted(tmp_path: Any) -> None:
-    assert run_alone(say_lines, str(tmp_path / "out"), (0, 0), True, ["a\n"]) == [0, 0]
+    assert run_alone(say_lines, str(tmp_path / "out"), (0, 0), True, ["a\n"]) == [0, 0, 0, 0]
 
 
 def divert(run_dir: str) -> tuple[str, str]:

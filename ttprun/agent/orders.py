@@ -97,19 +97,11 @@ class Orders:
         )
         return fields
 
-    def lines_to_skip(self, seat: Seat, boundary: int) -> tuple[int, int]:
-        """Lines that the lost process had written since the boundary: they must not come out twice."""
-        out, err = seat.lost_lines
-        if seat.lost_boundary > boundary:
-            out_before, err_before = self.recorded(seat, seat.lost_boundary).get("lines", [0, 0])
-            return out + out_before, err + err_before
-        return out, err
-
     def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
-        """Lines that a rank, alive or lost, has written since the boundary."""
-        if not seat.is_lost:
-            seat.note_traces(self._supervisor.board)
-        return self.lines_to_skip(seat, boundary)
+        """Lines that a rank, alive or lost, has written since its record of the boundary; they must not come out twice."""
+        board, row = self._supervisor.board, seat.local_rank
+        out, err = self.recorded(seat, boundary).get("lines", [0, 0])
+        return board.get(row, Field.LINES_OUT) - out, board.get(row, Field.LINES_ERR) - err
 
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
@@ -142,8 +134,9 @@ class Orders:
         if stored.origin is None:
             part = stored.rank_part(seat.rank)
             Recorder(seat.record_fd, slot_bytes).restore(part)
-            out, err = part["lines"]
-        seat.go_back_to(stored.boundary, (out, err))
+            before = self.recorded(seat, stored.boundary)["lines"]
+            out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
+        seat.go_back_to(stored.boundary)
         board.set(row, Field.RECORDED, stored.boundary)
         board.set(row, Field.APPLIED, stored.boundary)
         board.set(row, Field.LINES_OUT, out)

@@ -50,7 +50,7 @@ class Replays(Repairs):
                 )
             )
             return
-        skip_lines = supervisor.orders.lines_to_skip(seat, action.boundary)
+        skip_lines = supervisor.orders.lines_since(seat, action.boundary)
         seat.tell(order | {"adapt": None, "skip_lines": skip_lines})
 
     def send_state(self, action: recovery.SendState) -> None:
@@ -79,7 +79,7 @@ class Replays(Repairs):
                     "boundary": action.boundary,
                     "expected": expected_of(rank, list(journals.values())),
                     "given": given,
-                    "skip_lines": self._supervisor.orders.lines_to_skip(seats[rank], action.boundary),
+                    "skip_lines": self._supervisor.orders.lines_since(seats[rank], action.boundary),
                 }
             )
 

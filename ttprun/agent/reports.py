@@ -258,8 +258,5 @@ class Reports:
         board = self._supervisor.board
         for other in self._supervisor.seats:
             if other.lost_boundary > boundary:
-                other.lost_lines = self._supervisor.orders.lines_to_skip(other, boundary)
                 other.lost_boundary = boundary
                 board.set(other.local_rank, Field.RECORDED, boundary)
-                board.set(other.local_rank, Field.LINES_OUT, other.lost_lines[0])
-                board.set(other.local_rank, Field.LINES_ERR, other.lost_lines[1])

@@ -33,7 +33,6 @@ class Seat:
     held_puts       what other ranks have told all meanwhile
     device_fault    what has happened to its device, if that has ended its script
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
-    lost_lines      lines of stdout and stderr that the lost process had written since boundary 0 or its newest record
     """
 
     rank: int
@@ -58,7 +57,6 @@ class Seat:
     told_in: int = -1
     journal: dict[str, Any] = field(default_factory=dict)
     divergence: str = ""
-    lost_lines: tuple[int, int] = (0, 0)
     lost_boundary: int = 0
 
     def sit(self, handler: RankHandler) -> None:
@@ -131,7 +129,7 @@ class Seat:
 
     def fault(self, board: Board) -> None:
         """The script has ended by a transient error, and the process waits: from now on it is told what is new."""
-        self.note_traces(board)
+        self._note_boundary(board)
         self.told_in = -1
         self.journal = {}
         self.handler.channel.send({"op": "heard"})
@@ -139,26 +137,18 @@ class Seat:
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""
         self.is_present = False
-        self.note_traces(board)
+        self._note_boundary(board)
         if self.is_lost:
             board.set(self.local_rank, Field.LEAVING, 0)
             board.forget_process(self.local_rank)
 
-    def note_traces(self, board: Board) -> None:
-        """How far the script had come, and what it had written since."""
+    def _note_boundary(self, board: Board) -> None:
+        """How far the script had come."""
         self.lost_boundary = board.get(self.local_rank, Field.RECORDED)
-        self.lost_lines = (
-            board.get(self.local_rank, Field.LINES_OUT),
-            board.get(self.local_rank, Field.LINES_ERR),
-        )
 
-    def go_back_to(self, boundary: int, lines: tuple[int, int]) -> None:
-        """All ranks go back: what this one had done beyond the boundary is void.
-
-        lines   of stdout and stderr, written since the boundary, that are not to be written again
-        """
+    def go_back_to(self, boundary: int) -> None:
+        """All ranks go back: what this one had done beyond the boundary is void."""
         self.lost_boundary = boundary
-        self.lost_lines = lines
         self.is_finished = False
         self.divergence = ""
         self.journal = {}

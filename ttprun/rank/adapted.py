@@ -135,7 +135,7 @@ class Adapted(Replay):
                 self._derived.reseed(restore.object_of(number), state)
         self._target.fields["files"] = files.positions_again(self._target["files"])
         fields, tensors = boundary.describe(session, self.boundary, frame)
-        fields |= {"is_straight": True, "lines": [0, 0]}
+        fields["is_straight"] = True
         fields |= {name: self._target[name] for name in ("weights", "files")}
         fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
         session.recorder.write(self.boundary, pack(fields), tensors)

@@ -25,6 +25,7 @@ from ttprun.rank import (
     looped,
     loops,
     open_boundaries,
+    output,
     random_state,
     rewrite,
     sharded,
@@ -157,8 +158,6 @@ def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: 
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
-    session.board.set(session.local_rank, Field.LINES_OUT, 0)
-    session.board.set(session.local_rank, Field.LINES_ERR, 0)
     session.snapshots.agree(session.channel, boundary, is_open)
     open_boundaries.come_to(session, boundary, is_open)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
@@ -233,10 +232,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "rebuilt": [bool(model._has_rebuilt_buckets) for model in trained.wrapped_models()],
         "files": files.positions(),
         "has_steps": [site.key for site in loops.sites if site.has_steps],
-        "lines": [
-            session.board.get(session.local_rank, Field.LINES_OUT),
-            session.board.get(session.local_rank, Field.LINES_ERR),
-        ],
+        "lines": output.lines_said(session),
         "weights": trained.common_sample(mark),
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),

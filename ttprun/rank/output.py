@@ -1,7 +1,8 @@
 """The script's stdout and stderr: each line comes out once, however often its rank was replaced.
 
-The lines that have come out since a rank's newest boundary are counted on the board, whoever wrote them. A replacement
-writes to a replay log of its own till it goes live at the boundary, and then passes over as many lines as had come out.
+The lines of a rank that have come out are counted on the board, whoever wrote them, and each record says how many the
+script had said in front of it. A replacement writes to a replay log of its own till it goes live at the boundary, and
+then passes over as many lines as had come out since the record of that boundary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 from ttprun.board import Field
 from ttprun.rank.session import Session, current
+
+
+_FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
 
 
 class _CountedRaw(io.RawIOBase):
@@ -54,7 +58,7 @@ _streams: dict[str, _CountedRaw] = {}
 
 def count_lines() -> None:
     """Put counted streams in the place of sys.stdout and sys.stderr."""
-    for name, field in (("stdout", Field.LINES_OUT), ("stderr", Field.LINES_ERR)):
+    for name, field in _FIELDS.items():
         old = getattr(sys, name)
         try:
             old.flush()
@@ -65,6 +69,12 @@ def count_lines() -> None:
         new: Any = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)
         new.mode = "w"
         setattr(sys, name, new)
+
+
+def lines_said(session: Session) -> list[int]:
+    """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
+    ahead = [_streams[name].skip_lines if name in _streams else 0 for name in _FIELDS]
+    return [session.board.get(session.local_rank, field) - not_yet for field, not_yet in zip(_FIELDS.values(), ahead)]
 
 
 def skip_lines(skip_out: int, skip_err: int) -> None:
