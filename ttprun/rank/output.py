@@ -15,7 +15,6 @@ from typing import Any
 from ttprun.board import Field
 from ttprun.rank.session import Session, current
 
-
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
 
 
@@ -73,8 +72,11 @@ def count_lines() -> None:
 
 def lines_said(session: Session) -> list[int]:
     """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
-    ahead = [_streams[name].skip_lines if name in _streams else 0 for name in _FIELDS]
-    return [session.board.get(session.local_rank, field) - not_yet for field, not_yet in zip(_FIELDS.values(), ahead)]
+    found = []
+    for name, field in _FIELDS.items():
+        not_yet = _streams[name].skip_lines if name in _streams else 0
+        found.append(session.board.get(session.local_rank, field) - not_yet)
+    return found
 
 
 def skip_lines(skip_out: int, skip_err: int) -> None:
