@@ -98,7 +98,7 @@ class Orders:
         return fields
 
     def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
-        """Lines that a rank, alive or lost, has written since its record of the boundary: they must not come out again."""
+        """Lines that a rank, alive or lost, has written since its record of the boundary: not to come out again."""
         board, row = self._supervisor.board, seat.local_rank
         out, err = self.recorded(seat, boundary).get("lines", [0, 0])
         return board.get(row, Field.LINES_OUT) - out, board.get(row, Field.LINES_ERR) - err
