@@ -17,6 +17,7 @@ import sys
 import time
 
 ROW_FIELDS = 32
+LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
 
 
@@ -37,14 +38,14 @@ class Field(enum.IntEnum):
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
     LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.life`
-    SNAPSHOT_ASKED = 22  # of the first row: number of the snapshot that the agent wants; the agent writes it
-    SNAPSHOT_NUMBER = 23  # of the first row: number of the snapshot that is taken at SNAPSHOT_AT
-    SNAPSHOT_AT = 24  # of the first row: the boundary at which all ranks take it
-    PAUSE_ASKED = 25  # of the first row: number of the pause that the agent wants, 0: none; the agent writes it
-    PAUSE_AT = 26  # of the first row: the boundary behind which all ranks wait
-    ENDED_BY = 27  # of the first row: the signal that the agent passes on to all ranks to end them; the agent writes it
-    STAND_ASKED = 28  # of the first row: 1 while the agent waits for a boundary that is not open; the agent writes it
-    OPEN_AT = 29  # of the first row: the newest open boundary (`ttprun.rank.open_boundaries`), 0: none so far
+    SNAPSHOT_ASKED = 22  # leader: number of the snapshot that the agent wants; the agent writes it
+    SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
+    SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
+    PAUSE_ASKED = 25  # leader: number of the pause that the agent wants, 0: none; the agent writes it
+    PAUSE_AT = 26  # leader: the boundary behind which all ranks wait
+    ENDED_BY = 27  # leader: the signal that the agent passes on to all ranks to end them; the agent writes it
+    STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
+    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.open_boundaries`), 0: none so far
 
 
 class Phase(enum.IntEnum):

@@ -226,7 +226,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, free_bytes: int | None, held: int = 0
     first = Snapshots(board, 0, shelves, every=20)
     board.set(0, Field.SNAPSHOT_ASKED, 1)
     for number in (39, 40):
-        first.agree(channel, number)  # type: ignore[arg-type]
+        first.agree(channel, number, is_open=False)  # type: ignore[arg-type]
     return board, channel
 
 

@@ -15,7 +15,7 @@ import msgpack
 from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.verdict import Verdict
-from ttprun.board import Field
+from ttprun.board import LEADER, Field
 from ttprun.rank.recorder import Recorder, RecordTooLargeError
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -109,8 +109,8 @@ class Orders:
         stored = supervisor.stored
         assert stored is not None
         assert stored.boundary == action.boundary
-        supervisor.board.set(0, Field.SNAPSHOT_AT, 0)
-        supervisor.board.set(0, Field.OPEN_AT, 0)
+        supervisor.board.set(LEADER, Field.SNAPSHOT_AT, 0)
+        supervisor.board.set(LEADER, Field.OPEN_AT, 0)
         for seat in supervisor.seats:
             try:
                 self._go_back(seat, stored)

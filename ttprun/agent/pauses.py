@@ -6,14 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ttprun.board import Field
+from ttprun.board import LEADER, Field
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
     from ttprun.channel import Message
-
-_LEADER = 0
 
 
 class Pause:
@@ -49,14 +47,14 @@ class Pause:
         self._number += 1
         self._ends_s = time.monotonic() + limit_s
         board = self._supervisor.board
-        board.set(_LEADER, Field.PAUSE_AT, 0)
-        board.set(_LEADER, Field.PAUSE_ASKED, self._number)
+        board.set(LEADER, Field.PAUSE_AT, 0)
+        board.set(LEADER, Field.PAUSE_ASKED, self._number)
 
     def end(self) -> None:
         """Let the ranks go on; nothing happens if none was asked to wait."""
         if self.is_asked:
             self.begin_group()
-            self._supervisor.board.set(_LEADER, Field.PAUSE_ASKED, 0)
+            self._supervisor.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
     def take(self, seat: Seat, message: Message) -> None:
         """A rank waits."""

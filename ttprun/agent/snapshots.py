@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ttprun import recovery
 from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
-from ttprun.board import Field
+from ttprun.board import LEADER, Field
 from ttprun.state.interval import best_interval_s, parse_interval
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttprun")
 
 _SHELVES = 2
-_LEADER = 0
 _ROOM_AHEAD_S = 60.0
 
 
@@ -134,7 +133,7 @@ class Snapshots:
             return
         self._number, self._is_pending = number, True
         self.shelves[number % _SHELVES].told = {}
-        self._supervisor.board.set(_LEADER, Field.SNAPSHOT_ASKED, number)
+        self._supervisor.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
     def _is_due(self, ahead_s: float = 0.0) -> bool:
         if self._interval.steps is not None:

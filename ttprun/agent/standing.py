@@ -12,12 +12,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ttprun import recovery
-from ttprun.board import Field
+from ttprun.board import LEADER, Field
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
 
-_LEADER = 0
 LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 
 
@@ -62,10 +61,10 @@ class Standing:
         supervisor = self._supervisor
         if not supervisor.seats or not recovery.may_persist(supervisor.job):
             return False
-        open_at = supervisor.board.get(_LEADER, Field.OPEN_AT)
-        return open_at > 0 and open_at >= supervisor.board.get(_LEADER, Field.APPLIED)
+        open_at = supervisor.board.get(LEADER, Field.OPEN_AT)
+        return open_at > 0 and open_at >= supervisor.board.get(LEADER, Field.APPLIED)
 
     def _tell_leader(self, is_asked: bool) -> None:
         self._is_leader_told = is_asked
         if self._supervisor.seats:
-            self._supervisor.board.set(_LEADER, Field.STAND_ASKED, int(is_asked))
+            self._supervisor.board.set(LEADER, Field.STAND_ASKED, int(is_asked))

@@ -42,7 +42,7 @@ from ttprun.agent.status import StatusPublisher
 from ttprun.agent.stored import Stored
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
-from ttprun.board import Board, Field
+from ttprun.board import LEADER, Board, Field
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
@@ -217,7 +217,7 @@ class Supervisor:
     def announce_signal(self, number: int) -> None:
         """All ranks are about to get this signal from the agent, on behalf of who has sent it to the launcher."""
         if self._board is not None:
-            self._board.set(0, Field.ENDED_BY, number)
+            self._board.set(LEADER, Field.ENDED_BY, number)
 
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""

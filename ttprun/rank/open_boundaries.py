@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import time
 
-from ttprun.board import Field, Phase
+from ttprun.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
 MOST_PUT_OFF = 8  # boundaries; a script that keeps a graph all the time is never to be seen without one
-_LEADER = 0  # local rank whose row has the fields
 _HOLD_LIMIT_S = 5.0  # the agent looks several times a second
 _LOOK_AGAIN_S = 0.05
 
@@ -30,16 +29,16 @@ def come_to(session: Session, boundary: int, is_open: bool) -> None:
     that has not heard of the freeze yet would, if this rank announced that it has recorded the next boundary.
     """
     board = session.board
-    if session.local_rank != _LEADER or not is_open:
+    if session.local_rank != LEADER or not is_open:
         return
     give_up_at_s = time.monotonic() + _HOLD_LIMIT_S
     with session.changed:
         while _is_to_stand(session) and (session.is_holding or time.monotonic() < give_up_at_s):
             session.touch(Phase.COMMITTING)
             session.changed.wait(_LOOK_AGAIN_S)
-    board.set(_LEADER, Field.OPEN_AT, boundary)
+    board.set(LEADER, Field.OPEN_AT, boundary)
 
 
 def _is_to_stand(session: Session) -> bool:
-    is_asked = session.board.get(_LEADER, Field.STAND_ASKED) != 0 and not session.unprotected
-    return is_asked and 0 < session.applied != session.board.get(_LEADER, Field.OPEN_AT)
+    is_asked = session.board.get(LEADER, Field.STAND_ASKED) != 0 and not session.unprotected
+    return is_asked and 0 < session.applied != session.board.get(LEADER, Field.OPEN_AT)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.board import Board, Field
+from ttprun.board import LEADER, Board, Field
 from ttprun.channel import Channel, Message
 from ttprun.rank import damage
 
@@ -69,7 +69,7 @@ class Presence:
 
     def is_ended_by_agent(self) -> bool:
         """The agent has passed a signal on to all ranks, which ends the job."""
-        return Board(self.fds[0], self.welcome["local_world_size"]).get(0, Field.ENDED_BY) != 0
+        return Board(self.fds[0], self.welcome["local_world_size"]).get(LEADER, Field.ENDED_BY) != 0
 
     def _read(self) -> None:
         for message in self.channel.messages():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from ttprun.board import Board, Field, Phase
+from ttprun.board import LEADER, Board, Field, Phase
 from ttprun.rank import replicated, shares, trained
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
@@ -24,8 +24,6 @@ from ttprun.rank.open_boundaries import MOST_PUT_OFF
 if TYPE_CHECKING:
     from ttprun.channel import Channel
     from ttprun.rank.session import Session
-
-_LEADER = 0  # local rank whose row has the fields of snapshots
 
 
 class Snapshots:
@@ -37,10 +35,10 @@ class Snapshots:
 
     def __init__(self, board: Board, local_rank: int, shelves: list[list[str]], every: int) -> None:
         self._board = board
-        self._is_leader = local_rank == _LEADER
+        self._is_leader = local_rank == LEADER
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
-        self._seen = board.get(_LEADER, Field.SNAPSHOT_NUMBER)
+        self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
         self._put_off = 0  # boundaries at which it was time, but which are open
 
     def tell_size(self, channel: Channel) -> None:
@@ -49,14 +47,14 @@ class Snapshots:
             with contextlib.suppress(replicated.NotRepairableError):  # it will be said when a snapshot is taken
                 channel.send({"op": "snapshot_size", "bytes": self._whole_bytes() // self._board.n_ranks})
 
-    def agree(self, channel: Channel, boundary: int, is_open: bool = False) -> None:
+    def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
         """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
 
         It is not if there is no memory for all ranks' parts; then the agent is told. At an open boundary it is put off
         to one of the next.
         """
         if self._is_leader and (not self._every or self._put_off or boundary % self._every == 0):
-            asked = self._board.get(_LEADER, Field.SNAPSHOT_ASKED)
+            asked = self._board.get(LEADER, Field.SNAPSHOT_ASKED)
             if asked == self._seen:
                 return
             if is_open and self._put_off < MOST_PUT_OFF:
@@ -68,8 +66,8 @@ class Snapshots:
             if why_not:
                 channel.send({"op": "snapshot", "number": asked, "boundary": boundary, "why_not": why_not})
                 return
-            self._board.set(_LEADER, Field.SNAPSHOT_NUMBER, asked)
-            self._board.set(_LEADER, Field.SNAPSHOT_AT, boundary)
+            self._board.set(LEADER, Field.SNAPSHOT_NUMBER, asked)
+            self._board.set(LEADER, Field.SNAPSHOT_AT, boundary)
 
     def _why_no_room(self, number: int) -> str:
         """Why a snapshot cannot be taken for want of memory, "" if it can. The ranks' shares are of about one size."""
@@ -90,7 +88,7 @@ class Snapshots:
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; to be asked when all have recorded it."""
-        return self._board.get(_LEADER, Field.SNAPSHOT_AT) == boundary
+        return self._board.get(LEADER, Field.SNAPSHOT_AT) == boundary
 
     def take(self, session: Session, boundary: int, frame: FrameType) -> None:
         """Copy what this rank keeps of the boundary that it has just come to, and tell the agent.
@@ -98,7 +96,7 @@ class Snapshots:
         A snapshot that cannot be taken costs nothing but itself: the reason is told.
         """
         started_s = time.monotonic()
-        number = self._board.get(_LEADER, Field.SNAPSHOT_NUMBER)
+        number = self._board.get(LEADER, Field.SNAPSHOT_NUMBER)
         told = {"op": "snapshot", "number": number, "boundary": boundary, "why_not": ""}
         session.touch(Phase.SAVING)
         try:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.board import Field, Phase
+from ttprun.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
-_LEADER = 0  # local rank whose row has the fields of pauses
 _LOOK_AGAIN_S = 0.1
 
 
@@ -25,9 +24,9 @@ class Pauses:
     def agree(self, step: int) -> None:
         """Before the update that makes `step` is announced: the first rank says whether all wait behind it."""
         session, board = self._session, self._session.board
-        is_open = board.get(_LEADER, Field.PAUSE_AT) <= session.applied
-        if session.local_rank == _LEADER and board.get(_LEADER, Field.PAUSE_ASKED) and is_open:
-            board.set(_LEADER, Field.PAUSE_AT, step)
+        is_open = board.get(LEADER, Field.PAUSE_AT) <= session.applied
+        if session.local_rank == LEADER and board.get(LEADER, Field.PAUSE_ASKED) and is_open:
+            board.set(LEADER, Field.PAUSE_AT, step)
 
     def wait(self, sync: Callable[[], None], admit: Callable[[], None]) -> None:
         """Wait if all do behind the newest step; ended by the agent, or by what `admit` raises when a recovery begins.
@@ -35,7 +34,7 @@ class Pauses:
         sync   called in front of the wait: waits for whatever runs on the device
         """
         session = self._session
-        number = session.board.get(_LEADER, Field.PAUSE_ASKED)
+        number = session.board.get(LEADER, Field.PAUSE_ASKED)
         if not self._is_on(number):
             return
         sync()
@@ -49,5 +48,5 @@ class Pauses:
 
     def _is_on(self, number: int) -> bool:
         board = self._session.board
-        is_asked = number != 0 and board.get(_LEADER, Field.PAUSE_ASKED) == number
-        return is_asked and board.get(_LEADER, Field.PAUSE_AT) == self._session.applied
+        is_asked = number != 0 and board.get(LEADER, Field.PAUSE_ASKED) == number
+        return is_asked and board.get(LEADER, Field.PAUSE_AT) == self._session.applied
