@@ -134,7 +134,7 @@ class Adapted(Replay):
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)
         self._target.fields["files"] = files.positions_again(self._target["files"])
-        fields, tensors = boundary.describe(session, self.boundary, frame)
+        fields, tensors, _ = boundary.describe(session, self.boundary, frame)
         fields["is_straight"] = True
         fields |= {name: self._target[name] for name in ("weights", "files")}
         fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
@@ -153,7 +153,7 @@ def _read(path: str) -> dict[str, Any]:
 
 def _described(session: Session, number: int, frame: FrameType) -> tuple[Tree, bytes, list[Any]]:
     """The record of this rank as it has been set up: (tree, packed, tensors)."""
-    fields, tensors = boundary.describe(session, number, frame)
+    fields, tensors, _ = boundary.describe(session, number, frame)
     packed = pack(fields)
     return boundary.tree_of(packed, tensors), packed, tensors
 

@@ -149,8 +149,8 @@ def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: 
         if why_not:
             session.give_up_protection(why_not)
         else:
-            record, blobs = describe(session, boundary, frame)
-            is_open, head = record["is_open"], values.pack(record)
+            record, blobs, is_open = describe(session, boundary, frame)
+            head = values.pack(record)
             session.recorder.write(boundary, head, blobs)
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
@@ -178,8 +178,8 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     return why_not or sharded.why_not_at_rest(optimizer)
 
 
-def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """The record of a boundary: (plain part, tensors to write behind it)."""
+def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
+    """The record of a boundary: (plain part, tensors to write behind it, whether it is open)."""
     frames = user_frames(frame)
     living = trained.optimizers()
     scopes: list[dict[str, Any]] = []
@@ -238,9 +238,8 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
         "is_straight": False,
-        "is_open": any(map(values.is_awaited, snapshot.computed)),
     }
-    return record, snapshot.blobs
+    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
 
 
 def look(frame: FrameType) -> values.Tree:
