@@ -175,6 +175,10 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["--rdzv-conf", "x", "train.py"], "The rendezvous configuration option 'x' must have a value specified; see"),
         (["--rdzv-endpoint", "host", "train.py"], "rendezvous endpoint 'host' has no port; give HOST:PORT"),
         (
+            ["--signals-to-handle", "SIGTERM,SIGKILL", "train.py"],
+            "--signals-to-handle: 'SIGTERM,SIGKILL' will not do (no process can handle SIGKILL",
+        ),
+        (
             ["--signals-to-handle", "SIGX", "train.py"],
             "--signals-to-handle: 'SIGX' will not do (there is no",
         ),

@@ -47,9 +47,14 @@ def test_a_nan_in_the_gradient_of_one_rank_is_named_and_training_goes_on(run_ttp
     assert "rank 1 has NaN in its own gradient in step 7" in run.output, run.story()
 
 
-def test_told_to_stop_at_a_nan_no_rank_takes_the_step(run_ttprun: RunTtprun) -> None:
-    run = run_ttprun("plain_tensors.py", 2, faults=[NAN], options=["--on-nan", "stop"])
+def test_told_to_stop_at_a_nan_no_rank_takes_the_step_and_an_earlier_kill_is_not_the_cause(
+    run_ttprun: RunTtprun,
+) -> None:
+    faults = ["kill:rank=0,step=4,phase=backward", NAN]
 
+    run = run_ttprun("plain_tensors.py", 2, faults=faults, options=["--on-nan", "stop"])
+
+    assert [incident["outcome"] for incident in run.incidents] == ["recovered"], run.story()
     assert run.exit_code == 1, run.story()
     assert "rank 1 has NaN in its own gradient in step 7" in run.status["reason"], run.story()
     assert [rank["step"] for rank in run.status["ranks"]] == [7, 7], run.story()

@@ -60,3 +60,7 @@ class FirstFailure:
         """A rank has failed; an incident that is over is no cause of a new one."""
         if self.found is None or is_new_incident or (self.found.is_collateral and not failure.is_collateral):
             self.found = failure
+
+    def forget(self) -> None:
+        """What has failed is repaired: how the job ends does not follow from it."""
+        self.found = None

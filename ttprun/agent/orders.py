@@ -219,6 +219,7 @@ class Orders:
             "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
         )
         if incident.outcome == "recovered":
+            self._supervisor.first_failure.forget()
             for seat in self._supervisor.seats:
                 seat.journal = {}
                 seat.divergence = ""

@@ -151,9 +151,11 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
 
 
 def _read_signals(names: str) -> None:
-    for name in names.split(","):
-        if name.strip() not in signal.Signals.__members__:
-            raise ValueError(f"there is no signal {name.strip()}")
+    for name in map(str.strip, names.split(",")):
+        if name not in signal.Signals.__members__:
+            raise ValueError(f"there is no signal {name}")
+        if name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"no process can handle {name}")
 
 
 def _read_event_log_handler(name: str) -> None:
