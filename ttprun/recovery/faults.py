@@ -222,7 +222,7 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     """
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
-    why_not = why_not_protected(job, event.rank, needs_process)
+    why_not = why_not_protected(job, needs_process)
     was_survivor = job.members[event.rank].life is Life.LIVE
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
@@ -249,20 +249,14 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
-def why_not_protected(job: Job, lost: int, needs_process: bool = True) -> str:
+def why_not_protected(job: Job, needs_process: bool = True) -> str:
     """Why no rank of this job can be replaced; "" if they can.
 
-    lost            rank that has just ended, and is not marked as lost yet
     needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
     if needs_process and "replace" not in job.settings.rungs:
         return "replacement is switched off"
-    if job.unprotected_reason:
-        return job.unprotected_reason
-    if job.settings.expects_protection:
-        return ""
-    silent = tuple(rank for rank in sorted({*job.survivors, lost}) if not job.members[rank].is_protected)
-    return f"the hooks of {name_ranks(silent)} have never said hello" if silent else ""
+    return job.unprotected_reason
 
 
 def why_it_does_not_help(job: Job) -> str:

@@ -114,7 +114,7 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
 
     A job that cannot be repaired is left alone: the script gets the error of its backend, as under torchrun.
     """
-    if job.finished or why_not_protected(job, job.survivors[0]):
+    if job.finished or why_not_protected(job):
         return unchanged(job, event)
     fault = Fault(rank=NOBODY, kind=event.kind, boundary=event.boundary)
     job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))

@@ -61,18 +61,16 @@ class Settings:
 
     world_size           number of ranks, >= 1
     rungs                ways of recovery that may be used; the others are passed over
-    expects_protection   ranks that have not said hello yet are taken to do so
     max_attempts         attempts per incident; survivors that die while all freeze cost none
     max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
     max_reconnects       times that connections which break at one boundary are built again
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
-    max_restarts         whole-group restarts; None: the agent knows how many are left, and the machine need not
+    max_restarts         whole-group restarts; None: any number
     saves_before_restart  what living ranks save is what a restarted script begins with: a framework's own checkpoint
     """
 
     world_size: int
     rungs: frozenset[str] = RUNGS
-    expects_protection: bool = True
     max_attempts: int = 3
     max_same_faults: int = 3
     max_reconnects: int = 1

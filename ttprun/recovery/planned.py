@@ -29,7 +29,7 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
         return f"{name_ranks(strangers or job.finished)} trains no more"
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
-    return why_not_protected(job, ranks[0]) or job.unreplicated_reason
+    return why_not_protected(job) or job.unreplicated_reason
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:
@@ -52,7 +52,7 @@ def why_not_upgradable(job: Job) -> str:
         return f"the job is {job.phase}"
     if job.finished:
         return f"{name_ranks(job.finished)} trains no more"
-    return why_not_protected(job, job.away[0], needs_process=False)
+    return why_not_protected(job, needs_process=False)
 
 
 def on_upgrade_asked(job: Job, event: UpgradeAsked) -> Result:
