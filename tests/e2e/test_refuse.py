@@ -42,14 +42,15 @@ def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callab
     assert "another batch" in result.incidents[0]["reason"]
 
 
+@pytest.mark.parametrize("kind", ["alone", "straddle"])
 def test_ranks_that_do_not_step_together_lose_their_protection_and_train_on(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], kind: str
 ) -> None:
-    options = ["--commit-timeout-s", "1", "--hang-timeout", "60"]
+    options, script_args = ["--commit-timeout-s", "1", "--hang-timeout-s", "60"], ["--kind", kind]
 
-    result = run_ttprun("steps_alone.py", 2, options=options)
+    result = run_ttprun("steps_alone.py", 2, options=options, script_args=script_args)
 
     assert result.incidents == []
     reasons = [event["reason"] for event in result.events if event["event"] == "rank_unprotected"]
     assert "the ranks do not step together" in reasons[0], result.story()
-    assert_same_outcome(result, undisturbed("steps_alone.py", 2))
+    assert_same_outcome(result, undisturbed("steps_alone.py", 2, script_args))

@@ -1,4 +1,5 @@
-"""Rank 0 alone steps the optimizer and hands the weights out: the ranks do not step together.
+"""The ranks do not step together: rank 0 alone steps the optimizer and hands the weights out, or all step, but a
+collective that rank 0 has issued in front of its step, the others issue behind theirs (--kind straddle).
 
 torchrun --nproc-per-node 2 steps_alone.py --out DIR
 """
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
+parser.add_argument("--kind", choices=["alone", "straddle"], default="alone")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -21,10 +23,20 @@ optimizer = torch.optim.SGD([weight], lr=0.01)
 for step in range(10):
     optimizer.zero_grad()
     (weight * torch.randn(8)).sum().square().backward()
-    dist.reduce(weight.grad, dst=0)
-    if rank == 0:
+    if args.kind == "straddle":
+        dist.all_reduce(weight.grad)
+        early = dist.broadcast(news := torch.full((2,), float(rank)), src=1, async_op=True) if rank == 0 else None
         optimizer.step()
-    dist.broadcast(weight.detach(), src=0)
+        if early is None:
+            dist.broadcast(news := torch.full((2,), float(rank)), src=1)
+        else:
+            early.wait()
+        assert news.tolist() == [1.0, 1.0]
+    else:
+        dist.reduce(weight.grad, dst=0)
+        if rank == 0:
+            optimizer.step()
+        dist.broadcast(weight.detach(), src=0)
     print(f"[rank {rank}] step {step}")
 print(f"[rank {rank}] sha256 {hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()}")
 dist.destroy_process_group()

@@ -82,6 +82,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         )
     if session.is_recorded():
         for entry in session.journal.unfinished():
+            session.touch(Phase.WAITING)
             session.journal.wait(entry)
         _check_what_was_given(session)
         boundary = session.applied + 1

@@ -218,11 +218,15 @@ class Journal:
             return [entry for entry in self.entries if entry.group.group_name == name]
 
     def giver_of(self, entry: Entry) -> int | None:
-        """The rank that has an entry's result and gives it to the others; None: it is issued (again)."""
+        """The rank that has an entry's result and gives it to the others; None: it is issued (again).
+
+        None too for an entry that was not kept, as where protection has ended.
+        """
         if not self.givers:
             return None
         name = entry.group.group_name
-        return self.givers.get((name, self.of_group(name).index(entry)))
+        number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
+        return None if number is None else self.givers.get((name, number))
 
     def unfinished(self) -> Iterator[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
