@@ -35,7 +35,7 @@ from torch.utils.data import (
 from tests.rank import user_values
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from tests.rank.user_values import CountedStream, OwnBatches, OwnShuffle, Sentence
+from tests.rank.user_values import CountedStream, OwnBatches, OwnGenerator, OwnShuffle, Sentence
 from ttprun.rank import batches, frames, install, loaders, patches, random_state, workers
 from ttprun.rank.recorder import Recorder
 
@@ -107,6 +107,7 @@ KINDS: dict[str, Callable[[], list[DataLoader[Any]]]] = {
     "with replacement": lambda: [DataLoader(Numbers(), 3, sampler=RandomSampler(Numbers(), True, 24))],
     "batches of the user's": lambda: [DataLoader(Numbers(), batch_sampler=Pairs(), **TWO)],
     "shuffled by a sampler of the user's": lambda: [DataLoader(Numbers(), 3, sampler=OwnShuffle(24))],
+    "shuffled by a generator that is not torch's": lambda: [DataLoader(Numbers(), 3, sampler=OwnGenerator(24))],
     "batches of the user's, from a generator that goes on": lambda: [
         DataLoader(Numbers(), batch_sampler=OwnBatches(24), **TWO)
     ],

@@ -196,6 +196,14 @@ class OwnShuffle(Sampler[int]):
         return self.length
 
 
+class OwnGenerator(OwnShuffle):
+    """What torch's samplers call so is a torch.Generator."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.generator = self.rng
+
+
 class OwnBatches(OwnShuffle):
     """A batch sampler in the same manner."""
 

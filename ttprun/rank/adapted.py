@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.rank import boundary, files, loaders, loops, rest
 from ttprun.rank.derive import Derived, states_in
+from ttprun.rank.expected import MismatchError
 from ttprun.rank.record import Record
 from ttprun.rank.replay import Replay, difference_of_place
 from ttprun.rank.results import Answers
@@ -97,6 +98,8 @@ class Adapted(Replay):
             self.session.journal.wait(entry)
         try:
             self._take_over(frame)
+        except MismatchError:
+            raise
         except CannotRestoreError as error:
             self.refuse(str(error))
         except Exception as error:  # the script must not go on with half of it

@@ -120,12 +120,19 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     faults.reached_step_end()
     session.updates.end()
     if session.is_recorded():
-        session.kept_weights.note(session.applied + 1)
+        _note_weights(session)
     if session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, sys._getframe(1))
     pass_boundary(session)
     session.verifier.step_aside_if_odd()
     faults.reached("after_step")
+
+
+def _note_weights(session: Session) -> None:
+    try:
+        session.kept_weights.note(session.applied + 1)
+    except Exception as error:  # no memory for copies, say: the script must go on as under torchrun
+        session.give_up_protection(f"the weights behind step {session.applied + 1} cannot be noted: {error!r}")
 
 
 def pass_boundary(session: Session) -> None:

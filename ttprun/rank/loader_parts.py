@@ -33,10 +33,10 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def generators(loader: DataLoader[Any]) -> list[Any]:
-    """The torch.Generators by which a loader and torch's samplers shuffle."""
+    """The torch.Generators by which a loader and its samplers shuffle; of other kinds `held_by` tells."""
     found: list[Any] = []
     for generator in (loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers(loader))):
-        if generator is not None and all(generator is not known for known in found):
+        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
             found.append(generator)
     return found
 

@@ -58,7 +58,11 @@ def wrap_iter(original: Any) -> Any:
             recorded = session.replay.iterator_to_make(self, name)
             if recorded is not None:
                 return _make_at(original, self, recorded)
-        began = _beginning(self, name)
+        try:
+            began = _beginning(self, name)
+        except Exception as error:  # a script whose loader we cannot record must go on as under torchrun
+            session.give_up_protection(f"what the DataLoader of {name[0]} begins with cannot be recorded: {error!r}")
+            return original(self)
         began["workers"] = _workers_key(self)
         workers.will_make(workers.Making(tuple(began["workers"])))
         iterator = original(self)

@@ -24,7 +24,7 @@ import torch
 
 from ttprun.board import Field, Phase
 from ttprun.rank import faults, files, gradients, loaders, loops, random_state, sharded, trained
-from ttprun.rank.expected import report_mismatch
+from ttprun.rank.expected import MismatchError, report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.moved import Mover
 from ttprun.rank.output import Diverted
@@ -214,6 +214,15 @@ class Replay:
     def before_step(self, frame: FrameType) -> None:
         """Pre-hook of Optimizer.step."""
         self._note_setup()
+        try:
+            self._come_to(frame)
+        except MismatchError:
+            raise
+        except Exception as error:  # the script must not go on with half of it
+            self.refuse(f"the variables of the lost rank cannot be put in: {error!r}")
+
+    def _come_to(self, frame: FrameType) -> None:
+        """The script stands in front of a step: where that is at a record's place, put in what the record holds."""
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary

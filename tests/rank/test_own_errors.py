@@ -1,0 +1,83 @@
+"""An error in ttprun's own hooks is never the script's: the job goes on unprotected, or the replay is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from tests.rank.fakes import become, make_session
+from tests.rank.processes import run_alone
+from ttprun.rank import boundary, expected, frames, patches
+from ttprun.rank.record import Record
+from ttprun.rank.replay import Replay
+from ttprun.rank.results import Answers
+
+
+class Moody(SequentialSampler):
+    """Cannot be asked for its epoch before it has begun one."""
+
+    @property
+    def epoch(self) -> int:
+        raise ValueError("no epoch yet")
+
+
+def _batches_of_moody_loader() -> tuple[list[int], str]:
+    frames.add_user_directory(str(Path(__file__).parent))
+    patches.apply_all(with_replay=False)
+    session = make_session()
+    become(session)
+    data = torch.arange(4)
+    return [int(batch) for batch in DataLoader(data, 1, sampler=Moody(data))], session.unprotected  # type: ignore[arg-type]
+
+
+def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> None:
+    batches, unprotected = run_alone(_batches_of_moody_loader)
+
+    assert batches == [0, 1, 2, 3]
+    assert "test_own_errors.py" in unprotected
+    assert "begins with cannot be recorded: ValueError('no epoch yet')" in unprotected
+
+
+def _step_without_memory() -> tuple[int, str]:
+    def note(number: int) -> None:
+        raise MemoryError(f"for step {number}")
+
+    patches.apply_all(with_replay=False)
+    session = make_session()
+    become(session)
+    session.kept_weights.note = note  # type: ignore[method-assign]
+    session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    weight.sum().backward()
+    boundary._running = optimizer
+    boundary.after_step(optimizer, (), {})
+    return session.applied, session.unprotected
+
+
+def test_weights_that_cannot_be_noted_cost_the_protection_and_not_the_step() -> None:
+    assert run_alone(_step_without_memory) == (
+        1,
+        "the weights behind step 1 cannot be noted: MemoryError('for step 1')",
+    )
+
+
+def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "_KILL_LIMIT_S", 0.0)
+    session = make_session(str(tmp_path))
+    target: Any = Record({"boundary": 2}, [])
+    replay = Replay(session, 2, (0, 0), target, None, Answers((), ()))
+
+    with pytest.raises(expected.MismatchError):
+        replay.before_step(sys._getframe())
+    replay._output.end(0, 0)
+
+    (told,) = session.channel.sent  # type: ignore[attr-defined]
+    assert told["op"] == "mismatch"
+    assert told["reason"] == "the variables of the lost rank cannot be put in: KeyError(1)"
+    session.channel.close()
