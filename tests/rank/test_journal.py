@@ -13,6 +13,7 @@ class FakeGroup:
     """Notes that an operation has completed."""
 
     is_on_device = False
+    group_name = "world"
 
     def is_protected(self) -> bool:
         return False
@@ -56,3 +57,11 @@ def test_a_collective_that_has_failed_raises_its_error_if_no_recovery_will_answe
 
     with pytest.raises(RuntimeError, match="timed out"):
         journal.wait(entry)
+
+
+def test_an_operation_that_was_not_kept_is_issued_and_given_by_nobody() -> None:
+    """Protection may end between a recovery that has named givers and the next operation of the step."""
+    journal = Journal(1 << 20)
+    journal.givers = {("world", 0): 1}
+
+    assert journal.giver_of(Entry(FakeGroup(), "barrier", ())) is None  # type: ignore[arg-type]

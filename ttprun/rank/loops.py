@@ -249,14 +249,15 @@ def _place_of(value: Any, values: Any, index: int) -> int:
     return plain.index(value) if plain.count(value) == 1 else len(plain)
 
 
-# What the compiled code calls. A replay puts its own functions here for as long as it lasts.
 class Hooks:
-    """The two functions that a replay replaces."""
+    """What the compiled code asks before it follows a loop.
+
+    enter, loop    a replay's own functions, as long as it lasts
+    is_compiling   torch.compiler.is_dynamo_compiling, once the script has torch: code that it traces is left alone
+    """
 
     enter: Callable[[Site, FrameType], Any] | None = None
     loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
-    is_followed: bool = True
-    # torch.compiler.is_dynamo_compiling, once the script has torch: loops in code that it traces are left alone.
     is_compiling: Callable[[], bool] | None = None
 
 
@@ -267,7 +268,7 @@ def enter(number: int) -> Any:
     site = sites[number]
     if Hooks.enter is not None:
         return Hooks.enter(site, sys._getframe(1))
-    if (not site.has_steps and site.began >= TRIALS) or not Hooks.is_followed:
+    if not site.has_steps and site.began >= TRIALS:
         return None
     site.began += 1
     return random_state.capture()

@@ -67,9 +67,10 @@ class ManagedGroup(ProcessGroup):
         self._session = session
         self._exchange = exchange
         self._name = name
-        # A script may destroy its groups and begin again: torch gives the same names out again then.
-        session.groups_made[name] += 1
-        self._key = f"{name}#{session.groups_made[name]}"
+        # A script may destroy its groups and begin again: torch gives the same names out again then, maybe to others.
+        of_these = f"{name} of {','.join(map(str, ranks))}"
+        session.groups_made[of_these] += 1
+        self._key = f"{of_these}#{session.groups_made[of_these]}"
         session.groups_count += 1
         self.number = session.groups_count
         self.is_joined = False

@@ -40,7 +40,7 @@ class Session:
     applied       optimizer steps that have run to their end (the boundary this rank has passed)
     replay        set while a replacement runs the script up to its boundary, else None
     groups        living process groups by name, in the order in which the script has made them
-    groups_made   how many groups of a name the script has made so far; the same in all ranks
+    groups_made   how many groups of a name and of the same ranks the script has made so far; the same in all of these
     groups_count  how many groups the script has made so far, of all names
     times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
