@@ -46,6 +46,44 @@ def shelf() -> Iterator[Shelf]:
     made.close()
 
 
+def written(checkpoints: Checkpoints, supervisor: FakeSupervisor, shelf: Shelf) -> None:
+    """A snapshot is put on the disk, or given up."""
+    checkpoints.write_snapshot(shelf, lambda: None)
+    checkpoints.end(is_done=False)
+    supervisor.called.pop()()
+
+
+def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    store = CheckpointStore(tmp_path, 3)
+    for fd, name in ((shelf.records[0], "records_bytes"), (shelf.shares[0], "bytes")):
+        os.pwrite(fd, b"told" + bytes(100), 0)
+        shelf.told[0][name] = 4
+
+    written(Checkpoints(supervisor, store), supervisor, shelf)  # type: ignore[arg-type]
+
+    (checkpoint,) = store.checkpoints()
+    assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
+    assert checkpoint.file("rank-00000.msgpack").read_bytes() == b"told"
+
+
+def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_checkpoint(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    store = CheckpointStore(tmp_path, 3)
+    checkpoints = Checkpoints(supervisor, store)  # type: ignore[arg-type]
+    shelf.told[0]["bytes"] = 4
+
+    written(checkpoints, supervisor, shelf)
+
+    assert store.checkpoints() == []
+    assert checkpoints.status is not None
+    assert "4 bytes of a snapshot are not there" in checkpoints.status.reason
+
+
 def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -184,17 +184,10 @@ class Checkpoints:
         def finish(checkpoint: Checkpoint | None, why_not: str) -> None:
             done()
 
-        parts = ((rank, _reader_of(fd)) for rank, fd in enumerate(shelf.records))
-        self._submit(
-            draft,
-            parts,
-            shelf.first,
-            "periodic",
-            [],
-            time.monotonic(),
-            finish,
-            enumerate(map(_reader_of, shelf.shares)),
-        )
+        told = shelf.told
+        parts = [(rank, _reader_of(fd, told[rank]["records_bytes"])) for rank, fd in enumerate(shelf.records)]
+        shares = [(rank, _reader_of(fd, told[rank]["bytes"])) for rank, fd in enumerate(shelf.shares)]
+        self._submit(draft, parts, shelf.first, "periodic", [], time.monotonic(), finish, shares)
 
     # The common part.
 
@@ -298,14 +291,16 @@ class Checkpoints:
         )
 
 
-def _reader_of(fd: int) -> Fill:
-    """Gives the content of a file from its beginning."""
+def _reader_of(fd: int, size_bytes: int) -> Fill:
+    """Gives so many bytes of a file from its beginning; raises ValueError if there are fewer."""
     at = 0
 
     def fill(buffer: memoryview) -> int:
         nonlocal at
-        count = os.preadv(fd, [buffer], at)
+        count = os.preadv(fd, [buffer[: size_bytes - at]], at)
         at += count
+        if not count and at < size_bytes:
+            raise ValueError(f"{size_bytes - at} bytes of a snapshot are not there")
         return count
 
     return fill
