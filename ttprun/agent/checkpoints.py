@@ -115,7 +115,7 @@ class Checkpoints:
             self.lock()
             draft = self._store.begin(order.boundary)
         except ConfigError as error:
-            self._tell_machine(order.generation, why_not=str(error))
+            self._fail(order, str(error))
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._begin(draft.folder)
@@ -125,7 +125,7 @@ class Checkpoints:
             self._supervisor.seats[rank].tell(told)
 
     def take_dumped(self, seat: Seat, message: Message) -> None:
-        """A rank has written its share; after the last one the rest is done in the background."""
+        """A rank has written its share, or could not; after the last one the rest is done in the background."""
         writing = self._writing
         if writing is None or message["generation"] != writing.order.generation:
             return
@@ -134,9 +134,12 @@ class Checkpoints:
         if writing.waiting:
             return
         self._writing = None
-        if len({told["header_xxh3"] for told in writing.told}) > 1:
-            self._tell_machine(writing.order.generation, why_not="the ranks hold different parameters")
+        why_not = next((told["why_not"] for told in writing.told if told["why_not"]), "")
+        if not why_not and len({told["header_xxh3"] for told in writing.told}) > 1:
+            why_not = "the ranks hold different parameters"
+        if why_not:
             writing.draft.discard()
+            self._fail(writing.order, why_not, is_handled=any(told["is_handled"] for told in writing.told))
             return
         boundary = writing.order.boundary
         first = next(told for told in writing.told if told["share"] == 0)
@@ -155,6 +158,19 @@ class Checkpoints:
             self._tell_machine(writing.order.generation, place, why_not, is_handled)
 
         self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
+
+    def give_up(self, boundary: int, why_not: str) -> None:
+        """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
+        if self._writing is not None:
+            self._writing.draft.discard()
+            self._writing = self._filling = None
+        self._note_failure(boundary, "asked", why_not)
+
+    def _fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
+        """Nothing can be made of what was ordered."""
+        self._filling = None
+        self._note_failure(order.boundary, order.cause, why_not)
+        self._tell_machine(order.generation, why_not=why_not, is_handled=is_handled)
 
     def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
         """(each rank's own part, what is missing): the records outlive their ranks."""
@@ -281,7 +297,7 @@ class Checkpoints:
             number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
         )
         self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
-        logger.warning("no checkpoint of step %d: %s", boundary, why_not)
+        logger.warning("no checkpoint%s: %s", f" of step {boundary}" if boundary else "", why_not)
 
     def _tell_machine(self, generation: int, place: str = "", why_not: str = "", is_handled: bool = False) -> None:
         self._supervisor.advance(
