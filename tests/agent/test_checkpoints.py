@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.checkpoints import ENDED_NAME, Checkpoints
 from ttprun.agent.snapshots import Shelf
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
@@ -36,8 +36,10 @@ class FakeSupervisor:
         self.advanced: list[recovery.Event] = []
         self.advance = self.advanced.append
 
+        self.logged: list[str] = []
+
     def log(self, event: str, **fields: Any) -> None:
-        pass
+        self.logged.append(event)
 
 
 @pytest.fixture
@@ -49,11 +51,10 @@ def shelf() -> Iterator[Shelf]:
     made.close()
 
 
-def written(checkpoints: Checkpoints, supervisor: FakeSupervisor, shelf: Shelf) -> None:
-    """A snapshot is put on the disk, or given up."""
+def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
+    """A snapshot is put on the disk, or given up, and then the launcher ends."""
     checkpoints.write_snapshot(shelf, lambda: None)
     checkpoints.end(is_done=False)
-    supervisor.called.pop()()
 
 
 def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
@@ -65,7 +66,7 @@ def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothin
         os.pwrite(fd, b"told" + bytes(100), 0)
         shelf.told[0][name] = 4
 
-    written(Checkpoints(supervisor, store), supervisor, shelf)  # type: ignore[arg-type]
+    write(Checkpoints(supervisor, store), shelf)  # type: ignore[arg-type]
 
     (checkpoint,) = store.checkpoints()
     assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
@@ -80,7 +81,7 @@ def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_
     checkpoints = Checkpoints(supervisor, store)  # type: ignore[arg-type]
     shelf.told[0]["bytes"] = 4
 
-    written(checkpoints, supervisor, shelf)
+    write(checkpoints, shelf)
 
     assert store.checkpoints() == []
     assert checkpoints.status is not None
@@ -187,3 +188,58 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     assert (checkpoints.status.path, checkpoints.status.reason) == ("", "rank 1 was ended by signal 9")
     assert [record.message for record in caplog.records] == ["no checkpoint: rank 1 was ended by signal 9"]
     assert not folder.exists()
+
+
+def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path: Path, shelf: Shelf) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)  # whose thread has ended: nobody carries out what it is called for
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+
+    write(checkpoints, shelf)
+
+    assert checkpoints.status is not None
+    assert checkpoints.status.path == str(tmp_path / "step-00000020")
+    assert supervisor.logged == ["checkpoint_written"]
+
+
+def test_what_the_supervisor_has_heard_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    is_called = threading.Event()
+    supervisor.call = lambda function: (supervisor.called.append(function), is_called.set())  # type: ignore[assignment]
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    told: list[str] = []
+
+    checkpoints.write_snapshot(shelf, lambda: told.append("written"))
+    assert is_called.wait(LIMIT_S)
+    supervisor.called.pop()()
+    checkpoints.end(is_done=False)
+
+    assert (supervisor.logged, told) == (["checkpoint_written"], ["written"])
+
+
+def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(tmp_path: Path, shelf: Shelf) -> None:
+    ended = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    ended.lock()
+    ended.end(is_done=True)
+    other = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+
+    other.lock()
+    before_its_first = (tmp_path / ENDED_NAME).exists()
+    write(other, shelf)
+
+    assert (before_its_first, (tmp_path / ENDED_NAME).exists()) == (True, False)
+
+
+def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path / "save", 3))  # type: ignore[arg-type]
+    checkpoints.lock()
+    shutil.rmtree(tmp_path / "save")
+
+    with caplog.at_level(logging.WARNING):
+        checkpoints.end(is_done=True)
+
+    assert [record.message for record in caplog.records] == [
+        f"it cannot be noted in '{tmp_path / 'save'}' that this run is done (No such file or directory): a next one "
+        "goes on from its last checkpoint"
+    ]

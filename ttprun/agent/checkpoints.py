@@ -72,6 +72,7 @@ class Checkpoints:
         self._store = store
         self._is_locked = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]] = queue.SimpleQueue()
         # A daemon: a disk that does not answer must not keep the launcher from its end.
         self._worker = threading.Thread(target=self._work, name="ttprun-checkpoint", daemon=True)
         self._worker.start()
@@ -90,19 +91,31 @@ class Checkpoints:
         if not self._is_locked:
             self._store.lock(self._supervisor.config.run_id or "")
             self._is_locked = True
-            (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
 
     def end(self, is_done: bool) -> None:
-        """Wait for what is being written; note it if the script has come to its end: nothing goes on from there."""
+        """Wait for what is being written; note it if the script has come to its end: nothing goes on from there.
+
+        The note stands until another run has a checkpoint of its own.
+        """
         self._works.put(None)
         limit_s = self._supervisor.config.persist_timeout_s
         self._worker.join(limit_s)
         if self._worker.is_alive():
             logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): given up", limit_s)
+        self._take_outcomes(is_over=True)
         if self._is_locked:
             if is_done:
-                (self._store.save_dir / ENDED_NAME).write_text(f"{self._supervisor.config.run_id}\n", encoding="utf-8")
+                self._note_end()
             self._store.unlock()
+
+    def _note_end(self) -> None:
+        try:
+            (self._store.save_dir / ENDED_NAME).touch()
+        except OSError as error:
+            logger.warning(
+                "it cannot be noted in '%s' that this run is done (%s): a next one goes on from its last checkpoint",
+                *(self._store.save_dir, error.strerror),
+            )
 
     # A checkpoint of the boundary at which all survivors stand still.
 
@@ -240,24 +253,36 @@ class Checkpoints:
                     draft.add(rank_file(rank), part)
                 draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
+                if checkpoint.is_valid:
+                    with contextlib.suppress(OSError):  # then the next run begins anew, and says so
+                        (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
             except ConfigError as error:
                 why_not = str(error)
             except Exception as error:  # whatever it is, training must not feel it
                 logger.exception("a checkpoint could not be written")
                 why_not = repr(error)
                 draft.discard()
-            self._supervisor.call(lambda: end(checkpoint, why_not))
+            self._outcomes.put((lambda: note(checkpoint, why_not), lambda: done(checkpoint, why_not)))
+            self._supervisor.call(self._take_outcomes)
 
-        def end(checkpoint: Checkpoint | None, why_not: str) -> None:
+        def note(checkpoint: Checkpoint | None, why_not: str) -> None:
             self.is_busy, self._filling = False, None
             if checkpoint is None:
                 self._note_failure(draft.boundary, cause, why_not)
             else:
                 self._note(checkpoint, cause, time.monotonic() - began_s)
-            done(checkpoint, why_not)
 
         self.is_busy = True
         self._works.put(work)
+
+    def _take_outcomes(self, is_over: bool = False) -> None:
+        """Note what has become of checkpoints, and pass it on unless the run is over."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                note, done = self._outcomes.get_nowait()
+                note()
+                if not is_over:
+                    done()
 
     def _begin(self, folder: Path) -> None:
         self._filling = folder, ProgressLog("writing a checkpoint")
