@@ -70,7 +70,6 @@ class Checkpoints:
     def __init__(self, supervisor: Supervisor, store: CheckpointStore) -> None:
         self._supervisor = supervisor
         self._store = store
-        self._is_locked = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]] = queue.SimpleQueue()
         # A daemon: a disk that does not answer must not keep the launcher from its end.
@@ -88,9 +87,8 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
-        if not self._is_locked:
+        if not self._store.is_locked:
             self._store.lock(self._supervisor.config.run_id or "")
-            self._is_locked = True
 
     def end(self, is_done: bool) -> None:
         """Wait for what is being written; note it if the script has come to its end: nothing goes on from there.
@@ -103,7 +101,7 @@ class Checkpoints:
         if self._worker.is_alive():
             logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): given up", limit_s)
         self._take_outcomes(is_over=True)
-        if self._is_locked:
+        if self._store.is_locked:
             if is_done:
                 self._note_end()
             self._store.unlock()
