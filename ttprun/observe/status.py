@@ -28,7 +28,7 @@ class RankStatus:
     """One rank.
 
     pid          of the process that is this rank now; null between a loss and its replacement
-    state        a word for people: starting, running, frozen, replaying, repairing, lost, finished, away, ...
+    state        a word for people: starting, running, replaying, repairing, lost, finished, away
     step         optimizer steps done (the boundary it has passed)
     phase        what its main thread does, null if not known
     last_seen_s  seconds from its last sign of life to `updated_at`

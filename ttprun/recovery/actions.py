@@ -149,8 +149,6 @@ class KillRank(Action):
 class RestartGroup(Action):
     """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
 
-    If no restart is left, the agent ends the job and posts StopAsked.
-
     reason   for the operator
     """
 
