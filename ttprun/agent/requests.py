@@ -35,6 +35,8 @@ def _checkpoint_now(supervisor: Supervisor) -> Message:
     job = supervisor.job
     if supervisor.verdict is not None:
         why_not = "the run has ended"
+    elif supervisor.is_broken:
+        why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
     elif supervisor.config.mindio:
         why_not = "the framework writes its own checkpoints (--mindio)"
     elif job.phase is not recovery.Phase.RUNNING:
