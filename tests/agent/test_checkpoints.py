@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.checkpoints import ENDED_NAME, Checkpoints
 from ttprun.agent.snapshots import Shelf
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
@@ -23,18 +23,23 @@ LIMIT_S = 10.0
 
 
 class FakeSupervisor:
-    """What Checkpoints needs of a supervisor: one rank, to which things are told, and a clear end."""
+    """What Checkpoints needs of a supervisor: ranks, to which things are told, and a clear end."""
 
-    def __init__(self, persist_timeout_s: float) -> None:
+    def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
         self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
         start = {"args": ("-u", "train.py")}
         self.told: list[Any] = []
-        self.seats = [SimpleNamespace(rank=0, tell=self.told.append, handler=SimpleNamespace(start=start))]
+        handler = SimpleNamespace(start=start)
+        self.seats = [SimpleNamespace(rank=rank, tell=self.told.append, handler=handler) for rank in range(ranks)]
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
+        self.advanced: list[recovery.Event] = []
+        self.advance = self.advanced.append
+
+        self.logged: list[str] = []
 
     def log(self, event: str, **fields: Any) -> None:
-        pass
+        self.logged.append(event)
 
 
 @pytest.fixture
@@ -46,6 +51,43 @@ def shelf() -> Iterator[Shelf]:
     made.close()
 
 
+def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
+    """A snapshot is put on the disk, or given up, and then the launcher ends."""
+    checkpoints.write_snapshot(shelf, lambda: None)
+    checkpoints.end(is_done=False)
+
+
+def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    store = CheckpointStore(tmp_path, 3)
+    for fd, name in ((shelf.records[0], "records_bytes"), (shelf.shares[0], "bytes")):
+        os.pwrite(fd, b"told" + bytes(100), 0)
+        shelf.told[0][name] = 4
+
+    write(Checkpoints(supervisor, store), shelf)  # type: ignore[arg-type]
+
+    (checkpoint,) = store.checkpoints()
+    assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
+    assert checkpoint.file("rank-00000.msgpack").read_bytes() == b"told"
+
+
+def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_checkpoint(
+    tmp_path: Path, shelf: Shelf
+) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    store = CheckpointStore(tmp_path, 3)
+    checkpoints = Checkpoints(supervisor, store)  # type: ignore[arg-type]
+    shelf.told[0]["bytes"] = 4
+
+    write(checkpoints, shelf)
+
+    assert store.checkpoints() == []
+    assert checkpoints.status is not None
+    assert "4 bytes of a snapshot are not there" in checkpoints.status.reason
+
+
 def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -53,7 +95,7 @@ def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_on
     monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
     supervisor = FakeSupervisor(LIMIT_S)
     checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
-    checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="signal"))
+    checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="ended"))
     folder = Path(supervisor.told[0]["path"]).parent
 
     (folder / "part").write_bytes(b"x" * 1000)
@@ -87,3 +129,117 @@ def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist
         "a checkpoint is still being written after 0 s (persist_timeout_s): given up"
     ]
     answers.set()
+
+
+def persist_order(ranks: int) -> recovery.Persist:
+    return recovery.Persist(generation=1, boundary=20, ranks=tuple(range(ranks)), cause="asked")
+
+
+def test_who_has_asked_for_a_checkpoint_that_cannot_be_begun_hears_why(tmp_path: Path) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    (tmp_path / "save").write_text("a file")
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path / "save", 3))  # type: ignore[arg-type]
+
+    checkpoints.persist(persist_order(1))
+
+    (answer,) = supervisor.advanced
+    assert isinstance(answer, recovery.StatePersisted)
+    assert answer.why_not.startswith(f"no checkpoint can be written to '{tmp_path / 'save'}'")
+    assert checkpoints.status is not None
+    assert (checkpoints.status.number, checkpoints.status.reason) == (1, answer.why_not)
+
+
+def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_more(tmp_path: Path) -> None:
+    supervisor = FakeSupervisor(LIMIT_S, ranks=2)
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    checkpoints.persist(persist_order(2))
+    folder = Path(supervisor.told[0]["path"]).parent
+    failed = {"generation": 1, "why_not": "rank 1: the disk is full", "is_handled": False}
+
+    checkpoints.take_dumped(supervisor.seats[1], failed)  # type: ignore[arg-type]
+    early = (list(supervisor.advanced), folder.exists())
+    written = {"generation": 1, "why_not": "", "is_handled": True, "header_xxh3": "h", "share": 0}
+    checkpoints.take_dumped(supervisor.seats[0], written)  # type: ignore[arg-type]
+
+    assert early == ([], True)
+    (answer,) = supervisor.advanced
+    assert isinstance(answer, recovery.StatePersisted)
+    assert (answer.why_not, answer.is_handled) == ("rank 1: the disk is full", True)
+    assert checkpoints.status is not None
+    assert (checkpoints.status.boundary, checkpoints.status.reason) == (20, "rank 1: the disk is full")
+    assert not folder.exists()
+
+
+def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
+    monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
+    supervisor = FakeSupervisor(LIMIT_S)
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    checkpoints.persist(persist_order(1))
+    folder = Path(supervisor.told[0]["path"]).parent
+
+    with caplog.at_level(logging.WARNING):
+        checkpoints.give_up(0, "rank 1 was ended by signal 9")
+        checkpoints.look()
+
+    assert checkpoints.status is not None
+    assert (checkpoints.status.path, checkpoints.status.reason) == ("", "rank 1 was ended by signal 9")
+    assert [record.message for record in caplog.records] == ["no checkpoint: rank 1 was ended by signal 9"]
+    assert not folder.exists()
+
+
+def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path: Path, shelf: Shelf) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)  # whose thread has ended: nobody carries out what it is called for
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+
+    write(checkpoints, shelf)
+
+    assert checkpoints.status is not None
+    assert checkpoints.status.path == str(tmp_path / "step-00000020")
+    assert supervisor.logged == ["checkpoint_written"]
+
+
+def test_what_the_supervisor_has_heard_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf) -> None:
+    supervisor = FakeSupervisor(LIMIT_S)
+    is_called = threading.Event()
+    supervisor.call = lambda function: (supervisor.called.append(function), is_called.set())  # type: ignore[assignment]
+    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    told: list[str] = []
+
+    checkpoints.write_snapshot(shelf, lambda: told.append("written"))
+    assert is_called.wait(LIMIT_S)
+    supervisor.called.pop()()
+    checkpoints.end(is_done=False)
+
+    assert (supervisor.logged, told) == (["checkpoint_written"], ["written"])
+
+
+def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(tmp_path: Path, shelf: Shelf) -> None:
+    ended = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    ended.lock()
+    ended.end(is_done=True)
+    other = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+
+    other.lock()
+    before_its_first = (tmp_path / ENDED_NAME).exists()
+    write(other, shelf)
+
+    assert (before_its_first, (tmp_path / ENDED_NAME).exists()) == (True, False)
+
+
+def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path / "save", 3))  # type: ignore[arg-type]
+    checkpoints.lock()
+    shutil.rmtree(tmp_path / "save")
+
+    with caplog.at_level(logging.WARNING):
+        checkpoints.end(is_done=True)
+
+    assert [record.message for record in caplog.records] == [
+        f"it cannot be noted in '{tmp_path / 'save'}' that this run is done (No such file or directory): a next one "
+        "goes on from its last checkpoint"
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent import snapshots as module
-from ttprun.agent.snapshots import Shelf, Snapshots
+from ttprun.agent.snapshots import Shelf, Snapshots, path_of
 from ttprun.board import Board, Field
+from ttprun.rank.memory import Memory
 
 RANKS = 2
 NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"
@@ -285,13 +287,18 @@ def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
 
 
 @pytest.mark.parametrize(
-    ("every", "after_s", "is_taken"), [("20steps", 0, True), ("90s", 29, False), ("90s", 30, True)]
+    ("every", "after_s", "shelves"), [("20steps", 0, [0]), ("90s", 29, []), ("90s", 30, [0, 1]), ("5s", 0, [0, 1])]
 )
-def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once(
-    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, every: str, after_s: float, is_taken: bool
+def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once_where_no_rank_may_be_writing(
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch, every: str, after_s: float, shelves: list[int]
 ) -> None:
-    taken: list[tuple[int, int]] = []
-    monkeypatch.setattr(module.memory, "take_ahead", lambda files, size: taken.append((len(files), size)))
+    taken: list[tuple[list[int], int]] = []
+
+    def take_ahead(files: list[int], size_bytes: int) -> threading.Thread:
+        taken.append((files, size_bytes))
+        return threading.Thread()
+
+    monkeypatch.setattr(module.memory, "take_ahead", take_ahead)
     one = job(every)
 
     one.now_s += after_s
@@ -301,8 +308,41 @@ def test_memory_is_taken_a_minute_before_the_first_snapshot_and_once(
     one.look()
     one.look()
 
+    files = [fd for shelf in shelves for fd in one.snapshots.shelves[shelf].shares]
     assert before_the_first_step == []
-    assert taken == ([(4, 1000)] if is_taken else [])
+    assert taken == ([(files, 1000)] if shelves else [])
+
+
+def test_nothing_is_asked_for_while_memory_is_being_taken(
+    job: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_taken = threading.Event()
+    taking = threading.Thread(target=is_taken.wait, args=(10.0,))
+    monkeypatch.setattr(module.memory, "take_ahead", lambda files, size: taking)
+    taking.start()
+    one = job("5s")
+    one.snapshots.share_bytes = 1000
+    one.now_s += 5
+
+    meanwhile = one.look()
+    is_taken.set()
+    taking.join()
+
+    assert (meanwhile, one.look()) == (0, 1)
+
+
+def test_a_share_that_is_smaller_than_the_memory_which_is_taken_keeps_its_size(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    share = one.snapshots.shelves[one.look() % 2].shares[1]
+    Memory(path_of(share)).fill(4080, [memoryview(b"x" * 4080)])
+
+    one.snapshots.share_bytes = 9080
+    one.look()
+    for thread in threading.enumerate():
+        if thread.name == "ttprun-memory":
+            thread.join(10)
+
+    assert os.fstat(share).st_size == 4080
 
 
 def test_what_a_rank_says_of_an_older_snapshot_is_void(job: Callable[[str], Job]) -> None:

@@ -105,6 +105,19 @@ def test_ranks_that_come_to_no_other_boundary_are_stopped_where_they_are(job: Jo
     assert (early, job.given) == ([], ["end"])
 
 
+def test_who_asks_again_and_again_does_not_put_off_what_waits_already(job: Job) -> None:
+    job.stand(applied=41, open_at=41)
+    job.ask("end")
+
+    job.now_s += LIMIT_S - 1
+    job.ask("checkpoint", is_end=False)
+    early = list(job.given)
+    job.now_s += 1
+    job.standing.look()
+
+    assert (early, job.given) == ([], ["end", "checkpoint"])
+
+
 def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_does(job: Job) -> None:
     job.stand(applied=41, open_at=41)
     job.ask("checkpoint", is_end=False)

@@ -221,6 +221,22 @@ def test_a_checkpoint_can_be_asked_for_while_training_goes_on(
     assert [one["is_valid"] for one in listed["checkpoints"]] == [True]
 
 
+def test_who_asks_for_a_checkpoint_that_no_rank_can_write_hears_why_and_training_goes_on(
+    start_ttprun: StartTtprun, undisturbed: Undisturbed, small_disk: Path
+) -> None:
+    same = {"script_args": ["--steps", "400"]}
+    launch = start_ttprun(PLAIN, 2, **same, options=["--save-dir", str(small_disk / "save")])
+    launch.wait_for_line(0, "step 20 ")
+    (small_disk / "filling").write_bytes(bytes(small_disk_bytes(small_disk)))
+
+    asked = ttprun("checkpoint", "now", "--run", str(launch.run_dir))
+    run = launch.finish()
+
+    assert (asked.returncode, asked.stdout.partition(":")[0]) == (1, "no checkpoint was written"), asked.stderr
+    reference = undisturbed(PLAIN, 2, ["--steps", "400"])
+    assert (run.exit_code, run.stdout, run.incidents) == (0, reference.stdout, []), run.story()
+
+
 def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_only_what_came_after(
     start_ttprun: StartTtprun, run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

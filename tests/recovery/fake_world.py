@@ -60,6 +60,7 @@ class FakeWorld:
     tensor_parallel   ranks that hold one replica of the model together, if they can train on in a smaller group; 0: no
     has_room          another process can be started
     handles_stop      the scripts have something to do when they are told to end
+    awaits_checkpoint somebody has asked for a checkpoint, and knows neither that it is there nor why not
     """
 
     def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0) -> None:
@@ -67,6 +68,7 @@ class FakeWorld:
         self.tensor_parallel = tensor_parallel
         self.has_room = True
         self.handles_stop = False
+        self.awaits_checkpoint = False
         self.restarts = restarts
         self.at_s = 0.0
         self.next_pid = 100
@@ -204,6 +206,10 @@ class FakeWorld:
         if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
             self.processes[event.rank].begin_anew()
         self.job, actions = advance(before, event)
+        if isinstance(event, recovery.CheckpointAsked) and before.phase is Phase.RUNNING:
+            self.awaits_checkpoint = True
+        if isinstance(event, recovery.StatePersisted) and self.job is not before:
+            self.awaits_checkpoint = False
         self.echoes.append(event)
         assert self.job.generation >= before.generation
         if self.job.phase in SETTLED:
@@ -286,6 +292,9 @@ class FakeWorld:
                     generation=generation, place="a folder", is_handled=self.handles_stop, at_s=0.0
                 )
                 self.agent_unheard.append(persisted)
+            case recovery.GiveUpCheckpoint(_, reason):
+                assert reason
+                self.awaits_checkpoint = False
             case recovery.Resume(ranks, generation, boundary):
                 self.resume(ranks, generation, boundary)
             case recovery.RestartGroup(reason):

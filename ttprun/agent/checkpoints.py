@@ -70,8 +70,8 @@ class Checkpoints:
     def __init__(self, supervisor: Supervisor, store: CheckpointStore) -> None:
         self._supervisor = supervisor
         self._store = store
-        self._is_locked = False
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]] = queue.SimpleQueue()
         # A daemon: a disk that does not answer must not keep the launcher from its end.
         self._worker = threading.Thread(target=self._work, name="ttprun-checkpoint", daemon=True)
         self._worker.start()
@@ -87,22 +87,33 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
-        if not self._is_locked:
+        if not self._store.is_locked:
             self._store.lock(self._supervisor.config.run_id or "")
-            self._is_locked = True
-            (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
 
     def end(self, is_done: bool) -> None:
-        """Wait for what is being written; note it if the script has come to its end: nothing goes on from there."""
+        """Wait for what is being written; note it if the script has come to its end: nothing goes on from there.
+
+        The note stands until another run has a checkpoint of its own.
+        """
         self._works.put(None)
         limit_s = self._supervisor.config.persist_timeout_s
         self._worker.join(limit_s)
         if self._worker.is_alive():
             logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): given up", limit_s)
-        if self._is_locked:
+        self._take_outcomes(is_over=True)
+        if self._store.is_locked:
             if is_done:
-                (self._store.save_dir / ENDED_NAME).write_text(f"{self._supervisor.config.run_id}\n", encoding="utf-8")
+                self._note_end()
             self._store.unlock()
+
+    def _note_end(self) -> None:
+        try:
+            (self._store.save_dir / ENDED_NAME).touch()
+        except OSError as error:
+            logger.warning(
+                "it cannot be noted in '%s' that this run is done (%s): a next one goes on from its last checkpoint",
+                *(self._store.save_dir, error.strerror),
+            )
 
     # A checkpoint of the boundary at which all survivors stand still.
 
@@ -115,7 +126,7 @@ class Checkpoints:
             self.lock()
             draft = self._store.begin(order.boundary)
         except ConfigError as error:
-            self._tell_machine(order.generation, why_not=str(error))
+            self._fail(order, str(error))
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._begin(draft.folder)
@@ -125,7 +136,7 @@ class Checkpoints:
             self._supervisor.seats[rank].tell(told)
 
     def take_dumped(self, seat: Seat, message: Message) -> None:
-        """A rank has written its share; after the last one the rest is done in the background."""
+        """A rank has written its share, or could not; after the last one the rest is done in the background."""
         writing = self._writing
         if writing is None or message["generation"] != writing.order.generation:
             return
@@ -134,9 +145,12 @@ class Checkpoints:
         if writing.waiting:
             return
         self._writing = None
-        if len({told["header_xxh3"] for told in writing.told}) > 1:
-            self._tell_machine(writing.order.generation, why_not="the ranks hold different parameters")
+        why_not = next((told["why_not"] for told in writing.told if told["why_not"]), "")
+        if not why_not and len({told["header_xxh3"] for told in writing.told}) > 1:
+            why_not = "the ranks hold different parameters"
+        if why_not:
             writing.draft.discard()
+            self._fail(writing.order, why_not, is_handled=any(told["is_handled"] for told in writing.told))
             return
         boundary = writing.order.boundary
         first = next(told for told in writing.told if told["share"] == 0)
@@ -155,6 +169,19 @@ class Checkpoints:
             self._tell_machine(writing.order.generation, place, why_not, is_handled)
 
         self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
+
+    def give_up(self, boundary: int, why_not: str) -> None:
+        """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
+        if self._writing is not None:
+            self._writing.draft.discard()
+            self._writing = self._filling = None
+        self._note_failure(boundary, "asked", why_not)
+
+    def _fail(self, order: recovery.Persist, why_not: str, is_handled: bool = False) -> None:
+        """Nothing can be made of what was ordered."""
+        self._filling = None
+        self._note_failure(order.boundary, order.cause, why_not)
+        self._tell_machine(order.generation, why_not=why_not, is_handled=is_handled)
 
     def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
         """(each rank's own part, what is missing): the records outlive their ranks."""
@@ -184,17 +211,10 @@ class Checkpoints:
         def finish(checkpoint: Checkpoint | None, why_not: str) -> None:
             done()
 
-        parts = ((rank, _reader_of(fd)) for rank, fd in enumerate(shelf.records))
-        self._submit(
-            draft,
-            parts,
-            shelf.first,
-            "periodic",
-            [],
-            time.monotonic(),
-            finish,
-            enumerate(map(_reader_of, shelf.shares)),
-        )
+        told = shelf.told
+        parts = [(rank, _reader_of(fd, told[rank]["records_bytes"])) for rank, fd in enumerate(shelf.records)]
+        shares = [(rank, _reader_of(fd, told[rank]["bytes"])) for rank, fd in enumerate(shelf.shares)]
+        self._submit(draft, parts, shelf.first, "periodic", [], time.monotonic(), finish, shares)
 
     # The common part.
 
@@ -231,24 +251,36 @@ class Checkpoints:
                     draft.add(rank_file(rank), part)
                 draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
+                if checkpoint.is_valid:
+                    with contextlib.suppress(OSError):  # then the next run begins anew, and says so
+                        (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
             except ConfigError as error:
                 why_not = str(error)
             except Exception as error:  # whatever it is, training must not feel it
                 logger.exception("a checkpoint could not be written")
                 why_not = repr(error)
                 draft.discard()
-            self._supervisor.call(lambda: end(checkpoint, why_not))
+            self._outcomes.put((lambda: note(checkpoint, why_not), lambda: done(checkpoint, why_not)))
+            self._supervisor.call(self._take_outcomes)
 
-        def end(checkpoint: Checkpoint | None, why_not: str) -> None:
+        def note(checkpoint: Checkpoint | None, why_not: str) -> None:
             self.is_busy, self._filling = False, None
             if checkpoint is None:
                 self._note_failure(draft.boundary, cause, why_not)
             else:
                 self._note(checkpoint, cause, time.monotonic() - began_s)
-            done(checkpoint, why_not)
 
         self.is_busy = True
         self._works.put(work)
+
+    def _take_outcomes(self, is_over: bool = False) -> None:
+        """Note what has become of checkpoints, and pass it on unless the run is over."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                note, done = self._outcomes.get_nowait()
+                note()
+                if not is_over:
+                    done()
 
     def _begin(self, folder: Path) -> None:
         self._filling = folder, ProgressLog("writing a checkpoint")
@@ -288,7 +320,7 @@ class Checkpoints:
             number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
         )
         self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
-        logger.warning("no checkpoint of step %d: %s", boundary, why_not)
+        logger.warning("no checkpoint%s: %s", f" of step {boundary}" if boundary else "", why_not)
 
     def _tell_machine(self, generation: int, place: str = "", why_not: str = "", is_handled: bool = False) -> None:
         self._supervisor.advance(
@@ -298,14 +330,16 @@ class Checkpoints:
         )
 
 
-def _reader_of(fd: int) -> Fill:
-    """Gives the content of a file from its beginning."""
+def _reader_of(fd: int, size_bytes: int) -> Fill:
+    """Gives so many bytes of a file from its beginning; raises ValueError if there are fewer."""
     at = 0
 
     def fill(buffer: memoryview) -> int:
         nonlocal at
-        count = os.preadv(fd, [buffer], at)
+        count = os.preadv(fd, [buffer[: size_bytes - at]], at)
         at += count
+        if not count and at < size_bytes:
+            raise ValueError(f"{size_bytes - at} bytes of a snapshot are not there")
         return count
 
     return fill

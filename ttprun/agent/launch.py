@@ -59,17 +59,26 @@ def launch(
     world_size = launch_config.nproc_per_node
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     is_repaired = is_one_node and is_python
-    supervisor = Supervisor(
-        config if is_one_node else config.without_repair(),
-        run,
-        world_size,
-        is_python,
-        launch_config.max_restarts,
-        store,
-        resume.find(config, store, world_size, command_of({"args": args})) if is_repaired else None,
-    )
-    if store.save_dir.parent != run.path and is_repaired:
-        supervisor.checkpoints.lock()
+    if is_repaired and store.save_dir.parent != run.path:
+        store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
+    try:
+        supervisor = Supervisor(
+            config if is_one_node else config.without_repair(),
+            run,
+            world_size,
+            is_python,
+            launch_config.max_restarts,
+            store,
+            resume.find(config, store, world_size, command_of({"args": args})) if is_repaired else None,
+        )
+        return _supervise(supervisor, launch_config, entrypoint, args)
+    finally:
+        store.unlock()
+
+
+def _supervise(
+    supervisor: Supervisor, launch_config: torch_launcher.LaunchConfig, entrypoint: str, args: list[str]
+) -> int:
     ReplacingAgent.supervisor = supervisor
     signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one

@@ -19,7 +19,8 @@ _NICEST = 19
 def take_ahead(files: Sequence[int], size_bytes: int) -> threading.Thread:
     """Give each file in memory so many bytes, on a thread of its own that makes way for all others.
 
-    files   descriptors; they may be closed meanwhile
+    files   descriptors; they may be closed meanwhile, but whoever writes to them waits for the thread's end: it would
+            make a file that is smaller longer
 
     Where there is not enough memory nothing is taken: whoever needs it will say so.
     """

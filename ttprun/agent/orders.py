@@ -156,6 +156,10 @@ class Orders:
         """Write a checkpoint of what the survivors hold, who all stand still."""
         self._supervisor.repairs.persist(action)
 
+    def give_up_checkpoint(self, action: recovery.GiveUpCheckpoint) -> None:
+        """Nobody writes a checkpoint any more."""
+        self._supervisor.checkpoints.give_up(action.boundary, action.reason)
+
     def send_state(self, action: recovery.SendState) -> None:
         """Have the replacements get the state."""
         self._supervisor.repairs.send_state(action)

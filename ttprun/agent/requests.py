@@ -33,15 +33,16 @@ def _inject_fault(supervisor: Supervisor, fault: str) -> Message:
 def _checkpoint_now(supervisor: Supervisor) -> Message:
     """The reply's "after" is the number of the checkpoint that was tried last; the one asked for has a higher one."""
     job = supervisor.job
-    why_not = ""
     if supervisor.verdict is not None:
         why_not = "the run has ended"
+    elif supervisor.is_broken:
+        why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
     elif supervisor.config.mindio:
         why_not = "the framework writes its own checkpoints (--mindio)"
     elif job.phase is not recovery.Phase.RUNNING:
         why_not = f"the job is {job.phase}; ask again"
-    elif not recovery.may_persist(job):
-        why_not = job.unprotected_reason or "the ranks cannot be saved (yet); see `ttprun status`"
+    else:
+        why_not = recovery.why_not_saved(job)
     if why_not:
         return {"ok": False, "error": why_not}
     number = 0 if supervisor.checkpoints.status is None else supervisor.checkpoints.status.number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class Shelf:
 
     records, shares   by local rank: its own part, and its share of what replicas hold
     told              what the ranks have said of it
+    is_asked          ranks have been told to write here, and may do so at any moment
     is_read           it is being written to disk
     """
 
@@ -42,6 +44,7 @@ class Shelf:
     shares: list[int] = field(default_factory=list)
     boundary: int = 0
     told: dict[int, Message] = field(default_factory=dict)
+    is_asked: bool = False
     is_read: bool = False
 
     @property
@@ -90,6 +93,7 @@ class Snapshots:
         self.newest: Shelf | None = None
         self.share_bytes = 0
         self._has_room = False
+        self._taking: threading.Thread | None = None
         self._number = 0  # of the one that was asked for last
         self._is_pending = False
         self._began_s = self._last_s = time.monotonic()
@@ -125,14 +129,17 @@ class Snapshots:
             return
         if self.share_bytes and not self._has_room and self._is_due(_ROOM_AHEAD_S):
             self._has_room = True
-            memory.take_ahead([fd for shelf in self.shelves for fd in shelf.shares], self.share_bytes)
-        if self._is_pending or not self._is_due():
+            fresh = [fd for shelf in self.shelves if not shelf.is_asked for fd in shelf.shares]
+            self._taking = memory.take_ahead(fresh, self.share_bytes)
+        is_taking = self._taking is not None and self._taking.is_alive()  # it would make a share longer than it is
+        if self._is_pending or is_taking or not self._is_due():
             return
         number = self._next_number()
         if self.shelves[number % _SHELVES].is_read:
             return
         self._number, self._is_pending = number, True
         self.shelves[number % _SHELVES].told = {}
+        self.shelves[number % _SHELVES].is_asked = True
         self._supervisor.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
     def _is_due(self, ahead_s: float = 0.0) -> bool:

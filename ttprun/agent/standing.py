@@ -30,12 +30,13 @@ class Standing:
         self._is_leader_told = False
 
     def ask(self, order: Callable[[], None], is_end: bool) -> None:
-        """Give the order once the ranks stand well, at once as a rule, after LIMIT_S in any case.
+        """Give the order once the ranks stand well, at once as a rule, LIMIT_S after the first that waits in any case.
 
         is_end   the job ends by it: it does not wait for the end of a repair
         """
+        if not self._orders:
+            self._ends_s = time.monotonic() + LIMIT_S
         self._orders.append((order, is_end))
-        self._ends_s = time.monotonic() + LIMIT_S
         self._tell_leader(True)
         self.look()
 

@@ -139,7 +139,4 @@ _INCIDENT_FIELDS = {field.name for field in fields(IncidentStatus)} & {field.nam
 
 
 def _incident(incident: Incident) -> IncidentStatus:
-    values = {name: getattr(incident, name) for name in _INCIDENT_FIELDS}
-    if values["outcome"] == "open":
-        values["outcome"] = "recovering"
-    return IncidentStatus(**values)
+    return IncidentStatus(**{name: getattr(incident, name) for name in _INCIDENT_FIELDS})

@@ -57,8 +57,9 @@ _LOOK_AGAIN_S = 1.0
 class Supervisor:
     """Supervises the ranks of one node.
 
-    verdict   set when the present group must be restarted, has failed or is done; None while it lives
-    stored    what all ranks can go back to: the newest snapshot, or the checkpoint that a new launch goes on from
+    verdict    set when the present group must be restarted, has failed or is done; None while it lives
+    stored     what all ranks can go back to: the newest snapshot, or the checkpoint that a new launch goes on from
+    is_broken  it has failed: nothing is decided any more, and the job goes on as under torchrun
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Supervisor:
         self._is_resumed = resume_from is not None
         self._is_stopping = False
         self._is_paused = False
-        self._is_broken = False
+        self.is_broken = False
         self._is_deciding = False
         self._undecided: deque[recovery.Event] = deque()
         limits = recovery.Limits(
@@ -279,9 +280,9 @@ class Supervisor:
             except Exception as error:
                 logger.exception("ttprun's supervisor failed; from here on the job runs as under torchrun")
                 self.log("supervisor_failed", error=repr(error))
-                self._is_broken = self._is_paused = True
+                self.is_broken = self._is_paused = True
                 self._is_settled.set()
-            if self._is_broken and self.verdict is None:
+            if self.is_broken and self.verdict is None:
                 self._conclude_from_processes()
 
     def _conclude_from_processes(self) -> None:

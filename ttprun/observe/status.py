@@ -28,7 +28,7 @@ class RankStatus:
     """One rank.
 
     pid          of the process that is this rank now; null between a loss and its replacement
-    state        a word for people: starting, running, frozen, replaying, repairing, lost, finished, away, ...
+    state        a word for people: starting, running, replaying, repairing, lost, finished, away
     step         optimizer steps done (the boundary it has passed)
     phase        what its main thread does, null if not known
     last_seen_s  seconds from its last sign of life to `updated_at`
@@ -81,7 +81,7 @@ class CheckpointStatus:
     """The newest checkpoint of a run, or the newest attempt at one.
 
     number      1 for the run's first
-    boundary    optimizer steps that it holds
+    boundary    optimizer steps that it holds; 0 if there is no telling, since it was not written
     cause       periodic, asked, ended (the job was told to end) or dying gasp (it could not go on)
     path        its directory; "" if none was written
     bytes       size of all its files

@@ -281,10 +281,14 @@ class Recovery:
         session = self._session
         faults.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        told = shares.write(message["path"], message["share"], message["of"], main)
         handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))
+        told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
         told["is_handled"] = any(map(callable, handlers))
-        session.channel.send({"op": "dumped", "generation": message["generation"], **told})
+        try:
+            told |= shares.write(message["path"], message["share"], message["of"], main)
+        except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
+            told["why_not"] = f"rank {session.rank}: {error}"
+        session.channel.send(told)
 
     # Resume.
 

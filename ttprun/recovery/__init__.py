@@ -13,6 +13,7 @@ from ttprun.recovery.actions import (
     FailJob,
     FinishJob,
     Freeze,
+    GiveUpCheckpoint,
     KillRank,
     LoadState,
     Persist,
@@ -61,7 +62,7 @@ from ttprun.recovery.events import (
 )
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
-from ttprun.recovery.ladder import may_persist
+from ttprun.recovery.ladder import may_persist, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
@@ -80,6 +81,7 @@ __all__ = [
     "FinishJob",
     "ForbiddenTransition",
     "Freeze",
+    "GiveUpCheckpoint",
     "GroupRestarted",
     "Incident",
     "Job",
@@ -132,6 +134,7 @@ __all__ = [
     "may_persist",
     "new_job",
     "why_not_replaceable",
+    "why_not_saved",
     "why_not_upgradable",
     "why_not_without",
 ]

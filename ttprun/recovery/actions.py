@@ -104,6 +104,18 @@ class Persist(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUpCheckpoint(Action):
+    """The checkpoint that somebody has asked for is not written, and the job goes on: drop it, and say why.
+
+    boundary   at which the ranks stand, 0 if that is not known
+    reason     for who has asked
+    """
+
+    boundary: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Resume(Action):
     """Tell all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
 
@@ -136,8 +148,6 @@ class KillRank(Action):
 @dataclass(frozen=True, slots=True)
 class RestartGroup(Action):
     """Fallback: end all ranks and start them anew, as torchrun does; the answer is GroupRestarted.
-
-    If no restart is left, the agent ends the job and posts StopAsked.
 
     reason   for the operator
     """

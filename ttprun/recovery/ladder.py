@@ -23,7 +23,7 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.events import Event
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, Ending, Job, Life, Member, Opening, Phase
+from ttprun.recovery.job import WINDOW_S, Ending, Job, Life, Member, Opening, Phase, name_ranks
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -214,10 +214,21 @@ def end_job(job: Job, at_s: float) -> Result:
 
 def may_persist(job: Job) -> bool:
     """Whether living ranks hold a state that a later launch can go on from."""
-    is_over = job.phase in (Phase.PERSISTING, Phase.RESTARTING, Phase.DONE, Phase.FAILED)
-    is_possible = bool(job.survivors) and not job.unprotected_reason and not job.finished and not is_over
-    is_protected = all(job.members[rank].is_protected for rank in job.survivors)
-    return is_possible and is_protected and "persist" in job.settings.rungs
+    return not why_not_saved(job)
+
+
+def why_not_saved(job: Job) -> str:
+    """Why the ranks cannot be made to write a checkpoint now; "" if they can."""
+    if job.phase in (Phase.PERSISTING, Phase.RESTARTING, Phase.DONE, Phase.FAILED):
+        return f"the job is {job.phase}"
+    if "persist" not in job.settings.rungs:
+        return "saving is switched off (rungs)"
+    if job.unprotected_reason:
+        return job.unprotected_reason
+    if job.finished or not job.survivors:
+        return f"{name_ranks(job.finished or job.lost)} trains no more"
+    silent = tuple(rank for rank in job.survivors if not job.members[rank].is_protected)
+    return f"the hooks of {name_ranks(silent)} have not said hello yet" if silent else ""
 
 
 def begin_persisting(job: Job, at_s: float) -> Result:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.recovery.actions import KillRank, Persist, Resume
+from ttprun.recovery.actions import GiveUpCheckpoint, KillRank, Persist, Resume
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -39,10 +39,10 @@ from ttprun.recovery.ladder import (
     deadline_of,
     end_job,
     enter,
-    may_persist,
     open_incident,
     reason_of,
     unchanged,
+    why_not_saved,
 )
 from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors_disagree
 
@@ -64,8 +64,9 @@ def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
 
 
 def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
-    """The user wants a checkpoint now; if that is not possible, the agent has told him so."""
-    return begin_persisting(job, event.at_s) if may_persist(job) else unchanged(job, event)
+    """The user wants a checkpoint now."""
+    why_not = why_not_saved(job)
+    return giving_up(job, why_not, unchanged(job, event)) if why_not else begin_persisting(job, event.at_s)
 
 
 def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
@@ -80,7 +81,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
     if event.boundary == 0:
         why_not = "no optimizer step has been completed yet"
     if why_not:
-        return go_on(job, event.at_s, why_not)
+        return give_up(job, event.at_s, why_not)
     job = replace(job, persists_at=event.boundary)
     cause = "asked" if job.ending is None else "dying gasp" if job.ending.is_fault else "ended"
     order = Persist(job.survivors, job.generation, event.boundary, cause)
@@ -88,7 +89,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
 
 
 def on_persisted(job: Job, event: StatePersisted) -> Result:
-    """The checkpoint is written, or it could not be."""
+    """The checkpoint is written, or it could not be, which the agent itself has said."""
     if job.ending is not None and event.place:
         how = "" if job.ending.is_restart else ", the same command goes on from there"
         note = f"{job.ending.reason}; its state was saved{how}: {event.place}"
@@ -98,7 +99,20 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
     """A rank cannot write its part."""
-    return go_on(job, event.at_s, event.reason)
+    return give_up(job, event.at_s, event.reason)
+
+
+def give_up(job: Job, at_s: float, why_not: str) -> Result:
+    """No checkpoint can be written: the job ends, or all go on from where they stand."""
+    return giving_up(job, why_not, go_on(job, at_s, why_not))
+
+
+def giving_up(job: Job, why_not: str, answer: Result) -> Result:
+    """The answer, and who has asked for a checkpoint hears why there is none; a job that ends has last words."""
+    if job.ending is not None:
+        return answer
+    after, actions = answer
+    return after, (GiveUpCheckpoint(job.source.boundary if job.source is not None else 0, why_not), *actions)
 
 
 def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) -> Result:
@@ -122,11 +136,12 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
 def on_exit_to_persist(job: Job, event: RankExited) -> Result:
     """One rank less: if the job ends the others write without it, else it comes first."""
     if event.is_finish:
+        why_not = f"rank {event.rank} has finished"
         if job.ending is None:
-            return let_others_finish(job, event)
-        return go_on(mark_finished(job, event), event.at_s, f"rank {event.rank} has finished")
+            return giving_up(job, why_not, let_others_finish(job, event))
+        return go_on(mark_finished(job, event), event.at_s, why_not)
     if job.ending is None:
-        return answer_fault(job, event)
+        return giving_up(job, event.sentence, answer_fault(job, event))
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
     return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
 
@@ -134,7 +149,7 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
 def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
     """The script has ended in one rank, and its process waits for orders."""
     if job.ending is None:
-        return on_faulted(job, event)
+        return giving_up(job, event.sentence, on_faulted(job, event))
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
     kill = KillRank(event.rank, "the job ends")
     job, actions = begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, event.sentence)
@@ -155,14 +170,15 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
     Else it is an incident: all connections have been cut, so nobody can go on before all have stood still.
     """
     if event.name == DEADLINE_NAMES[Phase.PERSISTING]:
-        return go_on(job, event.at_s, f"it took more than {event.at_s - job.phase_since_s:.0f} s")
+        return give_up(job, event.at_s, f"it took more than {event.at_s - job.phase_since_s:.0f} s")
     late = tuple(rank for rank in job.survivors if job.members[rank].frozen is None)
     if event.name != HALT or job.persists_at is not None or not late:
         return unchanged(job, event)
     guilty = tuple(rank for rank in late if rank in event.silent) or late
     why_not = f"rank {', '.join(map(str, guilty))} did not come to a stand within {job.settings.limits.halt_s:.0f} s"
     if job.ending is None:
-        return begin_attempt(open_incident(job, event.at_s, "hang", why_not, detect_s=0.0), event.at_s)
+        incident = open_incident(job, event.at_s, "hang", why_not, detect_s=0.0)
+        return giving_up(job, why_not, begin_attempt(incident, event.at_s))
     if not {*job.survivors} - {*guilty}:
         return go_on(job, event.at_s, why_not)
     kills = tuple(KillRank(rank, why_not) for rank in guilty if job.members[rank].pid is not None)

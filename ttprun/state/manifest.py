@@ -23,7 +23,7 @@ class Description(BaseModel):
     """What the writer of a checkpoint says of it.
 
     world_size  ranks of the job
-    cause       why it was taken: "signal", "dying gasp", "asked", "periodic", ...
+    cause       why it was taken: "periodic", "asked", "ended" or "dying gasp"
     script      the user's script, as it was named
     model       variable that holds a module ("model", "self.model") -> name in its state_dict -> file, key in the file
     """

@@ -74,6 +74,11 @@ class CheckpointStore:
         except OSError as error:
             raise cannot_write(error, self.save_dir) from error
 
+    @property
+    def is_locked(self) -> bool:
+        """This process has the directory."""
+        return self._lock is not None
+
     def unlock(self) -> None:
         """Give the directory back before this process ends."""
         if self._lock is not None:

@@ -1,0 +1,60 @@
+"""What a launch does before any rank is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig
+
+from ttprun.agent import launch as module
+from ttprun.config import Config
+from ttprun.errors import ConfigError
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.state.errors import SaveDirectoryInUseError
+from ttprun.state.store import CheckpointStore
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[[], int]]:
+    """Launches a job named night, which saves to tmp_path/save."""
+    config = Config(save_dir=str(tmp_path / "save"), run_id="night")
+    run = RunDirectory.create("night", tmp_path / "run")
+    yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run)
+    run.release()
+
+
+def test_nobody_else_writes_to_the_save_directory_while_a_checkpoint_is_chosen_and_anybody_may_after_a_failed_launch(
+    launch: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = CheckpointStore(tmp_path / "save")
+
+    def find(*_: Any) -> None:
+        with pytest.raises(SaveDirectoryInUseError, match="run 'night'"):
+            other.lock("day")
+        raise ConfigError("the checkpoint is of another script", "start the same script")
+
+    monkeypatch.setattr(module.resume, "find", find)
+
+    with pytest.raises(ConfigError, match="of another script"):
+        launch()
+
+    other.lock("day")
+    other.unlock()
+
+
+def test_a_second_job_is_refused_before_any_checkpoint_is_read(
+    launch: Callable[[], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = CheckpointStore(tmp_path / "save")
+    holder.lock("day")
+    is_read: list[bool] = []
+    monkeypatch.setattr(module.resume, "find", lambda *_: is_read.append(True))
+
+    with pytest.raises(SaveDirectoryInUseError, match="run 'day'"):
+        launch()
+
+    assert is_read == []
+    holder.unlock()

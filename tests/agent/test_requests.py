@@ -1,0 +1,30 @@
+"""What other commands hear of a running job when they ask it for a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent.requests import answer
+
+
+def supervisor_of(job: recovery.Job, **differing: Any) -> Any:
+    config = SimpleNamespace(mindio=False)
+    return SimpleNamespace(**{"job": job, "verdict": None, "is_broken": False, "config": config} | differing)
+
+
+def test_who_asks_too_early_hears_who_is_not_ready() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=2))
+
+    told = answer(supervisor_of(job), {"op": "checkpoint"})
+
+    assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not said hello yet"}
+
+
+def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
+    job = recovery.new_job(recovery.Settings(world_size=1))
+
+    told = answer(supervisor_of(job, is_broken=True), {"op": "checkpoint"})
+
+    assert told == {"ok": False, "error": "ttprun's supervisor has failed: the job runs as under torchrun"}
