@@ -167,6 +167,7 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: 0 ranks; give 1 or more"),
         (["--nnodes", "two", "train.py"], "--nnodes: 'two' will not do (invalid literal"),
         (["--nnodes", "3:1", "train.py"], "min_nodes must be > 0 and <= max_nodes"),
+        (["--nnodes", "1:2", "--mindio", "train.py"], "--mindio on several nodes is not built yet; use one node, or"),
         (["--max-restarts", "-1", "train.py"], "--max-restarts: -1 is below 0; give 0 or more"),
         (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'; see"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval: 0.0 is no interval; give seconds above 0"),

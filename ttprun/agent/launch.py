@@ -47,28 +47,26 @@ def launch(
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
-    if not isinstance(entrypoint, str):
-        # --run-path: torch runs the script in processes of its own making, which nobody supervises but torch.
+    if launch_config.max_nodes > 1:
+        logger.warning("recovery on several nodes is not built yet: nothing is repaired or saved, as under torchrun")
+    if launch_config.max_nodes > 1 or not isinstance(entrypoint, str):
+        # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args, None)
         write_last_status(run, code, reason)
         return code
     is_python = entrypoint == sys.executable or bool(args and args[0] == "-u")
-    is_one_node = launch_config.max_nodes == 1
-    if not is_one_node:
-        logger.warning("a lost rank is not replaced on several nodes yet: the whole group restarts, as under torchrun")
     world_size = launch_config.nproc_per_node
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
-    is_repaired = is_one_node and is_python
     supervisor = Supervisor(
-        config if is_one_node else config.without_repair(),
+        config,
         run,
         world_size,
         is_python,
         launch_config.max_restarts,
         store,
-        resume.find(config, store, world_size, command_of({"args": args})) if is_repaired else None,
+        resume.find(config, store, world_size, command_of({"args": args})) if is_python else None,
     )
-    if store.save_dir.parent != run.path and is_repaired:
+    if store.save_dir.parent != run.path and is_python:
         supervisor.checkpoints.lock()
     ReplacingAgent.supervisor = supervisor
     signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
