@@ -130,6 +130,23 @@ def test_the_agent_gets_torchs_own_reading_and_the_run_directory_says_what_was_a
     run.release()
 
 
+@pytest.mark.parametrize(
+    ("line", "is_python"),
+    [
+        (["train.py", "-u"], True),
+        (["--no-python", "sh", "-u", "x"], False),
+        (["--no-python", sys.executable], False),
+    ],
+)
+def test_the_agent_is_told_whether_ranks_run_python_whatever_their_arguments_look_like(
+    agent: FakeLaunch, line: list[str], is_python: bool
+) -> None:
+    main(line)
+
+    assert agent.is_python is is_python
+    agent.calls[0][-1].release()
+
+
 def test_an_argument_of_the_script_cannot_spoil_the_record_of_the_configuration(
     agent: FakeLaunch, tmp_path: Path
 ) -> None:

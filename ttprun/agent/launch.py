@@ -37,8 +37,11 @@ def launch(
     entrypoint: Callable[..., object] | str,
     args: list[str],
     run: RunDirectory,
+    is_python: bool,
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
+
+    is_python   False: the ranks run the user's own program (--no-python)
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -54,7 +57,6 @@ def launch(
         code, reason = _run(launch_config, entrypoint, args, None)
         write_last_status(run, code, reason)
         return code
-    is_python = entrypoint == sys.executable or bool(args and args[0] == "-u")
     world_size = launch_config.nproc_per_node
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     supervisor = Supervisor(

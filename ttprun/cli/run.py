@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
     from ttprun.agent.launch import launch
 
     try:
-        return launch(config, launch_config, entrypoint, arguments, directory)
+        return launch(config, launch_config, entrypoint, arguments, directory, is_python=not torchrun.no_python)
     except ConfigError:
         directory.discard()
         raise
