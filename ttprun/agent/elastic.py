@@ -20,7 +20,6 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
-from ttprun.agent.verdict import JobFailedError
 
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -70,10 +69,7 @@ class ReplacingAgent(LocalElasticAgent):
             return result
         if verdict.kind == "fail" or not verdict.has_progress:
             self._remaining_restarts = 0
-        failures = self._failures(worker_group)
-        if not failures and not self._remaining_restarts:
-            raise JobFailedError(verdict.reason, verdict.has_progress)
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group))
 
     def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """The root cause, as torch reports it; ranks that are ended because of it are not failures."""

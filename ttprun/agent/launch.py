@@ -20,7 +20,6 @@ from ttprun.agent.processes import command_of
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
-from ttprun.agent.verdict import JobFailedError
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.state.store import CheckpointStore
@@ -98,9 +97,6 @@ def _run(
         if reason:
             print(f"ttprun: {reason}", file=sys.stderr)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
-    except JobFailedError as error:
-        print(f"ttprun: {error}", file=sys.stderr)
-        return SCRIPT_FAILED if error.has_progress else DO_NOT_RESTART, str(error)
     except SignalException as error:
         ended = supervisor.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
