@@ -265,7 +265,7 @@ class Supervisor:
                 wait_s = min(wait_s, max(0.0, next_timer_s - now))
             try:
                 for key, _ in self.selector.select(wait_s):
-                    if key.fileobj in self.selector.get_map():
+                    if self.selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 self._pass_deadlines()
                 self.injections.pass_time()
