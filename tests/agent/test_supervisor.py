@@ -139,6 +139,23 @@ def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_tells_how_its
     assert verdict_of(supervisor) == "restart"
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_signal_between_two_groups_ends_the_job_at_once(
+    supervisor: Supervisor, started: Callable[..., RankHandler], is_broken: bool
+) -> None:
+    begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
+    if is_broken:
+        break_down(supervisor)
+    supervisor.pause()
+    begin_group(supervisor, 0, 1)
+
+    ending = threading.Thread(target=supervisor.end, args=("ended by SIGTERM", 1.0), daemon=True)
+    ending.start()
+    ending.join(5.0)
+
+    assert not ending.is_alive()
+
+
 def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_for_the_new_owner(
     supervisor: Supervisor, caplog: pytest.LogCaptureFixture
 ) -> None:

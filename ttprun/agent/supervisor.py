@@ -206,6 +206,8 @@ class Supervisor:
 
             self.standing.ask(order, is_end=True)
             self.injections.answered()
+            if self._is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
+                self._is_settled.set()
 
         self.call(stop)
         # Every phase of saving has its deadline, and a second signal ends the ranks.
