@@ -57,10 +57,10 @@ class ReplacingAgent(LocalElasticAgent):
         self._worker_group.workers[local_rank].id = handler.proc.pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        verdict = self.supervisor.verdict
-        if verdict is None:
+        if self.supervisor.verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
+        verdict = self.supervisor.verdict  # only now it is final
         if verdict.kind == "done" and self.supervisor.job.away:  # torch would take these for failed ones
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
