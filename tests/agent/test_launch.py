@@ -22,7 +22,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], int]]:
     """Launches a job named night, which saves to tmp_path/save."""
     config = Config(save_dir=str(tmp_path / "save"), run_id="night")
     run = RunDirectory.create("night", tmp_path / "run")
-    yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run)
+    yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run, is_python=True)
     run.release()
 
 

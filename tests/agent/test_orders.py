@@ -10,8 +10,10 @@ import pytest
 
 from ttprun.agent.orders import Orders
 from ttprun.agent.seat import Seat
+from ttprun.agent.verdict import Verdict
 from ttprun.board import Board, Field
 from ttprun.rank.recorder import Recorder
+from ttprun.recovery import FailJob, FinishJob, RestartGroup
 
 SLOT_BYTES = 1 << 20
 
@@ -43,3 +45,36 @@ def test_before_the_first_step_all_its_lines_are_since_then() -> None:
     supervisor: Any = SimpleNamespace(board=board, config=SimpleNamespace(record_limit_mib=1))
 
     assert Orders(supervisor).lines_since(seat, 0) == (5, 0)
+
+
+class FakeSupervisor:
+    """Keeps the verdict on its group of ranks."""
+
+    def __init__(self) -> None:
+        self.verdict: Verdict | None = None
+
+    def log(self, event: str, **fields: object) -> None: ...
+
+    def conclude(self, verdict: Verdict) -> None:
+        self.verdict = verdict
+
+
+@pytest.mark.parametrize(
+    ("orders", "verdict"),
+    [
+        ((RestartGroup("a rank is lost"), FailJob("a gradient is NaN", False)), ("fail", "a gradient is NaN", False)),
+        ((FailJob("a gradient is NaN", False), RestartGroup("a rank is lost")), ("fail", "a gradient is NaN", False)),
+        ((FailJob("first", True), FailJob("second", False)), ("fail", "first", True)),
+        ((FinishJob(), FailJob("too late", True)), ("done", "", True)),
+    ],
+    ids=["a restart that has not begun", "an end", "two ends", "all have finished"],
+)
+def test_only_the_end_of_the_job_overrules_a_verdict_and_only_a_restart(
+    orders: tuple[Any, ...], verdict: tuple[str, str, bool]
+) -> None:
+    supervisor: Any = FakeSupervisor()
+
+    for order in orders:
+        Orders(supervisor).carry_out(order)
+
+    assert supervisor.verdict == Verdict(*verdict)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.starting import ROOT, wait_for_end
-from ttprun.agent.processes import RankHandler, kill_session
+from ttprun.agent.processes import RankHandler, command_of, kill_session
 
 AGENT = f"""
 import os, signal, sys
@@ -98,3 +98,17 @@ def test_the_log_of_a_rank_is_continued_by_its_replacement(started: Callable[...
         handler.proc.wait()
 
     assert (tmp_path / "stdout").read_text() == "first\nsecond\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (("-u", "train.py", "-u", "alice"), ["train.py", "-u", "alice"]),
+        (("-u", "-m", "train", "-u"), ["-m", "train", "-u"]),
+        ((), []),
+    ],
+)
+def test_only_torchruns_own_option_is_left_out_of_what_a_replacement_runs(
+    args: tuple[str, ...], command: list[str]
+) -> None:
+    assert command_of({"args": args}) == command

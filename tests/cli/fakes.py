@@ -19,10 +19,18 @@ class FakeLaunch:
     def __init__(self, exit_code: int = 0) -> None:
         self.exit_code = exit_code
         self.calls: list[tuple[Config, LaunchConfig, Any, list[str], RunDirectory]] = []
+        self.is_python: bool | None = None
 
     def launch(
-        self, config: Config, launch_config: LaunchConfig, entrypoint: Any, args: list[str], run: RunDirectory
+        self,
+        config: Config,
+        launch_config: LaunchConfig,
+        entrypoint: Any,
+        args: list[str],
+        run: RunDirectory,
+        is_python: bool,
     ) -> int:
+        self.is_python = is_python
         self.calls.append((config, launch_config, entrypoint, args, run))
         return self.exit_code
 

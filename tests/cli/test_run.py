@@ -130,6 +130,23 @@ def test_the_agent_gets_torchs_own_reading_and_the_run_directory_says_what_was_a
     run.release()
 
 
+@pytest.mark.parametrize(
+    ("line", "is_python"),
+    [
+        (["train.py", "-u"], True),
+        (["--no-python", "sh", "-u", "x"], False),
+        (["--no-python", sys.executable], False),
+    ],
+)
+def test_the_agent_is_told_whether_ranks_run_python_whatever_their_arguments_look_like(
+    agent: FakeLaunch, line: list[str], is_python: bool
+) -> None:
+    main(line)
+
+    assert agent.is_python is is_python
+    agent.calls[0][-1].release()
+
+
 def test_an_argument_of_the_script_cannot_spoil_the_record_of_the_configuration(
     agent: FakeLaunch, tmp_path: Path
 ) -> None:
@@ -167,6 +184,7 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["--nproc-per-node", "0", "train.py"], "--nproc-per-node: 0 ranks; give 1 or more"),
         (["--nnodes", "two", "train.py"], "--nnodes: 'two' will not do (invalid literal"),
         (["--nnodes", "3:1", "train.py"], "min_nodes must be > 0 and <= max_nodes"),
+        (["--nnodes", "1:2", "--mindio", "train.py"], "--mindio on several nodes is not built yet; use one node, or"),
         (["--max-restarts", "-1", "train.py"], "--max-restarts: -1 is below 0; give 0 or more"),
         (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'; see"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval: 0.0 is no interval; give seconds above 0"),

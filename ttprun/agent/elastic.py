@@ -20,7 +20,6 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
-from ttprun.agent.verdict import JobFailedError
 
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -58,10 +57,10 @@ class ReplacingAgent(LocalElasticAgent):
         self._worker_group.workers[local_rank].id = handler.proc.pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        verdict = self.supervisor.verdict
-        if verdict is None:
+        if self.supervisor.verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
+        verdict = self.supervisor.verdict  # only now it is final
         if verdict.kind == "done" and self.supervisor.job.away:  # torch would take these for failed ones
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
@@ -70,10 +69,7 @@ class ReplacingAgent(LocalElasticAgent):
             return result
         if verdict.kind == "fail" or not verdict.has_progress:
             self._remaining_restarts = 0
-        failures = self._failures(worker_group)
-        if not failures and not self._remaining_restarts:
-            raise JobFailedError(verdict.reason, verdict.has_progress)
-        return RunResult(state=WorkerState.FAILED, failures=failures)
+        return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group))
 
     def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """The root cause, as torch reports it; ranks that are ended because of it are not failures."""

@@ -20,7 +20,6 @@ from ttprun.agent.processes import command_of
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
-from ttprun.agent.verdict import JobFailedError
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.state.store import CheckpointStore
@@ -37,8 +36,11 @@ def launch(
     entrypoint: Callable[..., object] | str,
     args: list[str],
     run: RunDirectory,
+    is_python: bool,
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
+
+    is_python   False: the ranks run the user's own program (--no-python)
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -47,29 +49,26 @@ def launch(
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
-    if not isinstance(entrypoint, str):
-        # --run-path: torch runs the script in processes of its own making, which nobody supervises but torch.
+    if launch_config.max_nodes > 1:
+        logger.warning("recovery on several nodes is not built yet: nothing is repaired or saved, as under torchrun")
+    if launch_config.max_nodes > 1 or not isinstance(entrypoint, str):
+        # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args, None)
         write_last_status(run, code, reason)
         return code
-    is_python = entrypoint == sys.executable or bool(args and args[0] == "-u")
-    is_one_node = launch_config.max_nodes == 1
-    if not is_one_node:
-        logger.warning("a lost rank is not replaced on several nodes yet: the whole group restarts, as under torchrun")
     world_size = launch_config.nproc_per_node
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
-    is_repaired = is_one_node and is_python
-    if is_repaired and store.save_dir.parent != run.path:
+    if is_python and store.save_dir.parent != run.path:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
     try:
         supervisor = Supervisor(
-            config if is_one_node else config.without_repair(),
+            config,
             run,
             world_size,
             is_python,
             launch_config.max_restarts,
             store,
-            resume.find(config, store, world_size, command_of({"args": args})) if is_repaired else None,
+            resume.find(config, store, world_size, command_of({"args": args})) if is_python else None,
         )
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
@@ -107,9 +106,6 @@ def _run(
         if reason:
             print(f"ttprun: {reason}", file=sys.stderr)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
-    except JobFailedError as error:
-        print(f"ttprun: {error}", file=sys.stderr)
-        return SCRIPT_FAILED if error.has_progress else DO_NOT_RESTART, str(error)
     except SignalException as error:
         ended = supervisor.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"

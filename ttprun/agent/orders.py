@@ -200,10 +200,12 @@ class Orders:
         self._supervisor.conclude(Verdict("done"))
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
-        if self._supervisor.verdict is None:  # what led here comes first, and explains the rest
-            logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job ends", reason)
-            self._supervisor.log("group_given_up", kind=kind, reason=reason)
-            self._supervisor.conclude(Verdict(kind, reason, has_progress))
+        before = self._supervisor.verdict
+        if before is not None and (before.kind, kind) != ("restart", "fail"):
+            return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
+        logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job ends", reason)
+        self._supervisor.log("group_given_up", kind=kind, reason=reason)
+        self._supervisor.conclude(Verdict(kind, reason, has_progress))
 
     def record_incident(self, action: recovery.RecordIncident) -> None:
         """Tell the status, the log and the operator how an incident stands."""

@@ -105,7 +105,8 @@ def open_logs(start: dict[str, Any]) -> list[Any]:
 
 def command_of(start: dict[str, Any]) -> list[str]:
     """The Python arguments of a rank behind the interpreter's own options: [script, ...] or ["-m", module, ...]."""
-    return [argument for argument in map(str, start["args"]) if argument != "-u"] if start["args"] else []
+    command = [str(argument) for argument in start["args"]]
+    return command[1:] if command[:1] == ["-u"] else command  # torchrun puts it in front
 
 
 @dataclass(frozen=True)

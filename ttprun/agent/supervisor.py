@@ -164,12 +164,16 @@ class Supervisor:
 
     def group_started(self, is_restart: bool) -> None:
         """All processes of the group have been started."""
+        self.call(lambda: self._begin(is_restart))
 
-        def begin() -> None:
+    def _begin(self, is_restart: bool) -> None:
+        """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
+        is_resumed, self._is_resumed = self._is_resumed and not self.is_broken, False
+        try:
             self._is_paused = False
             if is_restart:
                 self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
-            is_resumed, self._is_resumed = self._is_resumed, False
+            self._is_paused = self.is_broken
             if is_resumed and self.stored is not None:
                 where = self.stored
                 self.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
@@ -179,8 +183,16 @@ class Supervisor:
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
             self.standbys.refill(self.watch.standby)
-
-        self.call(begin)
+        except Exception as error:
+            self._is_paused = True  # nobody decides any more
+            if is_resumed:  # then nobody would tell them where to go on
+                why = f"the run cannot go on from the checkpoint: {error!r}; --resume off begins anew"
+                self.conclude(Verdict("fail", why, has_progress=False))
+                raise
+            for seat in self.seats:
+                if seat.handler.channel.sock not in self.selector.get_map():
+                    self.watch.welcome(seat, is_replacement=False)
+            raise
 
     def end(self, reason: str, grace_s: float) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
@@ -195,6 +207,8 @@ class Supervisor:
 
             self.standing.ask(order, is_end=True)
             self.injections.answered()
+            if self._is_paused:  # nobody decides: the ranks are being ended or started, or we have broken
+                self._is_settled.set()
 
         self.call(stop)
         # Every phase of saving has its deadline, and a second signal ends the ranks.
@@ -266,7 +280,7 @@ class Supervisor:
                 wait_s = min(wait_s, max(0.0, next_timer_s - now))
             try:
                 for key, _ in self.selector.select(wait_s):
-                    if key.fileobj in self.selector.get_map():
+                    if self.selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 self._pass_deadlines()
                 self.injections.pass_time()
@@ -282,11 +296,15 @@ class Supervisor:
                 self.log("supervisor_failed", error=repr(error))
                 self.is_broken = self._is_paused = True
                 self._is_settled.set()
+                self._wake()  # for the calls behind one that has failed
             if self.is_broken and self.verdict is None:
                 self._conclude_from_processes()
 
     def _conclude_from_processes(self) -> None:
-        codes = [seat.handler.proc.poll() for seat in self.seats if seat.rank not in self.job.away]
+        seats = [seat for seat in self.seats if seat.rank not in self.job.away]
+        if not seats or any(seat.handler is None for seat in seats):
+            return  # torch's agent has not started all of them yet
+        codes = [seat.handler.proc.poll() for seat in seats]
         if any(codes):
             self.conclude(Verdict("restart", "a rank has failed and ttprun cannot repair it"))
         elif all(code == 0 for code in codes):

@@ -5,18 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class JobFailedError(RuntimeError):
-    """The job has failed though no process of a rank had: torch has no result for that.
-
-    reason         a sentence, also the message
-    has_progress   as in Verdict
-    """
-
-    def __init__(self, reason: str, has_progress: bool) -> None:
-        super().__init__(reason)
-        self.has_progress = has_progress
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What the supervisor tells torch's agent when a group has come to its end.

@@ -67,6 +67,9 @@ def check_mindio(torchrun: Namespace) -> None:
     for flag in ("no_python", "run_path"):
         if getattr(torchrun, flag):
             raise ConfigError(f"--mindio does not go with {option_name(flag)}", "leave one of them out")
+    _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
+    if max_nodes > 1:
+        raise ConfigError("--mindio on several nodes is not built yet", "use one node, or start without --mindio")
 
 
 def check_script(torchrun: Namespace) -> None:

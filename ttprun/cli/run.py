@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
     from ttprun.agent.launch import launch
 
     try:
-        return launch(config, launch_config, entrypoint, arguments, directory)
+        return launch(config, launch_config, entrypoint, arguments, directory, is_python=not torchrun.no_python)
     except ConfigError:
         directory.discard()
         raise
@@ -152,6 +152,7 @@ def launch_arguments(
 def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
     """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
     now = timestamp()
+    is_repaired = "replace" in config.rungs and launch.max_nodes == 1
     status = RunStatus(
         run_id=config.run_id or directory.path.name,
         state="starting",
@@ -162,6 +163,6 @@ def write_first_status(directory: RunDirectory, config: Config, launch: LaunchCo
         updated_at=now,
         restarts_left=launch.max_restarts,
         standbys=0,
-        protection="on" if "replace" in config.rungs else "off: a failure restarts the whole group",
+        protection="on" if is_repaired else "off: a failure restarts the whole group",
     )
     write_status(directory.status, status)

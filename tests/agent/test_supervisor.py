@@ -1,0 +1,186 @@
+"""The supervisor's thread: what it does when something goes wrong in it, and between two groups of ranks."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent.starting import LIMIT_S
+from ttprun.agent.processes import RankHandler
+from ttprun.agent.stored import Stored
+from ttprun.agent.supervisor import Supervisor
+from ttprun.config import Config
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.state.store import CheckpointStore
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
+    """`make()`: a supervisor of two ranks, none of which has been started; its thread runs."""
+    made: list[Supervisor] = []
+
+    def make_supervisor(resume_from: Stored | None = None) -> Supervisor:
+        run = RunDirectory.create("run", tmp_path / "run")
+        store = CheckpointStore(tmp_path / "checkpoints", 3)
+        made.append(Supervisor(Config(standbys=0), run, 2, True, 0, store, resume_from))
+        made[-1].start()
+        return made[-1]
+
+    yield make_supervisor
+    for supervisor in made:
+        supervisor.stop(0)
+        supervisor.run.release()
+
+
+@pytest.fixture
+def supervisor(make: Callable[..., Supervisor]) -> Supervisor:
+    return make()
+
+
+def begin_group(supervisor: Supervisor, *ranks: int) -> None:
+    supervisor.begin_group([(rank, local_rank) for local_rank, rank in enumerate(ranks)], lambda *_: None)
+
+
+def begin(supervisor: Supervisor, handlers: list[RankHandler], is_restart: bool = False) -> None:
+    """Ranks 0, 1, ... sit there, and are welcomed."""
+    begin_group(supervisor, *range(len(handlers)))
+    sit(supervisor, handlers, is_restart)
+
+
+def sit(supervisor: Supervisor, handlers: list[RankHandler], is_restart: bool = False) -> None:
+    for local_rank, handler in enumerate(handlers):
+        supervisor.sit(local_rank, handler)
+    supervisor.group_started(is_restart)
+
+
+def break_down(supervisor: Supervisor) -> None:
+    def fail() -> None:
+        raise RuntimeError("a bug of ours")
+
+    supervisor.call(fail)
+    assert comes_around(supervisor)
+
+
+def comes_around(supervisor: Supervisor) -> bool:
+    """Whether the thread has come to its selector again, and to all that is ready there."""
+    done, visits = threading.Event(), iter(range(2))
+    ready, end = os.pipe()
+    os.write(end, b"x")
+
+    def visit() -> None:
+        if next(visits, None) is None:
+            supervisor.selector.unregister(ready)
+            done.set()
+
+    def listen() -> None:
+        supervisor.selector.register(ready, selectors.EVENT_READ, visit)
+
+    supervisor.call(listen)
+    is_seen = done.wait(LIMIT_S)
+    os.close(ready)
+    os.close(end)
+    return is_seen
+
+
+def verdict_of(supervisor: Supervisor) -> str | None:
+    """Once there is one; None if there is none before long."""
+    give_up_at_s = time.monotonic() + LIMIT_S
+    while supervisor.verdict is None and time.monotonic() < give_up_at_s and comes_around(supervisor):
+        pass
+    return None if supervisor.verdict is None else supervisor.verdict.kind
+
+
+def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
+    supervisor: Supervisor, started: Callable[..., RankHandler]
+) -> None:
+    handlers = [started("-c", "") for _ in range(2)]
+    begin_group(supervisor, 7, 0)  # the job has no rank 7
+
+    sit(supervisor, handlers)
+
+    assert [handler.proc.wait(LIMIT_S) for handler in handlers] == [0, 0]
+    assert verdict_of(supervisor) == "done"
+
+
+def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not_begin_anew_by_itself(
+    make: Callable[..., Supervisor], started: Callable[..., RankHandler]
+) -> None:
+    def read(rank: int) -> dict[str, Any]:
+        raise RuntimeError("a bug of ours")
+
+    supervisor = make(Stored(5, "step-00000005", (), [], (), read))
+
+    begin(supervisor, [started("-c", "") for _ in range(2)])
+
+    assert verdict_of(supervisor) == "fail"
+    assert supervisor.verdict is not None
+    assert "a bug of ours" in supervisor.verdict.reason
+
+
+def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_tells_how_its_ranks_end(
+    supervisor: Supervisor, started: Callable[..., RankHandler]
+) -> None:
+    begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
+    break_down(supervisor)
+
+    begin_group(supervisor, 0, 1)
+    is_alive, before = comes_around(supervisor), supervisor.verdict
+    ends = ("exit 3", "exec sleep 600")
+    sit(supervisor, [started("-c", end, entry="/bin/sh", is_python=False) for end in ends], is_restart=True)
+
+    assert (is_alive, before) == (True, None)
+    assert verdict_of(supervisor) == "restart"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_signal_between_two_groups_ends_the_job_at_once(
+    supervisor: Supervisor, started: Callable[..., RankHandler], is_broken: bool
+) -> None:
+    begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])
+    if is_broken:
+        break_down(supervisor)
+    supervisor.pause()
+    begin_group(supervisor, 0, 1)
+
+    ending = threading.Thread(target=supervisor.end, args=("ended by SIGTERM", 1.0), daemon=True)
+    ending.start()
+    ending.join(5.0)
+
+    assert not ending.is_alive()
+
+
+def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_for_the_new_owner(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both pipes are ready in one look; whoever comes first closes the other one, whose number goes to a third."""
+    called: list[str] = []
+    pipes = {name: os.pipe() for name in ("a", "b")}
+    for _, end in pipes.values():
+        os.write(end, b"x")
+
+    def answer(name: str, other: str) -> None:
+        called.append(name)
+        number = pipes[other][0]
+        for name_of in (name, other):
+            supervisor.selector.unregister(pipes[name_of][0])
+        third, third_end = os.pipe()
+        pipes["third"] = (os.dup2(third, number), third_end)
+        os.close(third)
+        supervisor.selector.register(number, selectors.EVENT_READ, lambda: called.append("third"))
+
+    def listen() -> None:
+        for name, other in (("a", "b"), ("b", "a")):
+            supervisor.selector.register(pipes[name][0], selectors.EVENT_READ, lambda n=name, o=other: answer(n, o))
+
+    supervisor.call(listen)
+
+    assert comes_around(supervisor)
+    assert called in (["a"], ["b"])
+    assert caplog.records == []
