@@ -224,7 +224,7 @@ class Orders:
             for seat in self._supervisor.seats:
                 seat.journal = {}
                 seat.divergence = ""
-            self._supervisor.standbys.refill(self._supervisor.watch.standby)
+            self._supervisor.watch.refill_standbys()
 
 
 def _snake(name: str) -> str:

@@ -181,7 +181,7 @@ class Supervisor:
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
-            self.standbys.refill(self.watch.standby)
+            self.watch.refill_standbys()
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would tell them where to go on

@@ -160,7 +160,14 @@ class Watch:
             os.close(seat.pidfd)
             seat.pidfd = -1
 
-    def standby(self, standby: Standby) -> None:
+    def refill_standbys(self) -> None:
+        """Start the standbys that are missing; without one a lost rank gets a new process."""
+        try:
+            self._supervisor.standbys.refill(self._standby)
+        except OSError as error:
+            self._supervisor.log("standby_failed", reason=str(error))
+
+    def _standby(self, standby: Standby) -> None:
         supervisor = self._supervisor
 
         def on_message() -> None:
@@ -173,7 +180,7 @@ class Watch:
                 if not standby.is_ready:
                     supervisor.standbys.forget_modules()
                 if standby.has_started:  # one that could not start would not start the next time either
-                    supervisor.standbys.refill(self.standby)
+                    self.refill_standbys()
             supervisor.orders.spawn_those_that_wait()
 
         supervisor.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
