@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent.starting import LIMIT_S
+from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.stored import Stored
 from ttprun.agent.supervisor import Supervisor
@@ -204,3 +205,26 @@ def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_fo
     assert comes_around(supervisor)
     assert called in (["a"], ["b"])
     assert caplog.records == []
+
+
+def test_what_a_finished_rank_has_started_ends_with_it_and_who_has_got_its_number_since_is_left_alone(
+    supervisor: Supervisor, started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    leave_a_child = f"sleep 600 & echo $! > {child}"
+    stays, finishes, other = (
+        started("-c", script, entry="/bin/sh", is_python=False)
+        for script in ("exec sleep 600", leave_a_child, "exec sleep 600")
+    )
+    begin(supervisor, [stays, finishes])
+    assert finishes.proc.wait(LIMIT_S) == 0
+
+    has_ended = wait_for_end(int(child.read_text()))
+    assert comes_around(supervisor)
+    supervisor.seats[1].pid = other.proc.pid
+    supervisor.end_ranks_at_once()
+    supervisor.stop(0)
+
+    assert has_ended
+    assert stays.proc.wait(LIMIT_S) == -signal.SIGKILL
+    assert other.proc.poll() is None

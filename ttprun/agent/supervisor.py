@@ -30,7 +30,7 @@ from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
-from ttprun.agent.processes import RankHandler, kill_session
+from ttprun.agent.processes import RankHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.replays import Replays
 from ttprun.agent.reports import Reports
@@ -236,7 +236,7 @@ class Supervisor:
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
         for seat in self.seats:
-            kill_session(seat.pid)
+            seat.kill()
 
     def stop(self, exit_code: int, reason: str = "") -> None:
         """End the thread, the standbys, and whatever a rank has left behind."""
@@ -246,7 +246,7 @@ class Supervisor:
             self._thread.join(10)
         self.standbys.end()
         for seat in self.seats:
-            kill_session(seat.pid)
+            seat.kill()
         self._control.close()
         self.checkpoints.end(is_done=exit_code == 0)
         self.status.end(self, exit_code, reason)

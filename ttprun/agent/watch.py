@@ -15,7 +15,7 @@ from ttprun import recovery
 from ttprun.agent import dying
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
-from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, rank_environment
 from ttprun.board import FINISHED, Field
 from ttprun.channel import Message
 
@@ -112,6 +112,7 @@ class Watch:
     def _on_exit(self, seat: Seat) -> None:
         """A process is gone; mostly that is known already."""
         self._supervisor.selector.unregister(seat.pidfd)
+        seat.kill()  # what it has started, as long as its number is its own
         was_dying, code = seat.is_dying, seat.bury()
         if not was_dying:
             self._on_end(seat, code)
@@ -126,7 +127,7 @@ class Watch:
         if seat.is_finished:
             supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
-            kill_session(seat.pid)  # its DataLoader workers
+            seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0
             failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
             supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
