@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,14 @@ from typing import Any
 import pytest
 
 from ttprun.agent import stacks
+from ttprun.agent.failures import FirstFailure
 from ttprun.agent.lookout import Lookout, state_of
+from ttprun.agent.processes import RankHandler
+from ttprun.agent.seat import Seat
 from ttprun.board import Board, Field
 from ttprun.recovery import Settings, new_job
+from ttprun.recovery.hangs import Hung, Way
+from ttprun.recovery.sights import Doing, Sight
 
 PROGRAM = """\
 import ctypes, os, sys, threading, time
@@ -257,3 +262,42 @@ def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
 
     (event,) = supervisor.told
     assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
+
+
+class SupervisorThatGoesBack(FakeSupervisor):
+    """Two ranks hang; whatever it is told, all get new processes, and have done nothing yet."""
+
+    def __init__(self, lost: Sequence[RankHandler], fresh: Sequence[RankHandler]) -> None:
+        super().__init__()
+        self.board = Board.create(2)[1]
+        self.first_failure = FirstFailure()
+        self.seats = [
+            Seat(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
+        ]
+        self._fresh = fresh
+        self._sit(lost)
+
+    def advance(self, event: Any) -> None:
+        super().advance(event)
+        self._sit(self._fresh)
+
+    def _sit(self, handlers: Sequence[RankHandler]) -> None:
+        for seat, handler in zip(self.seats, handlers, strict=True):
+            seat.sit(handler)
+
+
+def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the_old_one(
+    started: Callable[..., RankHandler],
+) -> None:
+    lost, fresh = ([started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)] for _ in "12")
+    supervisor: Any = SupervisorThatGoesBack(lost, fresh)
+    sights = [
+        Sight(rank=seat.rank, pid=seat.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for seat in supervisor.seats
+    ]
+    lookout = Lookout(supervisor)
+
+    for sight in sights:
+        lookout._act(Hung(sight=sight, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
+
+    assert [(event.rank, event.pid) for event in supervisor.told] == [(0, lost[0].proc.pid)]
+    assert [handler.proc.poll() for handler in fresh] == [None, None]

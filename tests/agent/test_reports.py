@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from ttprun.agent.seat import Seat
 from ttprun.board import Board
 
 N_RANKS = 3
+SCRIPT_ERROR = {
+    "op": "script_error", "error": "no file", "traceback": "no file caf\udce9\n", "detail": "", "device_fault": "",
+}  # fmt: skip
 
 
 class FakeHandler:
@@ -84,3 +88,27 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
     assert survivors == (0, 1, 2)
     assert told_once == [{"op": "stand_aside"}]
     assert line.told == [{"op": "stand_aside"}] * 2
+
+
+def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
+    supervisor: FakeSupervisor, reports: Reports, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reports.take(supervisor.seats[0], SCRIPT_ERROR)
+
+    assert capfd.readouterr().err == "no file caf\\udce9\n"
+    assert supervisor.seats[0].script_error == "no file"
+
+
+def test_a_traceback_that_nobody_reads_does_no_harm(supervisor: FakeSupervisor, reports: Reports) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        reports.take(supervisor.seats[0], SCRIPT_ERROR)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
+
+    assert supervisor.seats[0].script_error == "no file"

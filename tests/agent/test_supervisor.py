@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,24 +14,28 @@ from typing import Any
 
 import pytest
 
-from tests.agent.starting import LIMIT_S
+from tests.agent.starting import LIMIT_S, wait_for_end
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.stored import Stored
 from ttprun.agent.supervisor import Supervisor
 from ttprun.config import Config
+from ttprun.observe.events import read_events
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.state.store import CheckpointStore
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    """`make()`: a supervisor of two ranks, none of which has been started; its thread runs."""
+def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callable[..., Supervisor]]:
+    """`make()`: a supervisor of two ranks, none of which has been started; its thread runs.
+
+    It ends before the processes of `started` do: it would replace them.
+    """
     made: list[Supervisor] = []
 
-    def make_supervisor(resume_from: Stored | None = None) -> Supervisor:
+    def make_supervisor(resume_from: Stored | None = None, standbys: int = 0) -> Supervisor:
         run = RunDirectory.create("run", tmp_path / "run")
         store = CheckpointStore(tmp_path / "checkpoints", 3)
-        made.append(Supervisor(Config(standbys=0), run, 2, True, 0, store, resume_from))
+        made.append(Supervisor(Config(standbys=standbys), run, 2, True, 0, store, resume_from))
         made[-1].start()
         return made[-1]
 
@@ -109,6 +115,21 @@ def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
     assert verdict_of(supervisor) == "done"
 
 
+def test_a_standby_that_cannot_be_started_is_told_and_done_without(
+    make: Callable[..., Supervisor], started: Callable[..., RankHandler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make(standbys=1)
+    handlers = [started("-c", "") for _ in range(2)]
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+
+    begin(supervisor, handlers)
+    assert verdict_of(supervisor) == "done"
+
+    events = {event["event"]: event for event in read_events(supervisor.run.events)}
+    assert "/nowhere/python" in str(events["standby_failed"]["reason"])
+    assert "supervisor_failed" not in events
+
+
 def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not_begin_anew_by_itself(
     make: Callable[..., Supervisor], started: Callable[..., RankHandler]
 ) -> None:
@@ -184,3 +205,26 @@ def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_fo
     assert comes_around(supervisor)
     assert called in (["a"], ["b"])
     assert caplog.records == []
+
+
+def test_what_a_finished_rank_has_started_ends_with_it_and_who_has_got_its_number_since_is_left_alone(
+    supervisor: Supervisor, started: Callable[..., RankHandler], tmp_path: Path
+) -> None:
+    child = tmp_path / "child"
+    leave_a_child = f"sleep 600 & echo $! > {child}"
+    stays, finishes, other = (
+        started("-c", script, entry="/bin/sh", is_python=False)
+        for script in ("exec sleep 600", leave_a_child, "exec sleep 600")
+    )
+    begin(supervisor, [stays, finishes])
+    assert finishes.proc.wait(LIMIT_S) == 0
+
+    has_ended = wait_for_end(int(child.read_text()))
+    assert comes_around(supervisor)
+    supervisor.seats[1].pid = other.proc.pid
+    supervisor.end_ranks_at_once()
+    supervisor.stop(0)
+
+    assert has_ended
+    assert stays.proc.wait(LIMIT_S) == -signal.SIGKILL
+    assert other.proc.poll() is None

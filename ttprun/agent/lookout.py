@@ -195,11 +195,13 @@ class Lookout:
 
     def _report(self, hung: Hung) -> None:
         supervisor, sight = self._supervisor, hung.sight
+        seat = supervisor.seats[sight.rank]
+        if seat.is_lost or seat.pid != sight.pid:
+            return  # what was done about another rank has ended this process
         is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
         if is_only_told and (sight.rank, sight.boundary) in self._reported:
             return
         self._reported.add((sight.rank, sight.boundary))
-        seat = supervisor.seats[sight.rank]
         self._told_pids.add(seat.pid)
         text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
         main_thread = stacks.main_thread_of(text, seat.main_thread)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ttprun import recovery
-from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
+from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.verdict import Verdict
 from ttprun.board import LEADER, Field
 from ttprun.rank.recorder import Recorder, RecordTooLargeError
@@ -182,9 +182,10 @@ class Orders:
         self._supervisor.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack=stack)
         self._supervisor.watch.forget(seat)
         seat.is_lost = True
-        kill_session(seat.pid)
+        seat.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             seat.handler.proc.wait(_KILL_LIMIT_S)
+            seat.is_buried = True
         seat.note_leavings(self._supervisor.board)
 
     def restart_group(self, action: recovery.RestartGroup) -> None:
@@ -229,7 +230,7 @@ class Orders:
             for seat in self._supervisor.seats:
                 seat.journal = {}
                 seat.divergence = ""
-            self._supervisor.standbys.refill(self._supervisor.watch.standby)
+            self._supervisor.watch.refill_standbys()
 
 
 def _snake(name: str) -> str:

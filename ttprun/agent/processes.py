@@ -118,7 +118,7 @@ class Copy:
 
 
 class Standby:
-    """A process with torch imported that waits to become a rank, or to be copied.
+    """A process with torch imported that waits to become a rank, or to be copied. Raises OSError if none can be had.
 
     has_started   it has been ready once
     is_copyable   no thread and no device stands in the way of a fork
@@ -127,14 +127,19 @@ class Standby:
     def __init__(self, run_dir: str) -> None:
         self.channel, theirs = channel.pair()
         fd = theirs.fileno()
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
-            env=os.environ | {AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir},
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            pass_fds=(fd,),
-        )
-        theirs.close()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
+                env=os.environ | {AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(fd,),
+            )
+        except OSError:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
         self._answers_due = 1
         self.has_started = self.is_copyable = False
 

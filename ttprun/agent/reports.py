@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -63,7 +64,8 @@ class Reports:
             self._supervisor.lookout.take_broken(seat, message)
         elif op == "script_error":
             if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
-                os.write(2, message["traceback"].encode())
+                with contextlib.suppress(OSError):  # whoever read it has gone
+                    os.write(2, message["traceback"].encode(errors="backslashreplace"))
             seat.script_error = message["error"]
             seat.device_fault = message["device_fault"]
             seat.traceback = "" if message["traceback"] else message["detail"]

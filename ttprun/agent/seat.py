@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun.agent import stacks
-from ttprun.agent.processes import RankHandler
+from ttprun.agent.processes import RankHandler, kill_session
 from ttprun.board import Board, Field
 from ttprun.channel import Message
 from ttprun.recovery.events import RankExited
@@ -27,6 +27,7 @@ class Seat:
     main_thread     ident of its main thread
     told_in         newest generation in which it has told the others something, mostly its port
     is_dying        its process is lost, and not gone yet
+    is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
@@ -47,6 +48,7 @@ class Seat:
     is_finished: bool = False
     is_lost: bool = False
     is_dying: bool = False
+    is_buried: bool = False
     spawn: Callable[[], None] | None = None
     held: Message | None = None
     held_puts: list[Message] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Seat:
         self.handler = handler
         self.pid = handler.proc.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = False
+        self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.spawn = None
         self.held = None
         self.held_puts = []
@@ -97,12 +99,17 @@ class Seat:
             self.handler.channel.send(put)
         self.held_puts = []
 
+    def kill(self) -> None:
+        """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
+        if not self.is_buried:
+            kill_session(self.pid)
+
     def bury(self) -> int:
-        """The process is gone; returns its exit code, or minus the signal that ended it."""
+        """The process is gone, or will be; returns its exit code, or minus the signal that ended it."""
         code = self.handler.proc.wait()
         os.close(self.pidfd)
         self.pidfd = -1
-        self.is_dying = False
+        self.is_dying, self.is_buried = False, True
         return code
 
     def leave(self, code: int, board: Board, cause_of_signal: Callable[[int, int], str]) -> RankExited:

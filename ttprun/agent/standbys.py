@@ -32,7 +32,7 @@ class Standbys:
         return sum(standby.is_ready and standby.process.poll() is None for standby in self._waiting)
 
     def refill(self, watch: Callable[[Standby], None]) -> None:
-        """Start as many as are missing; `watch` is called with each new one."""
+        """Start as many as are missing; `watch` is called with each new one. Raises OSError if one cannot be had."""
         self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
         while len(self._waiting) < self._wanted:
             standby = Standby(self._run_dir)

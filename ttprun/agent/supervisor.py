@@ -30,7 +30,7 @@ from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
-from ttprun.agent.processes import RankHandler, kill_session
+from ttprun.agent.processes import RankHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.replays import Replays
 from ttprun.agent.reports import Reports
@@ -182,7 +182,7 @@ class Supervisor:
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
-            self.standbys.refill(self.watch.standby)
+            self.watch.refill_standbys()
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would tell them where to go on
@@ -237,7 +237,7 @@ class Supervisor:
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
         for seat in self.seats:
-            kill_session(seat.pid)
+            seat.kill()
 
     def stop(self, exit_code: int, reason: str = "") -> None:
         """End the thread, the standbys, and whatever a rank has left behind."""
@@ -247,7 +247,7 @@ class Supervisor:
             self._thread.join(10)
         self.standbys.end()
         for seat in self.seats:
-            kill_session(seat.pid)
+            seat.kill()
         self._control.close()
         self.checkpoints.end(is_done=exit_code == 0)
         self.status.end(self, exit_code, reason)

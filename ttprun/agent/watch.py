@@ -15,7 +15,7 @@ from ttprun import recovery
 from ttprun.agent import dying
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
-from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, kill_session, rank_environment
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, rank_environment
 from ttprun.board import FINISHED, Field
 from ttprun.channel import Message
 
@@ -112,6 +112,7 @@ class Watch:
     def _on_exit(self, seat: Seat) -> None:
         """A process is gone; mostly that is known already."""
         self._supervisor.selector.unregister(seat.pidfd)
+        seat.kill()  # what it has started, as long as its number is its own
         was_dying, code = seat.is_dying, seat.bury()
         if not was_dying:
             self._on_end(seat, code)
@@ -126,7 +127,7 @@ class Watch:
         if seat.is_finished:
             supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
-            kill_session(seat.pid)  # its DataLoader workers
+            seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0
             failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
             supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
@@ -160,7 +161,14 @@ class Watch:
             os.close(seat.pidfd)
             seat.pidfd = -1
 
-    def standby(self, standby: Standby) -> None:
+    def refill_standbys(self) -> None:
+        """Start the standbys that are missing; without one a lost rank gets a new process."""
+        try:
+            self._supervisor.standbys.refill(self._standby)
+        except OSError as error:
+            self._supervisor.log("standby_failed", reason=str(error))
+
+    def _standby(self, standby: Standby) -> None:
         supervisor = self._supervisor
 
         def on_message() -> None:
@@ -173,7 +181,7 @@ class Watch:
                 if not standby.is_ready:
                     supervisor.standbys.forget_modules()
                 if standby.has_started:  # one that could not start would not start the next time either
-                    supervisor.standbys.refill(self.standby)
+                    self.refill_standbys()
             supervisor.orders.spawn_those_that_wait()
 
         supervisor.selector.register(standby.channel.sock, selectors.EVENT_READ, on_message)
