@@ -74,7 +74,7 @@ def is_settled(node: Any) -> bool:
         return True
     if node[0] is Tag.TUPLE or node[0] is Tag.FROZENSET:
         return len(node) == 2 and all(map(is_settled, node[1]))
-    return node[0] is Tag.PLAIN
+    return node[0] is Tag.PLAIN and node[1] != "class"  # one of the user's may be given attributes
 
 
 _packer = msgpack.Packer()  # kept for its buffer, which would be allocated anew each time
