@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -440,3 +441,103 @@ def test_a_view_of_an_array_stays_a_view() -> None:
     here["stats"].fill(8)
 
     assert (here["first"].tolist(), here["other"].tolist()) == ([8.0], [8.0, 8.0])
+
+
+def _pair(whole: Any, part: Any) -> Scope:
+    return {"whole": whole, "part": part}
+
+
+def of_tensor() -> Scope:
+    whole = torch.zeros(4)
+    return _pair(whole, whole.numpy())
+
+
+def of_detached_tensor_first() -> Scope:
+    whole = torch.zeros(4)
+    return {"part": whole.detach().numpy()[:2], "whole": whole}
+
+
+def of_bytes() -> Scope:
+    whole = bytearray(16)
+    return _pair(whole, np.frombuffer(whole, dtype=np.float32))
+
+
+def of_bytes_but_the_first() -> Scope:
+    whole = bytearray(16)
+    return {"part": np.frombuffer(whole, dtype=np.float32, offset=4), "whole": whole}
+
+
+def of_large_array() -> Scope:
+    whole = np.zeros(LARGE)
+    return _pair(whole, whole[2:6])
+
+
+def of_large_array_first() -> Scope:
+    whole = np.zeros(LARGE)
+    return {"part": whole[2:6], "whole": whole}
+
+
+def of_file() -> Scope:
+    return {"part": np.frombuffer(mmap.mmap(-1, 4096), dtype=np.float32)[:8]}
+
+
+ARRAYS = [of_tensor, of_detached_tensor_first, of_bytes, of_bytes_but_the_first, of_large_array, of_large_array_first,
+          of_file]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ARRAYS)
+def test_an_array_whose_memory_something_else_holds_is_written_there(make: Callable[[], Scope]) -> None:
+    lost, here = make(), make()
+    held_elsewhere = here["part"][:]
+    record(lost)
+    lost["part"][:] = 7
+
+    assert carry(lost, here) == []
+    here["part"][1] = 9
+
+    assert held_elsewhere.tolist() == here["part"].tolist() == [7, 9, *lost["part"].tolist()[2:]]
+    assert "whole" not in here or np.shares_memory(here["part"], np.frombuffer(memory_of(here["whole"]), np.uint8))
+
+
+def memory_of(whole: Any) -> Any:
+    return whole.numpy() if isinstance(whole, torch.Tensor) else whole
+
+
+@pytest.mark.parametrize("make", ARRAYS)
+def test_an_array_that_the_replay_has_not_made_shares_the_same_memory_or_is_refused(make: Callable[[], Scope]) -> None:
+    lost, here = make(), make() | {"part": None}
+    for fill in (1, 2):
+        lost["part"][:] = fill
+        record(lost)
+
+    refused = is_refused(lost, here)
+    if not refused:
+        here["part"][1] = 9
+
+    assert refused or np.shares_memory(here["part"], np.frombuffer(memory_of(here["whole"]), np.uint8))
+    assert refused == (make is of_file)
+
+
+def test_a_row_of_a_large_array_that_stays_as_it_is_comes_back_wherever_the_replay_has_one() -> None:
+    """`image = images[i]`: what stands in row i of the replacement's own images must not be written over."""
+    lost, live = np.arange(float(LARGE)).reshape(-1, 4), np.arange(float(LARGE)).reshape(-1, 4)
+    here: Scope = {"images": live, "image": live[3], "another": None}
+
+    mismatches = carry({"images": lost, "image": lost[17], "another": lost[18]}, here)
+
+    assert mismatches == []
+    assert here["image"].tolist() == lost[17].tolist()
+    assert here["another"].tolist() == lost[18].tolist()
+    assert np.array_equal(live, lost)
+
+
+def test_an_array_that_looks_at_a_weight_looks_at_the_replacements_own() -> None:
+    lost, live = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    recorded, blobs = record({"look": lost.detach().numpy(), "new": lost.detach().numpy()[1:]}, {lost.data_ptr()})
+    here: Scope = {"look": live.detach().numpy(), "new": None}
+
+    Restore(blobs, is_comparing=True, stepped=[live]).module(here, recorded, "")
+    live.data.fill_(5)
+
+    assert here["look"].tolist() == [5.0, 5.0, 5.0]
+    assert here["new"].tolist() == [5.0, 5.0]
