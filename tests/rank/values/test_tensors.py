@@ -339,6 +339,49 @@ def test_a_small_array_comes_back(array: Any) -> None:
     assert np.array_equal(here["x"], array)
 
 
+def test_a_row_of_a_large_tensor_that_comes_before_it_stays_a_row_of_it() -> None:
+    lost, live = torch.zeros(LARGE), torch.zeros(LARGE)
+    scope: Scope = {"row": lost[2:6], "whole": lost}
+    here: Scope = {"row": live[2:6], "whole": live}
+    record(scope)
+    lost[3] = 5
+
+    assert carry(scope, here) == []
+    here["whole"][4] = 9
+
+    assert here["row"].tolist() == [0, 5, 9, 0]
+
+
+def test_a_row_of_a_large_tensor_that_changes_is_refused_where_the_replay_has_another_one() -> None:
+    lost, live = torch.zeros(LARGE), torch.zeros(LARGE)
+    for fill in (1.0, 2.0):
+        record({"whole": lost.fill_(fill)})
+
+    for row in (live[5:9], None):
+        with pytest.raises(CannotRestoreError, match="row is a part of a larger tensor that changes"):
+            carry({"row": lost[2:6], "whole": lost}, {"row": row, "whole": live})
+
+
+def test_a_row_of_a_large_tensor_that_stays_as_it_is_comes_back_wherever_the_replay_has_one() -> None:
+    lost, live = torch.arange(float(LARGE)), torch.arange(float(LARGE))
+    here: Scope = {"images": live, "image": live[8:12], "another": None}
+
+    mismatches = carry({"images": lost, "image": lost[4:8], "another": lost[:4]}, here)
+
+    assert mismatches == []
+    assert (here["image"].tolist(), here["another"].tolist()) == ([4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0])
+    assert torch.equal(live, lost)
+
+
+def test_rows_of_two_large_tensors_are_not_written_over_each_other_where_the_replay_has_rows_of_one() -> None:
+    live = big(0.0)
+    here: Scope = {"now": live[:2], "before": live[:2]}
+
+    carry({"now": big(1.0)[:2], "before": big(2.0)[:2]}, here)
+
+    assert (here["now"].tolist(), here["before"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
 @pytest.mark.parametrize("length", [10, LARGE], ids=["small", "large"])
 def test_a_file_that_is_written_as_an_array_stays_that_file(tmp_path: Path, length: int) -> None:
     lost = np.memmap(tmp_path / "lost", np.float32, "w+", shape=(length,))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_changing_array
+from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_changing
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore, told
@@ -52,7 +52,7 @@ def _memory_of(value: numpy.ndarray[Any, Any]) -> Any:
 def _is_told_with_it(base: Any) -> bool:
     """Whether what an array is a view of has a node from which both can be made again."""
     if type(base) is numpy.ndarray:
-        return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing_array(base))
+        return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(base))
     if isinstance(base, bytearray | array.array):
         return memoryview(base).nbytes <= SMALL_BYTES
     return isinstance(base, torch.Tensor)

@@ -95,10 +95,12 @@ def follow_array(array: Any) -> tuple[bytes, bool]:
     return digest, known.is_changing
 
 
-def is_changing_array(array: Any) -> bool:
-    """Whether a numpy array that is followed has ever been changed between two boundaries."""
-    known = _met.get(id(array))
-    return known is not None and known.reference() is array and known.is_changing
+def is_changing(value: Any) -> bool:
+    """Whether a tensor or array that is followed has ever been changed between two boundaries."""
+    known = _met.get(id(value))
+    if known is None or known.reference() is not value:
+        return False
+    return follow(value)[1] if isinstance(value, torch.Tensor) else known.is_changing
 
 
 def _keep(value: Any) -> _Met:

@@ -132,6 +132,7 @@ class Snapshot:
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
     storages   number of the tensor with which a storage was recorded, by the storage's address
+    parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
 
     def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_apart: bool = False) -> None:
@@ -143,6 +144,7 @@ class Snapshot:
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
         self.storages: dict[int, int] = {}
+        self.parts: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay valid only as long as the objects live
 
     def variables(self, scope: Mapping[str, Any], key: Hashable = None) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
 dtype, shape, layout, contents, flags, device]. The contents are bytes, or [index of a blob], or the number of the
 tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor that is all of
-its storage, False for a small part of a large one. Those that optimizers update come from a peer; only which of them it
-is is recorded. Large ones: see large.py.
+its storage, False for a small part of a large one, of which the node also tells the place: [stride, offset, bytes of
+the storage, conjugated, negated, how many numbers before the first part of that storage has its own, whether the
+storage is known to change]. Those that optimizers update come from a peer; only which of them it is is recorded. Large
+ones: see large.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
-from ttprun.rank.values.large import SMALL_BYTES, follow
+from ttprun.rank.values.large import SMALL_BYTES, follow, is_changing
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -82,7 +84,8 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
-        return [*node, False, _contents(snapshot, plain(value)), flags, device]
+        place = _place(snapshot.parts.setdefault(at, number), number, value, _is_held(snapshot, value))
+        return [*node, False, _contents(snapshot, plain(value)), flags, device, place]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
@@ -114,6 +117,17 @@ def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)
     return [len(snapshot.blobs) - 1]
+
+
+def _place(first: int, number: int, value: torch.Tensor, is_held: bool) -> list[Any]:
+    form = [list(value.stride()), value.storage_offset(), value.untyped_storage().nbytes()]
+    return [*form, value.is_conj(), value.is_neg(), number - first, is_held]
+
+
+def _is_held(snapshot: Snapshot, value: torch.Tensor) -> bool:
+    """Whether it is a part of a tensor that the script is known to change, or that a module has told."""
+    base = value._base
+    return base is not None and value.grad_fn is None and (id(base) in snapshot.numbers or is_changing(base))
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -162,7 +176,7 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """In place where the live tensor lies in memory as the recorded one, else a new one."""
-    _, number, dtype, shape, layout, raw, flags, device = node
+    _, number, dtype, shape, layout, raw, flags, device, *place = node
     if isinstance(raw, list):
         raw = restore.blob(raw[0])
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
@@ -171,9 +185,13 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
         return live
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
-    if live is not MISSING and layout is False and raw_bytes(live) == raw and restore.claim(number, live):
-        return _flagged(live, flags, name)
     if layout is False:
+        if live is not MISSING and _lies_there(restore, live, number, place[0]) and restore.claim(number, live):
+            if raw_bytes(live) != raw:
+                live.data.copy_(tensor_of(dtype, shape, raw))
+            return _flagged(live, flags, name)
+        if place[0][-1]:
+            return restore.refuse(live, f"{name} is a part of a larger tensor that changes, and lies elsewhere here")
         made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags, name)
         restore.claim(number, made)
         return made
@@ -191,7 +209,7 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
 
 def _is_kept_on_the_way(restore: Restore, live: Any, node: list[Any]) -> bool:
     """Whether the replay, not yet at the boundary, can go backward through its own tensor as the lost rank has."""
-    _, _, dtype, shape, layout, _, _, device = node
+    _, _, dtype, shape, layout, _, _, device, *_ = node
     if restore.is_comparing or layout is not None or type(live) is not torch.Tensor or live.grad_fn is None:
         return False
     if dtype_name(live.dtype) != dtype or list(live.shape) != shape or str(live.device) != (device or "cpu"):
@@ -207,6 +225,22 @@ def _is_like(live: Any, dtype: str, shape: list[int], device: str) -> bool:
     return is_there and dtype_name(live.dtype) == dtype and list(live.shape) == shape
 
 
+def _lies_there(restore: Restore, live: torch.Tensor, number: int, place: list[Any]) -> bool:
+    """Whether a live tensor is the same part of a storage, of that which stands for the recorded one."""
+    first = number - place[-2]
+    if _place(first, number, live, place[-1]) != place:
+        return False
+    storage = live.untyped_storage()
+    known = restore.storages.get(first)
+    if known is None and not _is_taken(restore, storage):
+        known = restore.storages[first] = storage
+    return known is not None and known.data_ptr() == storage.data_ptr()
+
+
+def _is_taken(restore: Restore, storage: torch.UntypedStorage) -> bool:
+    return any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values())
+
+
 def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: Any) -> bool:
     """Whether a live tensor can stand for the recorded one; if so, its storage is written."""
     storage = live.untyped_storage()
@@ -220,8 +254,7 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
         return known is not None and known.data_ptr() == storage.data_ptr()
     if storage.nbytes() != len(raw):
         return False
-    taken = any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values()) if len(raw) else False
-    if taken:
+    if len(raw) and _is_taken(restore, storage):
         return False
     restore.storages[number] = storage
     if len(raw):

@@ -162,7 +162,7 @@ class Tree:
             return xxhash.xxh3_64_digest(self.contents(node))
         if node[0] != Tag.TENSOR:
             return None
-        _, _, dtype, shape, layout, _, _, _ = node
+        _, _, dtype, shape, layout, *_ = node
         raw = self.contents(node)
         while isinstance(raw, int):
             raw = self.contents(self.definitions[raw])
