@@ -373,6 +373,21 @@ def test_a_row_of_a_large_tensor_that_stays_as_it_is_comes_back_wherever_the_rep
     assert torch.equal(live, lost)
 
 
+def test_a_batch_that_is_a_part_of_an_array_is_not_written_over_what_the_replay_has_taken_instead() -> None:
+    lost, live = np.arange(float(LARGE)), np.arange(float(LARGE))
+    here: Scope = {"images": live, "batch": torch.from_numpy(live[:4]), "same": torch.from_numpy(live[4:8])}
+    same = here["same"]
+
+    mismatches = carry(
+        {"images": lost, "batch": torch.from_numpy(lost[8:12]), "same": torch.from_numpy(lost[4:8])}, here
+    )
+
+    assert mismatches == []
+    assert here["batch"].tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert here["same"] is same
+    assert np.array_equal(live, lost)
+
+
 def test_rows_of_two_large_tensors_are_not_written_over_each_other_where_the_replay_has_rows_of_one() -> None:
     live = big(0.0)
     here: Scope = {"now": live[:2], "before": live[:2]}

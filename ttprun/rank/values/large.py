@@ -26,10 +26,11 @@ _PROBES = 64
 class _Met:
     """What is known of one tensor or array: it was so at the newest boundary."""
 
-    __slots__ = ("at", "digest", "is_changing", "probe", "reference", "values", "version")
+    __slots__ = ("at", "digest", "end", "is_changing", "probe", "reference", "values", "version")
 
     def __init__(self) -> None:
         self.at = self.version = -1
+        self.end = -1  # of an array
         self.digest = self.values = b""
         self.is_changing = False
         self.probe: Any = None
@@ -88,6 +89,8 @@ def follow_array(array: Any) -> tuple[bytes, bool]:
         known = _keep(array)
     elif not array.flags.writeable:
         return known.digest, False
+    known.at = array.__array_interface__["data"][0]
+    known.end = known.at + array.nbytes
     flat: Any = numpy.ascontiguousarray(array).reshape(-1).view("u1")
     digest = digest_of(memoryview(flat))
     known.is_changing = is_known and (known.is_changing or digest != known.digest)
@@ -101,6 +104,11 @@ def is_changing(value: Any) -> bool:
     if known is None or known.reference() is not value:
         return False
     return follow(value)[1] if isinstance(value, torch.Tensor) else known.is_changing
+
+
+def array_around(address: int) -> Any:
+    """The numpy array, of those that are followed, in whose memory an address lies; None if there is none."""
+    return next((known.reference() for known in _met.values() if known.at <= address < known.end), None)
 
 
 def _keep(value: Any) -> _Met:

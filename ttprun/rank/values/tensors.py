@@ -3,10 +3,10 @@
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
 dtype, shape, layout, contents, flags, device]. The contents are bytes, or [index of a blob], or the number of the
 tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor that is all of
-its storage, False for a small part of a large one, of which the node also tells the place: [stride, offset, bytes of
-the storage, conjugated, negated, how many numbers before the first part of that storage has its own, whether the
-storage is known to change]. Those that optimizers update come from a peer; only which of them it is is recorded. Large
-ones: see large.py.
+its storage, False for a small part of a large one or of a large numpy array. Of such a part the node also tells the
+place: [[stride, offset, bytes of the storage, conjugated, negated], how many numbers before the first part of that
+storage has its own, whether that is a part of an array, whether the whole is known to change]. Those that optimizers
+update come from a peer; only which of them it is is recorded. Large ones: see large.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
-from ttprun.rank.values.large import SMALL_BYTES, follow, is_changing
+from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_changing
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -83,8 +83,11 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     device = "" if value.device.type == "cpu" else str(value.device)
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
-    if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
-        place = _place(snapshot.parts.setdefault(at, number), number, value, _is_held(snapshot, value))
+    array = None if storage.resizable() or not size else array_around(at)
+    if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
+        first_part = snapshot.parts.setdefault(at, number)
+        is_held = _is_held(snapshot, value) if array is None else is_changing(array)
+        place = [_form(value), number - first_part, array is not None, is_held]
         return [*node, False, _contents(snapshot, plain(value)), flags, device, place]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
@@ -119,9 +122,9 @@ def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
     return [len(snapshot.blobs) - 1]
 
 
-def _place(first: int, number: int, value: torch.Tensor, is_held: bool) -> list[Any]:
+def _form(value: torch.Tensor) -> list[Any]:
     form = [list(value.stride()), value.storage_offset(), value.untyped_storage().nbytes()]
-    return [*form, value.is_conj(), value.is_neg(), number - first, is_held]
+    return [*form, value.is_conj(), value.is_neg()]
 
 
 def _is_held(snapshot: Snapshot, value: torch.Tensor) -> bool:
@@ -186,11 +189,15 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
     if layout is False:
-        if live is not MISSING and _lies_there(restore, live, number, place[0]) and restore.claim(number, live):
+        form, before, is_of_array, is_held = place[0]
+        is_there = live is not MISSING and _lies_there(restore, live, number - before, form)
+        # Where in an array it lies is not to be seen.
+        is_there = is_there and (not is_of_array or raw_bytes(live) == raw)
+        if is_there and restore.claim(number, live):
             if raw_bytes(live) != raw:
                 live.data.copy_(tensor_of(dtype, shape, raw))
             return _flagged(live, flags, name)
-        if place[0][-1]:
+        if is_held:
             return restore.refuse(live, f"{name} is a part of a larger tensor that changes, and lies elsewhere here")
         made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags, name)
         restore.claim(number, made)
@@ -225,10 +232,9 @@ def _is_like(live: Any, dtype: str, shape: list[int], device: str) -> bool:
     return is_there and dtype_name(live.dtype) == dtype and list(live.shape) == shape
 
 
-def _lies_there(restore: Restore, live: torch.Tensor, number: int, place: list[Any]) -> bool:
+def _lies_there(restore: Restore, live: torch.Tensor, first: int, form: list[Any]) -> bool:
     """Whether a live tensor is the same part of a storage, of that which stands for the recorded one."""
-    first = number - place[-2]
-    if _place(first, number, live, place[-1]) != place:
+    if _form(live) != form:
         return False
     storage = live.untyped_storage()
     known = restore.storages.get(first)
