@@ -183,6 +183,16 @@ def test_a_part_of_a_model_is_told_by_it_once_the_parts_own_name_is_gone() -> No
     assert here["model"].rates.tolist() == [1.0, 1.0]
 
 
+def test_the_gradient_of_a_parameter_that_no_optimizer_has_cannot_be_used_unseen() -> None:
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for layer in (lost, live):
+        layer(torch.ones(1, 2)).sum().backward()
+
+    carry({"layer": lost}, {"layer": live})
+
+    assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in live.parameters())
+
+
 def test_a_submodule_under_a_name_of_its_own_is_the_one_of_the_model() -> None:
     lost, live = Net(), Net()
     here: Scope = {"model": live, "head": live.norm}

@@ -117,6 +117,45 @@ def test_a_leaf_that_is_learnt_stays_one() -> None:
     assert here["temperature"].item() == 1.0
 
 
+def leaf(length: int, gradient: float | None) -> torch.Tensor:
+    made = torch.zeros(length, requires_grad=True)
+    made.grad = None if gradient is None else torch.full((length,), gradient)
+    return made
+
+
+@pytest.mark.parametrize("live", [-5.0, None])
+@pytest.mark.parametrize("lost", [1.0, None])
+def test_the_gradient_of_a_leaf_that_no_optimizer_has_comes_back(lost: float | None, live: float | None) -> None:
+    """As adversarial training uses that of a perturbation behind the optimizer's step."""
+    here = {"delta": leaf(3, live)}
+
+    carry({"delta": leaf(3, lost)}, here)
+
+    found = here["delta"].grad
+    assert (None if found is None else found.tolist()) == (None if lost is None else [lost] * 3)
+
+
+def test_a_gradient_that_is_too_large_to_record_cannot_be_used_unseen() -> None:
+    changing = leaf(LARGE, 1.0)
+    record({"changing": changing})
+    changing.data.fill_(2)
+    here = {"changing": leaf(LARGE, -5.0), "still": leaf(LARGE, -5.0)}
+
+    assert carry({"changing": changing, "still": leaf(LARGE, 1.0)}, here) == []
+
+    assert all(tensor.grad is not None and tensor.grad.isnan().all() for tensor in here.values())
+
+
+def test_on_the_way_to_the_boundary_gradients_are_left_as_the_replay_has_made_them() -> None:
+    recorded, blobs = record({"delta": leaf(3, 1.0)})
+    here = {"delta": leaf(3, -5.0)}
+
+    Restore(blobs, is_comparing=False).module(here, recorded, "")
+
+    assert here["delta"].grad is not None
+    assert here["delta"].grad.tolist() == [-5.0] * 3
+
+
 def test_two_names_for_one_tensor_stay_two_names_for_one_tensor() -> None:
     lost, live = torch.ones(3), torch.zeros(3)
     here = {"running": live, "meter": {"running": live}}

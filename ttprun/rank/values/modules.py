@@ -28,6 +28,7 @@ from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.tensors import forget_gradient
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Of these packages' modules, what their own code keeps in attributes is made by it again (the padding of a convolution,
@@ -301,6 +302,8 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             return restore.refuse(live, f"{name}.{path} of shape {shape} is not in the replacement")
         restore.claim(number + offset, tensor)
         _fill(tensor, restore.blob(first + offset))
+        if restore.is_comparing:
+            forget_gradient(tensor)
     told_parts = [parts[path] for path, _ in described["modules"]]
     learnt = [item for part in told_parts for item in part._parameters.values() if item is not None]
     if described["hooks"] != _count_hooks(_hook_tables(told_parts), learnt):

@@ -1,12 +1,13 @@
 """Tensors in variables.
 
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
-dtype, shape, layout, contents, flags, device]. The contents are bytes, or [index of a blob], or the number of the
-tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor that is all of
-its storage, False for a small part of a large one or of a large numpy array. Of such a part the node also tells the
+dtype, shape, layout, contents, flags, device, place, gradient]. The contents are bytes, or [index of a blob], or the
+number of the tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor
+that is all of its storage, False for a small part of a large one or of a large numpy array. Such a part alone has a
 place: [[stride, offset, bytes of the storage, conjugated, negated], how many numbers before the first part of that
-storage has its own, whether that is a part of an array, whether the whole is known to change]. Those that optimizers
-update come from a peer; only which of them it is is recorded. Large ones: see large.py.
+storage has its own, whether that is a part of an array, whether the whole is known to change]. A leaf that is learnt
+alone has a gradient: its bytes, None if there is none, False if it has another form. Those that optimizers update come
+from a peer; only which of them it is is recorded. Large ones: see large.py.
 """
 
 from __future__ import annotations
@@ -83,22 +84,24 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     device = "" if value.device.type == "cpu" else str(value.device)
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
+    gradient = [_gradient(value)] if flags & _LEAF else []
+    more = [None, *gradient] if gradient else gradient
     array = None if storage.resizable() or not size else array_around(at)
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
         first_part = snapshot.parts.setdefault(at, number)
         is_held = _is_held(snapshot, value) if array is None else is_changing(array)
         place = [_form(value), number - first_part, array is not None, is_held]
-        return [*node, False, _contents(snapshot, plain(value)), flags, device, place]
+        return [*node, False, _contents(snapshot, plain(value)), flags, device, place, *gradient]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
             snapshot.storages[at] = number
-        return [*node, None, _contents(snapshot, value), flags, device]
+        return [*node, None, _contents(snapshot, value), flags, device, *more]
     layout = [list(value.stride()), value.storage_offset(), size]
     if first is None:
         snapshot.storages[at] = number
-        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device]
-    return [*node, layout, first, flags, device]
+        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device, *more]
+    return [*node, layout, first, flags, device, *more]
 
 
 def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> list[Any]:
@@ -120,6 +123,14 @@ def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)
     return [len(snapshot.blobs) - 1]
+
+
+def _gradient(leaf: torch.Tensor) -> bytes | bool | None:
+    gradient = leaf.grad
+    if gradient is None:
+        return None
+    is_alike = gradient.layout is torch.strided and gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
+    return raw_bytes(gradient) if is_alike else False
 
 
 def _form(value: torch.Tensor) -> list[Any]:
@@ -178,8 +189,34 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 
 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place where the live tensor lies in memory as the recorded one, else a new one."""
-    _, number, dtype, shape, layout, raw, flags, device, *place = node
+    """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient."""
+    found = _restored(restore, live, node, name)
+    if node[6] & _LEAF and restore.is_comparing:
+        _restore_gradient(found, tensor_of(node[2], node[3], node[9]) if isinstance(node[9], bytes) else node[9])
+    return found
+
+
+def _restore_gradient(leaf: torch.Tensor, gradient: Any) -> None:
+    """Write a gradient; None: the lost rank had none, False: it is not known."""
+    if gradient is None:
+        leaf.grad = None
+        return
+    if leaf.grad is None or leaf.grad.layout is not torch.strided:
+        leaf.grad = torch.zeros_like(leaf)
+    if gradient is False:
+        forget_gradient(leaf)
+    else:
+        leaf.grad.data.copy_(gradient)
+
+
+def forget_gradient(tensor: torch.Tensor) -> None:
+    """A gradient that is in no record becomes NaN, so that using it cannot pass unseen: see gradients.py."""
+    if tensor.is_leaf and tensor.grad is not None:
+        local_of(tensor.grad).detach().fill_(float("nan"))
+
+
+def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    _, number, dtype, shape, layout, raw, flags, device, *more = node
     if isinstance(raw, list):
         raw = restore.blob(raw[0])
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
@@ -189,7 +226,7 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
     if layout is False:
-        form, before, is_of_array, is_held = place[0]
+        form, before, is_of_array, is_held = more[0]
         is_there = live is not MISSING and _lies_there(restore, live, number - before, form)
         # Where in an array it lies is not to be seen.
         is_there = is_there and (not is_of_array or raw_bytes(live) == raw)
@@ -327,6 +364,7 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         restore.is_same(False, name, f"has shape {list(live.shape)} where the lost rank had {shape}")
     else:
         restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
+        forget_gradient(live)
     return live
 
 
@@ -337,6 +375,8 @@ def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str
     is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
     if is_alike and live.grad_fn is None and restore.claim(number, live):
         live.data.copy_(found)
+        if restore.is_comparing:
+            forget_gradient(live)
         return live
     restore.claim(number, found)
     return found
