@@ -3,7 +3,8 @@
 A large tensor is hashed when it is first met. As long as it is the same tensor, at the same place, with the same
 version counter, and a few elements spread over it are as they were (writes through `.data` are not counted), the hash
 stands. One that has changed since the boundary before is no data that a replay would load again: it is copied into the
-record.
+record. A numpy array has no version counter: of one that is too large to be hashed at each boundary the blocks between
+those that are looked at can change unseen.
 """
 
 from __future__ import annotations
