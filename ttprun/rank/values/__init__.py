@@ -38,6 +38,7 @@ def forget() -> None:
         callables._named,
         callables._classes,
         large._met,
+        large._arrays,
         modules._made,
         objects._of_user,
         objects._slots,

@@ -44,6 +44,7 @@ class _Met:
 
 
 _met: dict[int, _Met] = {}
+_arrays: dict[int, _Met] = {}
 
 
 def digest_of(view: memoryview) -> bytes:
@@ -74,7 +75,7 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
         digest = _digest(tensor)
         known.is_changing = known.is_changing or digest != known.digest or tensor.nbytes > WHOLE_BYTES
     else:
-        known = _keep(tensor)
+        known = _keep(tensor, _met)
         digest = _digest(tensor)
     if known.at != at:
         known.at, known.probe = at, _probe(tensor)
@@ -84,10 +85,10 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
 
 def follow_array(array: Any) -> tuple[bytes, bool]:
     """The same for a numpy array. It has no version counter: one that can be written is hashed each time."""
-    known = _met.get(id(array))
+    known = _arrays.get(id(array))
     is_known = known is not None and known.reference() is array
     if known is None or not is_known:
-        known = _keep(array)
+        known = _keep(array, _arrays)
     elif not array.flags.writeable:
         return known.digest, False
     known.at = array.__array_interface__["data"][0]
@@ -101,27 +102,28 @@ def follow_array(array: Any) -> tuple[bytes, bool]:
 
 def is_changing(value: Any) -> bool:
     """Whether a tensor or array that is followed has ever been changed between two boundaries."""
-    known = _met.get(id(value))
+    is_tensor = isinstance(value, torch.Tensor)
+    known = (_met if is_tensor else _arrays).get(id(value))
     if known is None or known.reference() is not value:
         return False
-    return follow(value)[1] if isinstance(value, torch.Tensor) else known.is_changing
+    return follow(value)[1] if is_tensor else known.is_changing
 
 
 def array_around(address: int) -> Any:
     """The numpy array, of those that are followed, in whose memory an address lies; None if there is none."""
-    return next((known.reference() for known in _met.values() if known.at <= address < known.end), None)
+    return next((known.reference() for known in _arrays.values() if known.at <= address < known.end), None)
 
 
-def _keep(value: Any) -> _Met:
+def _keep(value: Any, among: dict[int, _Met]) -> _Met:
     known = _Met()
     key = id(value)
 
-    def forget(reference: Any, met: dict[int, _Met] = _met) -> None:  # at the interpreter's end `_met` may be gone
-        if met.get(key) is known:
-            del met[key]
+    def forget(reference: Any) -> None:
+        if among.get(key) is known:
+            del among[key]
 
     known.reference = weakref.ref(value, forget)
-    _met[key] = known
+    among[key] = known
     return known
 
 
