@@ -31,6 +31,10 @@ class Meter:
         self.values.append(value)
 
 
+class Bare:
+    """Nothing yet."""
+
+
 @dataclass
 class State:
     step: int = 0

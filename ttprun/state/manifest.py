@@ -13,7 +13,7 @@ from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import NAME_PATTERN, FileEntry, new_digest
 
 MANIFEST_NAME = "ttprun.json"
-FORMAT = 2
+FORMAT = 3
 _CHECKSUM = "checksum"
 
 FileName = Annotated[str, Field(pattern=NAME_PATTERN)]

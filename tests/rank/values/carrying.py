@@ -17,13 +17,14 @@ frames._user_directories.append(user_values.__file__)  # the file alone: the tes
 
 Scope = dict[str, Any]
 LONG = 100_010  # more items than are recorded one by one
+_NOTHING: dict[int, int] = {}
 LARGE = 40_000  # elements: more than are recorded, so that they are compared
 
 
-def record(scope: Scope, stepped: set[int] | None = None) -> tuple[Any, list[memoryview]]:
-    """A scope as it comes out of the recorder."""
-    snapshot = Snapshot(dict.fromkeys(stepped or (), 0))
-    packed = values.pack(snapshot.variables(scope))
+def record(scope: Scope, stepped: set[int] | None = None, key: str | None = None) -> tuple[Any, list[memoryview]]:
+    """A scope as it comes out of the recorder; one with a key was recorded under it before."""
+    snapshot = Snapshot(dict.fromkeys(stepped, 0) if stepped else _NOTHING)
+    packed = values.pack(snapshot.variables(scope, key))
     blobs = as_the_recorder_writes_them(snapshot.blobs)
     return values.unpack(packed), blobs
 

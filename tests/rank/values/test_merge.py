@@ -44,10 +44,16 @@ def told(scope: Scope, optimizers: tuple[torch.optim.Optimizer, ...] = ()) -> Tr
     return Tree(values.unpack(values.pack(fields)), as_the_recorder_writes_them(snapshot.blobs))
 
 
+def merged(
+    first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes] = frozenset(), is_resized: bool = True
+) -> Merge:
+    return Merge(first, last, mine, ahead, is_resized)
+
+
 def go_on(first: Scope, last: Scope, mine: Scope, ahead: frozenset[bytes] = frozenset()) -> Scope:
     """What becomes of the new run's variables `mine`; they are changed in place."""
     trees = [first if isinstance(first, Tree) else told(first), last if isinstance(last, Tree) else told(last)]
-    merge = Merge(trees[0], trees[1], told(mine), ahead)
+    merge = merged(trees[0], trees[1], told(mine), ahead)
     made = merge.record()
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, made["variables"][0], "")
@@ -257,7 +263,7 @@ def test_of_an_optimizer_what_a_schedule_has_changed_is_taken_over_and_new_argum
         return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=lr, weight_decay=weight_decay)
 
     mine = of(0.1, 0.3)
-    merge = Merge(told({}, (of(0.1, 0.0),)), told({}, (of(0.05, 0.0),)), told({}, (mine,)))
+    merge = merged(told({}, (of(0.1, 0.0),)), told({}, (of(0.05, 0.0),)), told({}, (mine,)))
     restore = Restore(merge.blobs, is_comparing=True)
     restore.value(mine, merge.record()["optimizers"][0], "optimizer")
 
@@ -275,7 +281,7 @@ def test_a_weight_is_known_again_though_the_optimizers_in_front_of_it_have_got_s
 
     mine, optimizers = of(0, 1)
     weights = [*mine["all"]]
-    merge = Merge(told(*of(0, 1)), told(*of(2, 0)), told(mine, optimizers))
+    merge = merged(told(*of(0, 1)), told(*of(2, 0)), told(mine, optimizers))
     stepped = [parameter for one in optimizers for parameter in one.param_groups[0]["params"]]
     restore = Restore(merge.blobs, True, stepped)
     restore.module(mine, merge.record()["variables"][0], "")
@@ -296,7 +302,7 @@ def test_generators_that_were_drawn_from_are_taken_over_and_told_and_others_are_
     first, last, mine = of(1), of(1), of(2)
     last["used"].random()
     torch.rand(1, generator=last["torch"])
-    merge = Merge(told(first), told(last), told(mine))
+    merge = merged(told(first), told(last), told(mine))
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, merge.record()["variables"][0], "")
 
@@ -341,7 +347,7 @@ def test_a_file_that_the_script_reads_by_itself_is_refused_for_other_ranks_and_g
 
     with pytest.raises(CannotRestoreError, match="reads a file by itself"):
         go_on(first, last, mine)
-    merge = Merge(told(first), told(last), told(mine), is_resized=False)
+    merge = merged(told(first), told(last), told(mine), is_resized=False)
     Restore(merge.blobs, is_comparing=True).module(mine, merge.record()["variables"][0], "")
 
     assert opened[2].tell() == 7
@@ -354,7 +360,7 @@ def test_a_first_step_in_another_function_is_refused() -> None:
     first.fields["place"] = [["script.py", "another", 3]]
 
     with pytest.raises(CannotRestoreError, match="in another function"):
-        Merge(first, last, told({})).record()
+        merged(first, last, told({})).record()
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
@@ -396,7 +402,7 @@ def after_a_first_step(first: Scope, last: Scope, before: Scope, mine: Scope) ->
     """What becomes of `mine`, if the new run's variables were `before` in front of its first step."""
     tree, own = told(first), told(mine)
     spoil(tree, told(before), own)
-    merge = Merge(tree, told(last), own)
+    merge = merged(tree, told(last), own)
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, merge.record()["variables"][0], "")
     return mine

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from tests.rank.processes import run_alone
 from tests.rank.user_values import (
@@ -113,6 +114,83 @@ def test_the_attributes_of_a_library_module_that_change_each_step_come_back_each
         carry({"model": lost}, {"model": live}, stepped=parameters_of(lost))
 
         assert (live[0].p, live.training, live[1].training) == (lost[0].p, lost.training, lost.training)
+
+
+def test_what_a_script_keeps_on_the_layers_of_a_library_comes_back() -> None:
+    """As the importance of each weight, for which they are pruned or held back."""
+    lost, live = (torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)) for _ in range(2))
+    for layer in (lost, live):
+        layer.score, layer.seen, layer.bounds = torch.zeros(4), [], {"low": 0}
+    record({"layer": lost})
+    lost.score += 1
+    lost.seen.append(3)
+    lost.bounds["low"] = 5
+
+    assert carry({"layer": lost}, {"layer": live}) == []
+
+    assert (live.score.tolist(), live.seen, live.bounds) == ([1.0] * 4, [3], {"low": 5})
+
+
+def test_what_a_script_keeps_on_a_module_of_its_own_comes_back_though_its_weight_is_parametrized() -> None:
+    lost, live = (torch.nn.utils.parametrizations.weight_norm(Net().inner) for _ in range(2))
+    nets = Net(), Net()
+    for net in nets:
+        net.weight = torch.nn.Parameter(torch.ones(2, 2))
+        torch.nn.utils.parametrizations.weight_norm(net)
+    nets[0].recent.append(8)
+
+    assert carry({"layer": lost, "net": nets[0]}, {"layer": live, "net": nets[1]}) == []
+
+    assert list(nets[1].recent) == [8]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.LSTM(2, 2, num_layers=2), lambda: torch.nn.AdaptiveLogSoftmaxWithLoss(16, 10, [2, 4]),
+        lambda: prune.l1_unstructured(torch.nn.Linear(2, 2), "weight", 1),
+        lambda: torch.nn.ParameterDict({"a": torch.nn.Parameter(torch.zeros(2))}),
+    ],
+    ids=["recurrent", "adaptive", "pruned", "parameters"],
+)  # fmt: skip
+def test_what_layers_of_a_library_make_for_themselves_does_not_hinder_a_recovery(make: Callable[[], Any]) -> None:
+    lost, live = make(), make()
+    record({"layer": lost})
+
+    assert carry({"layer": lost}, {"layer": live}) == []
+
+
+def test_a_part_of_a_model_is_told_by_it_once_the_parts_own_name_is_gone() -> None:
+    def made() -> Scope:
+        encoder = torch.nn.BatchNorm1d(3)
+        rates = torch.zeros(2)
+        model = torch.nn.Sequential(encoder)
+        model.register_buffer("rates", rates)
+        return {"encoder": encoder, "rates": rates, "model": model}
+
+    lost, here = made(), made()
+    values.begin_boundary()
+    record(lost)
+    for scope in (lost, here):
+        del scope["encoder"], scope["rates"]
+    lost["model"](torch.randn(4, 3))
+    lost["model"].rates.add_(1)
+
+    values.begin_boundary()
+    assert carry(lost, here) == []
+
+    assert torch.equal(here["model"][0].running_mean, lost["model"][0].running_mean)
+    assert here["model"].rates.tolist() == [1.0, 1.0]
+
+
+def test_the_gradient_of_a_parameter_that_no_optimizer_has_cannot_be_used_unseen() -> None:
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for layer in (lost, live):
+        layer(torch.ones(1, 2)).sum().backward()
+
+    carry({"layer": lost}, {"layer": live})
+
+    assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in live.parameters())
 
 
 def test_a_submodule_under_a_name_of_its_own_is_the_one_of_the_model() -> None:

@@ -30,6 +30,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from tests.rank import user_values
 from tests.rank.user_values import (
+    Bare,
     FrozenState,
     Meter,
     NamedCounts,
@@ -111,6 +112,32 @@ def test_counters_on_a_class_come_back() -> None:
     found, class_of_user.total_made = class_of_user.total_made, 0
 
     assert found == 41
+
+
+@pytest.mark.parametrize("held", [Bare, (Bare, 1), {"kind": Bare}], ids=["class", "tuple", "dictionary"])
+def test_an_attribute_that_a_class_without_any_is_given_behind_the_first_boundary_comes_back(held: Any) -> None:
+    lost: Scope = {"held": held, "step": 0}
+    for lost["step"] in range(2):
+        record(lost, key=str(held))
+
+    Bare.best = 7  # type: ignore[attr-defined]
+    recorded, blobs = record(lost, key=str(held))
+    del Bare.best  # type: ignore[attr-defined]
+    Restore(blobs, is_comparing=True).module({"held": held, "step": 0}, recorded, "")
+
+    found = vars(Bare).get("best")
+    del Bare.best  # type: ignore[attr-defined]
+    assert found == 7
+
+
+def test_a_set_of_classes_comes_back() -> None:
+    """As the classes that FSDP is to wrap are told."""
+    here: Scope = {"wrapped": {Bare}, "fixed": None}
+
+    carry({"Bare": Bare, "wrapped": {Bare, Meter, torch.nn.Linear}, "fixed": frozenset({Meter})}, here)
+
+    assert here["wrapped"] == {Bare, Meter, torch.nn.Linear}
+    assert here["fixed"] == {Meter}
 
 
 def test_attributes_of_a_users_container_come_back() -> None:

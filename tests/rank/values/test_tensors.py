@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,45 @@ def test_a_leaf_that_is_learnt_stays_one() -> None:
 
     assert here["temperature"].requires_grad
     assert here["temperature"].item() == 1.0
+
+
+def leaf(length: int, gradient: float | None) -> torch.Tensor:
+    made = torch.zeros(length, requires_grad=True)
+    made.grad = None if gradient is None else torch.full((length,), gradient)
+    return made
+
+
+@pytest.mark.parametrize("live", [-5.0, None])
+@pytest.mark.parametrize("lost", [1.0, None])
+def test_the_gradient_of_a_leaf_that_no_optimizer_has_comes_back(lost: float | None, live: float | None) -> None:
+    """As adversarial training uses that of a perturbation behind the optimizer's step."""
+    here = {"delta": leaf(3, live)}
+
+    carry({"delta": leaf(3, lost)}, here)
+
+    found = here["delta"].grad
+    assert (None if found is None else found.tolist()) == (None if lost is None else [lost] * 3)
+
+
+def test_a_gradient_that_is_too_large_to_record_cannot_be_used_unseen() -> None:
+    changing = leaf(LARGE, 1.0)
+    record({"changing": changing})
+    changing.data.fill_(2)
+    here = {"changing": leaf(LARGE, -5.0), "still": leaf(LARGE, -5.0)}
+
+    assert carry({"changing": changing, "still": leaf(LARGE, 1.0)}, here) == []
+
+    assert all(tensor.grad is not None and tensor.grad.isnan().all() for tensor in here.values())
+
+
+def test_on_the_way_to_the_boundary_gradients_are_left_as_the_replay_has_made_them() -> None:
+    recorded, blobs = record({"delta": leaf(3, 1.0)})
+    here = {"delta": leaf(3, -5.0)}
+
+    Restore(blobs, is_comparing=False).module(here, recorded, "")
+
+    assert here["delta"].grad is not None
+    assert here["delta"].grad.tolist() == [-5.0] * 3
 
 
 def test_two_names_for_one_tensor_stay_two_names_for_one_tensor() -> None:
@@ -338,6 +378,64 @@ def test_a_small_array_comes_back(array: Any) -> None:
     assert np.array_equal(here["x"], array)
 
 
+def test_a_row_of_a_large_tensor_that_comes_before_it_stays_a_row_of_it() -> None:
+    lost, live = torch.zeros(LARGE), torch.zeros(LARGE)
+    scope: Scope = {"row": lost[2:6], "whole": lost}
+    here: Scope = {"row": live[2:6], "whole": live}
+    record(scope)
+    lost[3] = 5
+
+    assert carry(scope, here) == []
+    here["whole"][4] = 9
+
+    assert here["row"].tolist() == [0, 5, 9, 0]
+
+
+def test_a_row_of_a_large_tensor_that_changes_is_refused_where_the_replay_has_another_one() -> None:
+    lost, live = torch.zeros(LARGE), torch.zeros(LARGE)
+    for fill in (1.0, 2.0):
+        record({"whole": lost.fill_(fill)})
+
+    for row in (live[5:9], None):
+        with pytest.raises(CannotRestoreError, match="row is a part of a larger tensor that changes"):
+            carry({"row": lost[2:6], "whole": lost}, {"row": row, "whole": live})
+
+
+def test_a_row_of_a_large_tensor_that_stays_as_it_is_comes_back_wherever_the_replay_has_one() -> None:
+    lost, live = torch.arange(float(LARGE)), torch.arange(float(LARGE))
+    here: Scope = {"images": live, "image": live[8:12], "another": None}
+
+    mismatches = carry({"images": lost, "image": lost[4:8], "another": lost[:4]}, here)
+
+    assert mismatches == []
+    assert (here["image"].tolist(), here["another"].tolist()) == ([4.0, 5.0, 6.0, 7.0], [0.0, 1.0, 2.0, 3.0])
+    assert torch.equal(live, lost)
+
+
+def test_a_batch_that_is_a_part_of_an_array_is_not_written_over_what_the_replay_has_taken_instead() -> None:
+    lost, live = np.arange(float(LARGE)), np.arange(float(LARGE))
+    here: Scope = {"images": live, "batch": torch.from_numpy(live[:4]), "same": torch.from_numpy(live[4:8])}
+    same = here["same"]
+
+    mismatches = carry(
+        {"images": lost, "batch": torch.from_numpy(lost[8:12]), "same": torch.from_numpy(lost[4:8])}, here
+    )
+
+    assert mismatches == []
+    assert here["batch"].tolist() == [8.0, 9.0, 10.0, 11.0]
+    assert here["same"] is same
+    assert np.array_equal(live, lost)
+
+
+def test_rows_of_two_large_tensors_are_not_written_over_each_other_where_the_replay_has_rows_of_one() -> None:
+    live = big(0.0)
+    here: Scope = {"now": live[:2], "before": live[:2]}
+
+    carry({"now": big(1.0)[:2], "before": big(2.0)[:2]}, here)
+
+    assert (here["now"].tolist(), here["before"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
 @pytest.mark.parametrize("length", [10, LARGE], ids=["small", "large"])
 def test_a_file_that_is_written_as_an_array_stays_that_file(tmp_path: Path, length: int) -> None:
     lost = np.memmap(tmp_path / "lost", np.float32, "w+", shape=(length,))
@@ -440,3 +538,103 @@ def test_a_view_of_an_array_stays_a_view() -> None:
     here["stats"].fill(8)
 
     assert (here["first"].tolist(), here["other"].tolist()) == ([8.0], [8.0, 8.0])
+
+
+def _pair(whole: Any, part: Any) -> Scope:
+    return {"whole": whole, "part": part}
+
+
+def of_tensor() -> Scope:
+    whole = torch.zeros(4)
+    return _pair(whole, whole.numpy())
+
+
+def of_detached_tensor_first() -> Scope:
+    whole = torch.zeros(4)
+    return {"part": whole.detach().numpy()[:2], "whole": whole}
+
+
+def of_bytes() -> Scope:
+    whole = bytearray(16)
+    return _pair(whole, np.frombuffer(whole, dtype=np.float32))
+
+
+def of_bytes_but_the_first() -> Scope:
+    whole = bytearray(16)
+    return {"part": np.frombuffer(whole, dtype=np.float32, offset=4), "whole": whole}
+
+
+def of_large_array() -> Scope:
+    whole = np.zeros(LARGE)
+    return _pair(whole, whole[2:6])
+
+
+def of_large_array_first() -> Scope:
+    whole = np.zeros(LARGE)
+    return {"part": whole[2:6], "whole": whole}
+
+
+def of_file() -> Scope:
+    return {"part": np.frombuffer(mmap.mmap(-1, 4096), dtype=np.float32)[:8]}
+
+
+ARRAYS = [of_tensor, of_detached_tensor_first, of_bytes, of_bytes_but_the_first, of_large_array, of_large_array_first,
+          of_file]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ARRAYS)
+def test_an_array_whose_memory_something_else_holds_is_written_there(make: Callable[[], Scope]) -> None:
+    lost, here = make(), make()
+    held_elsewhere = here["part"][:]
+    record(lost)
+    lost["part"][:] = 7
+
+    assert carry(lost, here) == []
+    here["part"][1] = 9
+
+    assert held_elsewhere.tolist() == here["part"].tolist() == [7, 9, *lost["part"].tolist()[2:]]
+    assert "whole" not in here or np.shares_memory(here["part"], np.frombuffer(memory_of(here["whole"]), np.uint8))
+
+
+def memory_of(whole: Any) -> Any:
+    return whole.numpy() if isinstance(whole, torch.Tensor) else whole
+
+
+@pytest.mark.parametrize("make", ARRAYS)
+def test_an_array_that_the_replay_has_not_made_shares_the_same_memory_or_is_refused(make: Callable[[], Scope]) -> None:
+    lost, here = make(), make() | {"part": None}
+    for fill in (1, 2):
+        lost["part"][:] = fill
+        record(lost)
+
+    refused = is_refused(lost, here)
+    if not refused:
+        here["part"][1] = 9
+
+    assert refused or np.shares_memory(here["part"], np.frombuffer(memory_of(here["whole"]), np.uint8))
+    assert refused == (make is of_file)
+
+
+def test_a_row_of_a_large_array_that_stays_as_it_is_comes_back_wherever_the_replay_has_one() -> None:
+    """`image = images[i]`: what stands in row i of the replacement's own images must not be written over."""
+    lost, live = np.arange(float(LARGE)).reshape(-1, 4), np.arange(float(LARGE)).reshape(-1, 4)
+    here: Scope = {"images": live, "image": live[3], "another": None}
+
+    mismatches = carry({"images": lost, "image": lost[17], "another": lost[18]}, here)
+
+    assert mismatches == []
+    assert here["image"].tolist() == lost[17].tolist()
+    assert here["another"].tolist() == lost[18].tolist()
+    assert np.array_equal(live, lost)
+
+
+def test_an_array_that_looks_at_a_weight_looks_at_the_replacements_own() -> None:
+    lost, live = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(3))
+    recorded, blobs = record({"look": lost.detach().numpy(), "new": lost.detach().numpy()[1:]}, {lost.data_ptr()})
+    here: Scope = {"look": live.detach().numpy(), "new": None}
+
+    Restore(blobs, is_comparing=True, stepped=[live]).module(here, recorded, "")
+    live.data.fill_(5)
+
+    assert here["look"].tolist() == [5.0, 5.0, 5.0]
+    assert here["new"].tolist() == [5.0, 5.0]

@@ -38,6 +38,8 @@ def forget() -> None:
         callables._named,
         callables._classes,
         large._met,
+        large._arrays,
+        modules._made,
         objects._of_user,
         objects._slots,
         objects._left_out,

@@ -1,17 +1,23 @@
 """numpy arrays: small ones are recorded, large ones compared (see large.py).
 
-[tag, number, dtype, shape, bytes, order, base, strides, offset]: a view of a small array is recorded with its base, so
-that it is a view again; `base` is None for an array with memory of its own.
+[tag, number, dtype, shape, bytes, order, base, place]: what is a view of a small array, of a tensor or of bytes is
+recorded with that, so that it is a view again; its place there is [strides, offset]. Of other memory that it is a part
+of (a large array, a file in memory) only this part is recorded, and the place, [strides, offset, size of the whole,
+whether others are sure to hold it]: it is written into the replacement's array that lies likewise. `base` and `place`
+are None for an array with memory of its own.
 """
 
 from __future__ import annotations
 
+import array
+import ctypes
+import mmap
 from typing import Any
 
 import numpy
 import torch
 
-from ttprun.rank.values.large import SMALL_BYTES, follow_array
+from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_changing
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore, told
@@ -29,12 +35,53 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
     if value.nbytes > SMALL_BYTES:
         return _record_large(snapshot, value, text, shape)
     number = snapshot.number(value)
-    base = value.base
-    if type(base) is numpy.ndarray and base.nbytes <= SMALL_BYTES and not base.dtype.hasobject and base.base is None:
-        offset = value.ctypes.data - base.ctypes.data
-        return [Tag.ARRAY, number, text, shape, b"", "C", snapshot.node(base, depth + 1), list(value.strides), offset]
+    base = _memory_of(value)
+    if base is not None and _is_told_with_it(base):
+        place = [list(value.strides), _offset(value, base)]
+        return [Tag.ARRAY, number, text, shape, b"", "C", snapshot.node(base, depth + 1), place]
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    return [Tag.ARRAY, number, text, shape, value.tobytes(order), order, None, None, 0]  # type: ignore[arg-type]
+    return [Tag.ARRAY, number, text, shape, value.tobytes(order), order, None, _place(value, base)]  # type: ignore[arg-type]
+
+
+def _memory_of(value: numpy.ndarray[Any, Any]) -> Any:
+    """What holds the memory that an array lies in; None if it does so itself."""
+    base: Any = value.base
+    return base.obj if isinstance(base, memoryview) else base
+
+
+def _is_told_with_it(base: Any) -> bool:
+    """Whether what an array is a view of has a node from which both can be made again."""
+    if type(base) is numpy.ndarray:
+        return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(base))
+    if isinstance(base, bytearray | array.array):
+        return memoryview(base).nbytes <= SMALL_BYTES
+    return isinstance(base, torch.Tensor)
+
+
+def _address(memory: Any) -> int:
+    """Where an array, a tensor or a buffer begins. Raises TypeError or ValueError if it does not tell."""
+    if isinstance(memory, torch.Tensor):
+        return memory.data_ptr()
+    held = memory if isinstance(memory, numpy.ndarray) else numpy.frombuffer(memory, dtype="u1")
+    at: int = held.__array_interface__["data"][0]
+    return at
+
+
+def _offset(value: numpy.ndarray[Any, Any], base: Any) -> int:
+    return _address(value) - _address(base)
+
+
+def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
+    """Where an array lies in memory that is not told with it."""
+    if base is None:
+        return None
+    try:
+        size = base.nbytes if isinstance(base, numpy.ndarray) else memoryview(base).nbytes
+        offset = _offset(value, base)
+    except (TypeError, ValueError, BufferError):  # it does not tell
+        size, offset = 0, 0
+    is_held = value.flags.writeable and isinstance(base, mmap.mmap | ctypes.Array)
+    return [list(value.strides), offset, size, is_held]
 
 
 def _record_large(snapshot: Snapshot, value: numpy.ndarray[Any, Any], text: str, shape: list[int]) -> Any:
@@ -57,27 +104,33 @@ def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """In place if the live array is alike, else a new one."""
-    _, number, text, shape, raw, order, base_node, strides, offset = node
+    _, number, text, shape, raw, order, base_node, place = node
     dtype = dtype_of(text)
     is_map = type(live) is numpy.memmap and live.flags.writeable  # what is written into it stands in a file
     is_alike = (is_map or type(live) is numpy.ndarray) and live.dtype == dtype and list(live.shape) == shape
+    old = _memory_of(live) if is_alike else None
     if base_node is not None:
-        old = live.base if is_alike and live.base is not None else MISSING
-        base = restore.value(old, base_node, f"{name}.base")
+        base = restore.value(MISSING if old is None else old, base_node, f"{name}.base")
         if base is MISSING:
             return restore.refuse(live, f"{name} is a view of an array that could not be restored")
-        if is_alike and base is old and list(live.strides) == strides:
-            is_there = live.ctypes.data - base.ctypes.data == offset
-            if is_there and restore.claim(number, live):
-                return live
-        made: Any = numpy.ndarray(shape, dtype, base, offset, strides)
+        if base is old and [list(live.strides), _offset(live, base)] == place and restore.claim(number, live):
+            return live
+        try:
+            is_tensor = isinstance(base, torch.Tensor)
+            made: Any = base.detach().numpy() if is_tensor else numpy.ndarray(shape, dtype, base, place[1], place[0])
+        except (TypeError, ValueError, RuntimeError) as error:
+            return restore.refuse(live, f"{name} is a view of what cannot be looked at so: {error}")
         restore.claim(number, made)
         return made
     found = numpy.frombuffer(raw, dtype=dtype).reshape(shape, order=order).copy(order)
-    if is_alike and (is_map or live.base is None) and live.flags.writeable and restore.claim(number, live):
-        if live.tobytes(order) != raw:
+    if is_alike and _place(live, old) == place and restore.claim(number, live):
+        if live.tobytes(order) == raw:
+            return live
+        if live.flags.writeable:
             live[...] = found
-        return live
+            return live
+    if place is not None and place[3]:
+        return restore.refuse(live, f"{name} is a part of memory that others hold too, and lies elsewhere here")
     restore.claim(number, found)
     return found
 

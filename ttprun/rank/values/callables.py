@@ -174,7 +174,7 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     if known is not None and len(known[0]) == len(held) and all(map(is_, held, known[0])):
         attributes = known[1]
         if not attributes:
-            return record_named(snapshot, value, depth)
+            return _without_attributes(snapshot, value, depth)
         return [Tag.CLASS, snapshot.number(value), name_of(value), attributes]
     _classes.pop(value, None)
     found = class_attributes(value)
@@ -182,7 +182,13 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
     attributes = snapshot.attributes(found, depth)
     if all(map(is_settled, attributes.values())):
         _classes[value] = (held, attributes)
-    return [Tag.CLASS, number, name_of(value), attributes] if found else record_named(snapshot, value, depth)
+    return [Tag.CLASS, number, name_of(value), attributes] if found else _without_attributes(snapshot, value, depth)
+
+
+def _without_attributes(snapshot: Snapshot, value: type, depth: int) -> Any:
+    """Such a class is only named, and not for ever: it may be given some later."""
+    node = record_named(snapshot, value, depth)
+    return [Tag.PLAIN, "class", node[2]] if node[0] is Tag.PLAIN else node
 
 
 def restore_class(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -165,7 +165,7 @@ def record_set(tag: Tag, exact: type) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = [snapshot.number(value)] if tag is Tag.SET else []
         nodes = [snapshot.node(item, depth + 1) for item in value] if value else []
-        if all(map(is_settled, nodes)):
+        if all(map(is_settled, nodes)) or all(map(_is_found_class, value, nodes)):
             return [tag, *number, nodes, *_own(snapshot, value, exact, depth)]
         if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
             return [Tag.REFUSED, "is a set of objects that can change"]
@@ -173,6 +173,11 @@ def record_set(tag: Tag, exact: type) -> Handler:
         return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
 
     return handle
+
+
+def _is_found_class(value: Any, node: Any) -> bool:
+    """Whether it is a class that another process finds by its name."""
+    return isinstance(value, type) and node[0] is not Tag.SAME
 
 
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

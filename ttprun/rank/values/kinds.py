@@ -42,6 +42,7 @@ from ttprun.rank.values import (
     streams,
     suspended,
     tensors,
+    weak,
 )
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.restore import RESTORERS, Restorer
@@ -83,6 +84,7 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
+    **dict.fromkeys(weak.WEAK, weak.record_weak),
     **dict.fromkeys(_DATASETS, objects.record_object),
     **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
 }
@@ -150,6 +152,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.FROZENSET: containers.restore_frozenset,
     Tag.DEQUE: containers.restore_deque,
     Tag.DICT: containers.restore_dict,
+    Tag.WEAK: weak.restore_weak,
     Tag.BYTES: containers.restore_bytes,
     Tag.BUFFER: containers.restore_buffer,
     Tag.LONG: containers.restore_long,

@@ -3,7 +3,8 @@
 A large tensor is hashed when it is first met. As long as it is the same tensor, at the same place, with the same
 version counter, and a few elements spread over it are as they were (writes through `.data` are not counted), the hash
 stands. One that has changed since the boundary before is no data that a replay would load again: it is copied into the
-record.
+record. A numpy array has no version counter: of one that is too large to be hashed at each boundary the blocks between
+those that are looked at can change unseen.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _PROBES = 64
 class _Met:
     """What is known of one tensor or array: it was so at the newest boundary."""
 
-    __slots__ = ("at", "digest", "is_changing", "probe", "reference", "values", "version")
+    __slots__ = ("at", "digest", "end", "is_changing", "probe", "reference", "values", "version")
 
     def __init__(self) -> None:
         self.at = self.version = -1
+        self.end = -1  # of an array
         self.digest = self.values = b""
         self.is_changing = False
         self.probe: Any = None
@@ -42,6 +44,7 @@ class _Met:
 
 
 _met: dict[int, _Met] = {}
+_arrays: dict[int, _Met] = {}
 
 
 def digest_of(view: memoryview) -> bytes:
@@ -72,7 +75,7 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
         digest = _digest(tensor)
         known.is_changing = known.is_changing or digest != known.digest or tensor.nbytes > WHOLE_BYTES
     else:
-        known = _keep(tensor)
+        known = _keep(tensor, _met)
         digest = _digest(tensor)
     if known.at != at:
         known.at, known.probe = at, _probe(tensor)
@@ -82,12 +85,14 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
 
 def follow_array(array: Any) -> tuple[bytes, bool]:
     """The same for a numpy array. It has no version counter: one that can be written is hashed each time."""
-    known = _met.get(id(array))
+    known = _arrays.get(id(array))
     is_known = known is not None and known.reference() is array
     if known is None or not is_known:
-        known = _keep(array)
+        known = _keep(array, _arrays)
     elif not array.flags.writeable:
         return known.digest, False
+    known.at = array.__array_interface__["data"][0]
+    known.end = known.at + array.nbytes
     flat: Any = numpy.ascontiguousarray(array).reshape(-1).view("u1")
     digest = digest_of(memoryview(flat))
     known.is_changing = is_known and (known.is_changing or digest != known.digest)
@@ -95,16 +100,30 @@ def follow_array(array: Any) -> tuple[bytes, bool]:
     return digest, known.is_changing
 
 
-def _keep(value: Any) -> _Met:
+def is_changing(value: Any) -> bool:
+    """Whether a tensor or array that is followed has ever been changed between two boundaries."""
+    is_tensor = isinstance(value, torch.Tensor)
+    known = (_met if is_tensor else _arrays).get(id(value))
+    if known is None or known.reference() is not value:
+        return False
+    return follow(value)[1] if is_tensor else known.is_changing
+
+
+def array_around(address: int) -> Any:
+    """The numpy array, of those that are followed, in whose memory an address lies; None if there is none."""
+    return next((known.reference() for known in _arrays.values() if known.at <= address < known.end), None)
+
+
+def _keep(value: Any, among: dict[int, _Met]) -> _Met:
     known = _Met()
     key = id(value)
 
-    def forget(reference: Any, met: dict[int, _Met] = _met) -> None:  # at the interpreter's end `_met` may be gone
-        if met.get(key) is known:
-            del met[key]
+    def forget(reference: Any) -> None:
+        if among.get(key) is known:
+            del among[key]
 
     known.reference = weakref.ref(value, forget)
-    _met[key] = known
+    among[key] = known
     return known
 
 

@@ -45,9 +45,7 @@ class Merge(Outcome):
     left          what of `ahead` was met in the old run's variables
     """
 
-    def __init__(
-        self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes] = frozenset(), is_resized: bool = True
-    ) -> None:
+    def __init__(self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes], is_resized: bool) -> None:
         super().__init__(last, mine, is_resized)
         self._first = first
         self._ahead = ahead

@@ -8,6 +8,7 @@ time. All parts and tensors get numbers in the order of the description, the mod
 
 from __future__ import annotations
 
+import dis
 import types
 from collections.abc import Callable, Iterable, Sized
 from operator import attrgetter, itemgetter
@@ -27,17 +28,19 @@ from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.tensors import forget_gradient
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
-# Of these packages' modules, containers in attributes are fixed by the constructor (the padding of a convolution, ...).
+# Of these packages' modules, what their own code keeps in attributes is made by it again (the padding of a convolution,
+# the names of an LSTM's weights, ...), but for tensors.
 _CONSTANT = ("torch.nn.", "torch.ao.", "torchvision.")
 # Modules that wrap one other module for the time of the run; what else they hold is made by the replay.
 _WRAPPERS = ("torch.nn.parallel.", "torch.distributed.", "torch._dynamo.")
 # ... but for this: hooks of DistributedDataParallel's, which may have a state of their own.
 _OF_WRAPPERS = ("_comm_hooks",)
-# FSDP2 gives each module that it shards a class of its own, made of the module's.
-_SHARDING = "torch.distributed.fsdp._fully_shard."
-_OF_FSDP = "torch.distributed.fsdp"
+# FSDP2 gives each module that it shards a class of its own, made of the module's; so does a parametrization.
+_DERIVING = ("torch.distributed.fsdp._fully_shard.", "torch.nn.utils.parametrize")
+_DERIVED = ("torch.distributed.fsdp", "torch.nn.utils.parametrize")
 # What torch.distributed puts into a module for itself; the rest of the name is another one in each process.
 _COMPOSABLE = "__composable_api_state_key_"
 _CAN_SETTLE: tuple[Any, ...] = (
@@ -63,15 +66,34 @@ register_module_parameter_registration_hook(_note_registration)
 
 def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
     where = type(module).__module__
-    if where.startswith(_SHARDING):
-        where = next(base.__module__ for base in type(module).__mro__ if not base.__module__.startswith(_OF_FSDP))
+    if where.startswith(_DERIVING):
+        where = next(base.__module__ for base in type(module).__mro__ if not base.__module__.startswith(_DERIVED))
     return where.startswith(packages)
+
+
+_made: dict[type, frozenset[str]] = {}
+
+
+def _made_by_itself(module: torch.nn.Module) -> frozenset[str]:
+    """Names of the attributes that the code of a library's module sets."""
+    kind = type(module)
+    if kind not in _made:
+        _made[kind] = frozenset(
+            step.argval
+            for base in kind.__mro__
+            for function in vars(base).values()
+            if isinstance(function, types.FunctionType)
+            for step in dis.get_instructions(function)
+            if step.opname == "STORE_ATTR"
+        )
+    return _made[kind]
 
 
 class _Layout:
     """What of a module is as it was at the boundary before.
 
     modules    (path, module) of the parts that are told here
+    elsewhere  ids of the other parts and tensors, which another variable has told
     moving     (path, attributes, names) to record at each boundary
     settled    (attributes, how to take their settled ones) of each part that has any
     slots      (dictionary, name) of each tensor that no optimizer updates
@@ -83,7 +105,9 @@ class _Layout:
         self.version = _registrations
         self.stepped = snapshot.stepped
         self.lively = lively
-        self.modules = [(path, part) for path, part in root.named_modules() if id(part) not in snapshot.numbers]
+        parts = list(root.named_modules())
+        self.modules = [(path, part) for path, part in parts if id(part) not in snapshot.numbers]
+        self.elsewhere = {id(part) for _, part in parts if id(part) in snapshot.numbers}
         self.objects: list[Any] = [part for _, part in self.modules]
         self.slots: list[tuple[dict[str, Any], str]] = []
         self.sharded: list[str] = []
@@ -119,7 +143,10 @@ class _Layout:
         self.parameters += [item for item in part._parameters.values() if item is not None]
         for where in (part._buffers, part._parameters):
             for name, tensor in where.items():
-                if tensor is None or id(tensor) in snapshot.numbers or _is_stepped(tensor, snapshot):
+                if tensor is None or _is_stepped(tensor, snapshot):
+                    continue
+                if id(tensor) in snapshot.numbers:
+                    self.elsewhere.add(id(tensor))
                     continue
                 if id(tensor) not in self._met:
                     self._met.add(id(tensor))
@@ -134,7 +161,7 @@ class _Layout:
         """Nodes of the settled attributes; notes where they and the others are."""
         own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
         names = ["training"] if _is_of(part, _WRAPPERS) else own
-        is_constant = _is_of(part, _CONSTANT)
+        made = _made_by_itself(part) if _is_of(part, _CONSTANT) else ()
         lively = self.lively.get(path, set())
         found, moving = {}, []
         for name in names:
@@ -142,7 +169,7 @@ class _Layout:
             node = snapshot.node_apart(value, 0) if isinstance(value, _CAN_SETTLE) else [Tag.REFUSED]
             if name not in lively and is_settled(node):
                 found[name] = node
-            elif not is_constant or name in lively:
+            elif name in lively or name not in made or isinstance(value, torch.Tensor):
                 moving.append(name)
         if found:
             self.settled.append((part.__dict__, itemgetter(*found)))
@@ -166,7 +193,9 @@ class _Layout:
         """Whether all is as it was; attributes that are not are recorded at each boundary from now on."""
         if self.version != _registrations or self.stepped is not snapshot.stepped:
             return False
-        if not self.id_set.isdisjoint(snapshot.numbers) or list(map(len, self.dictionaries)) != self.lengths:
+        if not self.id_set.isdisjoint(snapshot.numbers) or not self.elsewhere <= snapshot.numbers.keys():
+            return False
+        if list(map(len, self.dictionaries)) != self.lengths:
             return False
         try:
             if any(where[name] is not tensor for (where, name), tensor in zip(self.slots, self.tensors, strict=True)):
@@ -273,6 +302,8 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             return restore.refuse(live, f"{name}.{path} of shape {shape} is not in the replacement")
         restore.claim(number + offset, tensor)
         _fill(tensor, restore.blob(first + offset))
+        if restore.is_comparing:
+            forget_gradient(tensor)
     told_parts = [parts[path] for path, _ in described["modules"]]
     learnt = [item for part in told_parts for item in part._parameters.values() if item is not None]
     if described["hooks"] != _count_hooks(_hook_tables(told_parts), learnt):

@@ -30,6 +30,7 @@ class Tag(enum.StrEnum):
     FROZENSET = "f"  # as TUPLE
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
+    WEAK = "W"  # see weak.py
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
     LONG = "L"  # a container too long to record: [tag, type, length, digest]
@@ -74,7 +75,7 @@ def is_settled(node: Any) -> bool:
         return True
     if node[0] is Tag.TUPLE or node[0] is Tag.FROZENSET:
         return len(node) == 2 and all(map(is_settled, node[1]))
-    return node[0] is Tag.PLAIN
+    return node[0] is Tag.PLAIN and node[1] != "class"  # one of the user's may be given attributes
 
 
 _packer = msgpack.Packer()  # kept for its buffer, which would be allocated anew each time

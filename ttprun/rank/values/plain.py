@@ -155,6 +155,7 @@ CODECS: dict[str, Codec] = {
     "scalar": (_scalar_parts, _scalar_of),
     "module": (lambda v: (v.__name__,), _module_of),
     "global": (lambda v: (name_of(v),), _found),
+    "class": (lambda v: (name_of(v),), _found),
 }  # fmt: skip
 
 # The first base that fits decides; a datetime is a date, and an IntEnum's member an int, too.

@@ -2,8 +2,9 @@
 
 `Restore` walks the recorded nodes beside the values that stand in the replacement under the same names. What can be
 changed in place is changed in place, since something else may hold it too; what is immutable is replaced; what the
-replay must have reproduced is compared. Anything else is refused with the variable's name: never is an old value left
-standing. How each kind of node is restored stands in kinds.py.
+replay must have reproduced is compared, as far as can be told: of what means something in its own process only the type
+(process_local.py), of what is large samples (large.py). Anything else is refused with the variable's name. How each
+kind of node is restored stands in kinds.py.
 """
 
 from __future__ import annotations

@@ -58,19 +58,21 @@ class _Scope:
     """What is known of one scope from boundaries before.
 
     fixed       variables whose very object has the same node at each boundary: functions, modules, numbers, paths, ...
-    functions   those among them that could be given attributes
+    watched     the functions and classes among them, which could be given attributes
+    sizes       how many each of those has
     packed      the nodes of `fixed`
     moving      names whose node must be asked for at each boundary
     names       all names of the scope
     rest        those among them that are neither hidden nor fixed
     """
 
-    __slots__ = ("fixed", "functions", "moving", "names", "packed", "rest", "stepped")
+    __slots__ = ("fixed", "moving", "names", "packed", "rest", "sizes", "stepped", "watched")
 
     def __init__(self, stepped: Any) -> None:
         self.stepped = stepped
         self.fixed: dict[str, Any] = {}
-        self.functions: list[Any] = []
+        self.watched: dict[str, Any] = {}
+        self.sizes: list[int] = []
         self.moving: set[str] = set()
         self.packed = b""
         self.names: list[str] = []
@@ -90,21 +92,25 @@ class _Scope:
     def _has_changed(self, scope: Mapping[str, Any]) -> bool:
         if not all(map(is_, map(scope.__getitem__, self.fixed), self.fixed.values())):
             return True
-        return any(map(_attributes_of, self.functions))
+        return self._sizes_now() != self.sizes
+
+    def _sizes_now(self) -> list[int]:
+        return list(map(len, map(_attributes_of, self.watched.values())))
 
     def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
         """These variables can be counted on, too; what `fixed` holds then must be packed again."""
         self.fixed.update((name, scope[name]) for name in new)
-        self.functions = [value for value in self.fixed.values() if value.__class__ is FunctionType]
+        self.watched = {name: value for name, value in self.fixed.items() if isinstance(value, FunctionType | type)}
+        self.sizes = self._sizes_now()
         self._tell_rest()
 
     def _forget(self, scope: Mapping[str, Any]) -> None:
         """Something in `fixed` is not as it was: the others can be counted on again."""
-        for name, value in self.fixed.items():
-            if scope.get(name, self) is not value or (value.__class__ is FunctionType and value.__dict__):
-                self.moving.add(name)
+        self.moving.update(name for name, value in self.fixed.items() if scope.get(name, self) is not value)
+        sizes = zip(self.watched, self.sizes, self._sizes_now(), strict=True)
+        self.moving.update(name for name, before, now in sizes if before != now)
         self.fixed = {}
-        self.functions = []
+        self.watched, self.sizes = {}, []
 
     def _tell_rest(self) -> None:
         self.rest = [name for name in self.names if name not in self.fixed and not is_hidden(name)]
@@ -126,6 +132,7 @@ class Snapshot:
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
     storages   number of the tensor with which a storage was recorded, by the storage's address
+    parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
 
     def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_apart: bool = False) -> None:
@@ -137,6 +144,7 @@ class Snapshot:
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
         self.storages: dict[int, int] = {}
+        self.parts: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay valid only as long as the objects live
 
     def variables(self, scope: Mapping[str, Any], key: Hashable = None) -> dict[str, Any]:
@@ -230,4 +238,6 @@ def _is_fixed(value: Any, node: Any) -> bool:
     """Whether the very same object has the same node at each boundary."""
     if value.__class__ is FunctionType and value.__dict__:
         return False
-    return is_settled(node) or (node[0] is Tag.SAME and HANDLERS[type(value)] in _fixed)
+    if is_settled(node):
+        return True
+    return HANDLERS[type(value)] in _fixed if node[0] is Tag.SAME else node[0] is Tag.PLAIN

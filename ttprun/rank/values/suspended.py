@@ -1,8 +1,8 @@
 """Generators that are suspended between two items: their variables are part of the script's state.
 
-[tag, number, function, instruction, variables, yields from]. Where one stands is told by the instruction, and inside of
-its `for` loops by the loops that are followed. A loop that is not followed hides its position: such a generator is
-refused, unless the position is known from a loop that runs over the generator itself.
+[tag, number, function, instruction, variables, yields from, its loops' iterators]. Where one stands is told by the
+instruction, and inside of its `for` loops by the loops that are followed. A loop that is not followed hides its
+position: such a generator is refused, unless the position is known from a loop that runs over the generator itself.
 """
 
 from __future__ import annotations

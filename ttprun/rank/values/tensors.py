@@ -1,10 +1,13 @@
 """Tensors in variables.
 
 Small ones are recorded with their storage, so that what shared memory in the lost rank shares it again: [tag, number,
-dtype, shape, layout, contents, flags, device]. The contents are bytes, or [index of a blob], or the number of the
-tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor that is all of
-its storage, False for a small part of a large one. Those that optimizers update come from a peer; only which of them it
-is is recorded. Large ones: see large.py.
+dtype, shape, layout, contents, flags, device, place, gradient]. The contents are bytes, or [index of a blob], or the
+number of the tensor that came with the storage. `layout` is [stride, offset, bytes of the storage], None for a tensor
+that is all of its storage, False for a small part of a large one or of a large numpy array. Such a part alone has a
+place: [[stride, offset, bytes of the storage, conjugated, negated], how many numbers before the first part of that
+storage has its own, whether that is a part of an array, whether the whole is known to change]. A leaf that is learnt
+alone has a gradient: its bytes, None if there is none, False if it has another form. Those that optimizers update come
+from a peer; only which of them it is is recorded. Large ones: see large.py.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
-from ttprun.rank.values.large import SMALL_BYTES, follow
+from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_changing
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -81,18 +84,24 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     device = "" if value.device.type == "cpu" else str(value.device)
     node = [Tag.TENSOR, number, dtype, shape]
     size = storage.nbytes()
-    if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device:
-        return [*node, False, _contents(snapshot, plain(value)), flags, device]
+    gradient = [_gradient(value)] if flags & _LEAF else []
+    more = [None, *gradient] if gradient else gradient
+    array = None if storage.resizable() or not size else array_around(at)
+    if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
+        first_part = snapshot.parts.setdefault(at, number)
+        is_held = _is_held(snapshot, value) if array is None else is_changing(array)
+        place = [_form(value), number - first_part, array is not None, is_held]
+        return [*node, False, _contents(snapshot, plain(value)), flags, device, place, *gradient]
     first = snapshot.storages.get(at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
             snapshot.storages[at] = number
-        return [*node, None, _contents(snapshot, value), flags, device]
+        return [*node, None, _contents(snapshot, value), flags, device, *more]
     layout = [list(value.stride()), value.storage_offset(), size]
     if first is None:
         snapshot.storages[at] = number
-        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device]
-    return [*node, layout, first, flags, device]
+        return [*node, layout, _contents(snapshot, _whole(storage)), flags, device, *more]
+    return [*node, layout, first, flags, device, *more]
 
 
 def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> list[Any]:
@@ -114,6 +123,25 @@ def _contents(snapshot: Snapshot, tensor: torch.Tensor) -> bytes | list[int]:
         return ctypes.string_at(tensor.data_ptr(), size) if size else b""
     snapshot.blobs.append(tensor)
     return [len(snapshot.blobs) - 1]
+
+
+def _gradient(leaf: torch.Tensor) -> bytes | bool | None:
+    gradient = leaf.grad
+    if gradient is None:
+        return None
+    is_alike = gradient.layout is torch.strided and gradient.dtype == leaf.dtype and gradient.shape == leaf.shape
+    return raw_bytes(gradient) if is_alike else False
+
+
+def _form(value: torch.Tensor) -> list[Any]:
+    form = [list(value.stride()), value.storage_offset(), value.untyped_storage().nbytes()]
+    return [*form, value.is_conj(), value.is_neg()]
+
+
+def _is_held(snapshot: Snapshot, value: torch.Tensor) -> bool:
+    """Whether it is a part of a tensor that the script is known to change, or that a module has told."""
+    base = value._base
+    return base is not None and value.grad_fn is None and (id(base) in snapshot.numbers or is_changing(base))
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -161,8 +189,34 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 
 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place where the live tensor lies in memory as the recorded one, else a new one."""
-    _, number, dtype, shape, layout, raw, flags, device = node
+    """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient."""
+    found = _restored(restore, live, node, name)
+    if node[6] & _LEAF and restore.is_comparing:
+        _restore_gradient(found, tensor_of(node[2], node[3], node[9]) if isinstance(node[9], bytes) else node[9])
+    return found
+
+
+def _restore_gradient(leaf: torch.Tensor, gradient: Any) -> None:
+    """Write a gradient; None: the lost rank had none, False: it is not known."""
+    if gradient is None:
+        leaf.grad = None
+        return
+    if leaf.grad is None or leaf.grad.layout is not torch.strided:
+        leaf.grad = torch.zeros_like(leaf)
+    if gradient is False:
+        forget_gradient(leaf)
+    else:
+        leaf.grad.data.copy_(gradient)
+
+
+def forget_gradient(tensor: torch.Tensor) -> None:
+    """A gradient that is in no record becomes NaN, so that using it cannot pass unseen: see gradients.py."""
+    if tensor.is_leaf and tensor.grad is not None:
+        local_of(tensor.grad).detach().fill_(float("nan"))
+
+
+def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    _, number, dtype, shape, layout, raw, flags, device, *more = node
     if isinstance(raw, list):
         raw = restore.blob(raw[0])
     if flags & _COMPUTED and _is_kept_on_the_way(restore, live, node) and restore.claim(number, live):
@@ -171,9 +225,17 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
         return live
     if flags & _COMPUTED or not _is_like(live, dtype, shape, device):
         live = MISSING
-    if live is not MISSING and layout is False and raw_bytes(live) == raw and restore.claim(number, live):
-        return _flagged(live, flags, name)
     if layout is False:
+        form, before, is_of_array, is_held = more[0]
+        is_there = live is not MISSING and _lies_there(restore, live, number - before, form)
+        # Where in an array it lies is not to be seen.
+        is_there = is_there and (not is_of_array or raw_bytes(live) == raw)
+        if is_there and restore.claim(number, live):
+            if raw_bytes(live) != raw:
+                live.data.copy_(tensor_of(dtype, shape, raw))
+            return _flagged(live, flags, name)
+        if is_held:
+            return restore.refuse(live, f"{name} is a part of a larger tensor that changes, and lies elsewhere here")
         made = _flagged(tensor_of(dtype, shape, raw).to(device or "cpu"), flags, name)
         restore.claim(number, made)
         return made
@@ -191,7 +253,7 @@ def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> A
 
 def _is_kept_on_the_way(restore: Restore, live: Any, node: list[Any]) -> bool:
     """Whether the replay, not yet at the boundary, can go backward through its own tensor as the lost rank has."""
-    _, _, dtype, shape, layout, _, _, device = node
+    _, _, dtype, shape, layout, _, _, device, *_ = node
     if restore.is_comparing or layout is not None or type(live) is not torch.Tensor or live.grad_fn is None:
         return False
     if dtype_name(live.dtype) != dtype or list(live.shape) != shape or str(live.device) != (device or "cpu"):
@@ -207,6 +269,21 @@ def _is_like(live: Any, dtype: str, shape: list[int], device: str) -> bool:
     return is_there and dtype_name(live.dtype) == dtype and list(live.shape) == shape
 
 
+def _lies_there(restore: Restore, live: torch.Tensor, first: int, form: list[Any]) -> bool:
+    """Whether a live tensor is the same part of a storage, of that which stands for the recorded one."""
+    if _form(live) != form:
+        return False
+    storage = live.untyped_storage()
+    known = restore.storages.get(first)
+    if known is None and not _is_taken(restore, storage):
+        known = restore.storages[first] = storage
+    return known is not None and known.data_ptr() == storage.data_ptr()
+
+
+def _is_taken(restore: Restore, storage: torch.UntypedStorage) -> bool:
+    return any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values())
+
+
 def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: Any) -> bool:
     """Whether a live tensor can stand for the recorded one; if so, its storage is written."""
     storage = live.untyped_storage()
@@ -220,8 +297,7 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
         return known is not None and known.data_ptr() == storage.data_ptr()
     if storage.nbytes() != len(raw):
         return False
-    taken = any(known.data_ptr() == storage.data_ptr() for known in restore.storages.values()) if len(raw) else False
-    if taken:
+    if len(raw) and _is_taken(restore, storage):
         return False
     restore.storages[number] = storage
     if len(raw):
@@ -288,6 +364,7 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         restore.is_same(False, name, f"has shape {list(live.shape)} where the lost rank had {shape}")
     else:
         restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
+        forget_gradient(live)
     return live
 
 
@@ -298,6 +375,8 @@ def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str
     is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
     if is_alike and live.grad_fn is None and restore.claim(number, live):
         live.data.copy_(found)
+        if restore.is_comparing:
+            forget_gradient(live)
         return live
     restore.claim(number, found)
     return found

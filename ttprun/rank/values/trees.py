@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.FROZENSET: {1: Part.UNORDERED, 3: Part.NAMED},
     Tag.DEQUE: {1: _N, 2: Part.NODES, 4: Part.NAMED},
     Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
+    Tag.WEAK: {1: _N, 3: Part.NODES, 4: Part.NODES},
     Tag.BYTES: {1: _N},
     Tag.BUFFER: {1: _N},
     Tag.FILE: {1: _N},
@@ -162,7 +163,7 @@ class Tree:
             return xxhash.xxh3_64_digest(self.contents(node))
         if node[0] != Tag.TENSOR:
             return None
-        _, _, dtype, shape, layout, _, _, _ = node
+        _, _, dtype, shape, layout, *_ = node
         raw = self.contents(node)
         while isinstance(raw, int):
             raw = self.contents(self.definitions[raw])
