@@ -273,6 +273,16 @@ def test_a_long_container_with_other_items_of_the_same_number_is_a_mismatch(kind
     assert carry({"replay_buffer": kind([1.0] * LONG)}, {"replay_buffer": kind([2.0] * LONG)})
 
 
+def test_a_long_list_that_has_grown_is_told_from_what_it_was() -> None:
+    names = [str(number) for number in range(LONG)]
+    carry({"names": names}, {"names": names[:]})
+    values.begin_boundary()
+    names.append("last")
+
+    assert carry({"names": names}, {"names": names[:]}) == []
+    assert carry({"names": names}, {"names": [*names[:-1], "other"]}) == ["names is a long container with other items"]
+
+
 scopes = st.dictionaries(st.sampled_from("abcdef"), plain, max_size=4)
 
 

@@ -9,8 +9,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-import xxhash
-
 from ttprun.rank.values.nodes import (
     MISSING,
     CannotRestoreError,
@@ -23,10 +21,10 @@ from ttprun.rank.values.nodes import (
 )
 from ttprun.rank.values.objects import attributes_of, restore_attributes
 from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.rows import Rows, objects_in, rows_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import MIN_ITEMS, packed_items
+from ttprun.rank.values.unchanged import MAX_ITEMS, MIN_ITEMS, Kept, packed_items
 
-MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
@@ -41,32 +39,43 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
     return [name_of(kind), attributes]
 
 
-def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
-    """Nodes of items; packed, where they are many and cannot change."""
-    if len(items) >= MIN_ITEMS:
-        packed = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
-        if packed is not None:
-            return packed
-    return snapshot.items(items, depth)
+def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept | Rows:
+    """Nodes of items; what is known of them, where they are many and have not changed."""
+    if len(items) < MIN_ITEMS:
+        return snapshot.items(items, depth)
+    known = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
+    return known or rows_of((id(value), which), value, items, snapshot) or snapshot.items(items, depth)
 
 
-def _long(snapshot: Snapshot, value: Any, nodes: Any) -> list[Any]:
+def _packed(found: list[Any] | Kept | Rows) -> Any:
+    return found if isinstance(found, list) else found.packed
+
+
+def _long(value: Any, *parts: list[Any] | Kept | Rows) -> list[Any]:
     """Too long to be recorded: compared by a digest."""
-    if not isinstance(nodes, bytearray):
-        return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
-    return [Tag.LONG, name_of(type(value)), len(value), xxhash.xxh3_64_hexdigest(nodes)]
+    digests, first = [], 0
+    for part in parts:
+        if isinstance(part, list):
+            return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
+        digests.append(part.digest)
+        first = part.first if isinstance(part, Rows) else first
+    return [Tag.LONG, name_of(type(value)), len(value), " ".join(digests), first]
 
 
 def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Compare with what the replay has made."""
-    _, kind, length, digest = node
+    _, kind, length, digest, first = node
     if live is MISSING or name_of(type(live)) != kind:
         return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
     if len(live) != length:
         restore.is_same(False, name, "is a long container of another length")
         return live
     mine = restore.snapshot(live)
-    restore.is_same(mine[0] == Tag.LONG and mine[3] == digest, name, "is a long container with other items")
+    is_same = mine[0] == Tag.LONG and mine[3] == digest
+    restore.is_same(is_same, name, "is a long container with other items")
+    if is_same:
+        for number, item in enumerate(objects_in(live), first):
+            restore.claim(number, item)
     return live
 
 
@@ -76,9 +85,10 @@ def record_sequence(tag: Tag, exact: type | None) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
         items = value if type(value) is list else list(value)
-        nodes = _items(snapshot, value, items, depth)
+        found = _items(snapshot, value, items, depth)
         if len(value) > MAX_ITEMS:
-            return _long(snapshot, value, nodes)
+            return _long(value, found)
+        nodes = _packed(found)
         own = _own(snapshot, value, exact, depth)
         return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, value.maxlen]
 
@@ -206,16 +216,12 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if len(value) < MIN_ITEMS:
         keys, values = snapshot.items(value, depth), snapshot.items(value.values(), depth)
     else:
-        keys = _items(snapshot, value, list(value), depth)
-        values = _items(snapshot, value, list(value.values()), depth, 1)
+        of_keys = _items(snapshot, value, list(value), depth)
+        of_values = _items(snapshot, value, list(value.values()), depth, 1)
         if len(value) > MAX_ITEMS:
-            node = _long(snapshot, value, keys)
-            return node if node[0] is Tag.REFUSED else _long(snapshot, value, _joined(keys, values))
+            return _long(value, of_keys, of_values)
+        keys, values = _packed(of_keys), _packed(of_values)
     return [Tag.DICT, number, keys, values, *_own(snapshot, value, dict, depth)]
-
-
-def _joined(keys: Any, values: Any) -> Any:
-    return keys + values if isinstance(values, bytearray) else values
 
 
 def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

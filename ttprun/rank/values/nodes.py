@@ -32,7 +32,7 @@ class Tag(enum.StrEnum):
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
-    LONG = "L"  # a container too long to record: [tag, type, length, digest]
+    LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]
     CLOSED = "c"  # a file that is closed: [tag, type]
     FILE = "R"  # a file that is read: [tag, number, type, position]
     OBJECT = "o"  # [tag, number, type, {attribute: node}]

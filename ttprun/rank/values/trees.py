@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.DEQUE: {1: _N, 2: Part.NODES, 4: Part.NAMED},
     Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
     Tag.BYTES: {1: _N},
+    Tag.LONG: {4: _N},
     Tag.BUFFER: {1: _N},
     Tag.FILE: {1: _N},
     Tag.OBJECT: {1: _N, 3: Part.NAMED},
