@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import io
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from ttprun.rank.values.rows import Rows, objects_in, rows_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import MAX_ITEMS, MIN_ITEMS, Kept, packed_items
 
+_SLOT = 2 * ctypes.sizeof(ctypes.c_void_p)  # bytes of a set's table for one item
+_TRIES = 32
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
@@ -176,7 +179,12 @@ def record_set(tag: Tag, exact: type) -> Handler:
         number = [snapshot.number(value)] if tag is Tag.SET else []
         nodes = [snapshot.node(item, depth + 1) for item in value] if value else []
         if all(map(is_settled, nodes)):
-            return [tag, *number, nodes, *_own(snapshot, value, exact, depth)]
+            own = _own(snapshot, value, exact, depth)
+            return (
+                [tag, *number, nodes, *own]
+                if tag is Tag.FROZENSET
+                else [tag, *number, nodes, *(own or (None, {})), _slots(value)]
+            )
         if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
             return [Tag.REFUSED, "is a set of objects that can change"]
         kinds = sorted(name_of(type(item)) for item in value)
@@ -185,18 +193,57 @@ def record_set(tag: Tag, exact: type) -> Handler:
     return handle
 
 
+def _slots(value: set[Any]) -> int:
+    """Slots of a set's table (0: as few as can be), which decide in what order its items come.
+
+    -1 if their hashes do too, and are others in each process: no script can count on the order.
+    """
+    return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, value)) else -1
+
+
+def _has_lasting_hash(item: Any) -> bool:
+    """Whether it has the same hash in each process."""
+    if item.__class__ is tuple:
+        return all(map(_has_lasting_hash, item))
+    return item.__class__ in (int, bool, float) and item == item
+
+
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, or a new one."""
-    target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, set, name)
+    """In place, or a new one; in the order of the lost rank, if one process can know another's."""
+    _, number, nodes, kind, attributes, slots = node
+    target = _made(restore, live, number, kind, set, name)
     if target is MISSING:
         return live
-    items = restore.items([], node[2], name)
-    if set(items) != target:
-        set.clear(target)
-        set.update(target, items)
-    if len(node) > 3:
-        restore_attributes(restore, target, node[4], name)
+    items = restore.items([], nodes, name)
+    if slots < 0:
+        if set(items) != target:
+            set.clear(target)
+            set.update(target, items)
+    elif list(target) != items and not _is_put_in_order(target, items, slots):
+        return restore.refuse(
+            live, f"{name} is a set, and its order in the lost rank cannot be reached: a dict keeps it"
+        )
+    restore_attributes(restore, target, attributes, name)
     return target
+
+
+def _is_put_in_order(target: set[Any], items: list[Any], slots: int) -> bool:
+    """Fill a set so that it gives its items in this order. Where two want one slot, it depends on which was first."""
+    order = list(items)
+    others = [object() for _ in range(slots // 4 - len(items))]  # as many as make a new table that large
+    makes_room = dict.fromkeys if 2 * len(items) < slots else list  # one by one they fill a table more than a half
+    for _ in range(_TRIES):
+        set.clear(target)
+        set.update(target, makes_room([*order, *others]))
+        for other in others:
+            set.discard(target, other)
+        found = list(target)
+        if found == items:
+            return True
+        misplaced = next(item for item, there in zip(items, found, strict=True) if item != there)
+        order.remove(misplaced)
+        order.append(misplaced)
+    return False
 
 
 def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
