@@ -69,7 +69,12 @@ def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) ->
 def seen_from(source: str, directory: str) -> list[str]:
     """What is told of each step."""
     found: list[str] = []
-    run_steps(source, directory, lambda frame: found.append(gathering.loop_around(frames.user_frames(frame))))
+
+    def step(frame: FrameType) -> None:
+        of_user = frames.user_frames(frame)
+        found.append(gathering.loop_around(of_user, [len(loops.of_frame(one)) for one in of_user]))
+
+    run_steps(source, directory, step)
     return found
 
 

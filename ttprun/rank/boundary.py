@@ -203,7 +203,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         unfollowed += unknown
         if unknown or code.co_filename not in rewrite.followed_files:
             not_followed = not_followed or "a loop around the optimizer step was not followed in the lost rank"
-    gathers = gathering.loop_around(frames)
+    gathers = gathering.loop_around(frames, list(map(len, active)))
     if gathers and not not_followed:
         not_followed = (
             f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 from types import CodeType, FrameType
 
-from ttprun.rank import loops, rewrite
+from ttprun.rank import rewrite
 from ttprun.rank.values.suspended import bodies
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})  # in frames of their own, before Python 3.12
@@ -20,19 +20,22 @@ _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})
 _known: dict[int, tuple[CodeType, list[range], dict[int, str]]] = {}
 
 
-def loop_around(frames: list[FrameType]) -> str:
-    """The innermost such loop that is under way in the user's frames (outermost first), with its place; "" if none."""
+def loop_around(frames: list[FrameType], followed: list[int]) -> str:
+    """The innermost such loop that is under way in the user's frames (outermost first), with its place; "" if none.
+
+    followed   how many `for` loops of each frame are under way and followed
+    """
     found = ""
     outer: FrameType | None = None
-    for frame in frames:
-        kind = _kind_of(frame, outer)
+    for frame, count in zip(frames, followed, strict=True):
+        kind = _kind_of(frame, outer, count)
         if kind:
             found = f"{kind} ({frame.f_code.co_filename}:{frame.f_lineno})"
         outer = frame
     return found
 
 
-def _kind_of(frame: FrameType, outer: FrameType | None) -> str:
+def _kind_of(frame: FrameType, outer: FrameType | None, followed: int) -> str:
     code = frame.f_code
     known = _known.get(id(code))
     if known is None:
@@ -40,7 +43,7 @@ def _kind_of(frame: FrameType, outer: FrameType | None) -> str:
     _, for_loops, calls = known
     is_generator = code.co_name == _GENERATOR
     active = sum(frame.f_lasti in body for body in for_loops) - is_generator  # its outermost iterator is a variable
-    if code.co_name in _COMPREHENSIONS or (active > 0 and active > len(loops.of_frame(frame))):
+    if code.co_name in _COMPREHENSIONS or active > followed:
         return "a comprehension"
     if is_generator and outer is frame.f_back and outer is not None and not _stands_in_loop(outer):
         return "a generator expression that a call takes all items of"

@@ -166,6 +166,16 @@ def test_the_row_at_which_the_script_stands_is_the_one_in_a_long_list_or_refused
     assert is_refused({"row": rows[5], "rows": rows}, {"row": here[2], "rows": here})
 
 
+def test_rows_that_hold_the_list_in_which_they_are_come_back() -> None:
+    rows, here = make_rows(), make_rows()
+    rows[3]["all"] = rows
+    rows.append(rows)
+
+    carried(rows, here)
+
+    assert here[3]["all"] is here[-1] is here
+
+
 def test_two_lists_of_the_same_rows_stay_so() -> None:
     rows, here = make_rows(), make_rows()
     scope: Scope = {"rows": here, "some": here[:15]}

@@ -8,6 +8,7 @@ numbers of their own, the same at each boundary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -87,15 +88,19 @@ class Rows:
         self._levels: list[_Level] = []
         self._walks_left = 0
 
-    def can_be_used(self, items: list[Any], node_apart: Any) -> bool:
-        """Whether all that is known of the items is so now; they may be laid out for that."""
+    def can_be_used(self, items: list[Any], node_apart: Callable[[Any, int], Any]) -> bool:
+        """Whether all that is known of the items is so now; they may be laid out for that.
+
+        What changes is walked over for a while, since that takes less time; what is long can only be compared.
+        """
         if self._walks_left and len(items) <= MAX_ITEMS:
             self._walks_left -= 1
             return False
         if self._levels and self._are_as_they_were(items):
             return True
         is_new = not self._levels
-        self._levels = _laid_out(items, node_apart) if is_new or len(items) > MAX_ITEMS else []
+        is_tried = is_new or len(items) > MAX_ITEMS
+        self._levels = _laid_out(self._container, items, node_apart) if is_tried else []
         if not self._levels:
             self._walks_left = WALKS
             return False
@@ -121,8 +126,11 @@ class Rows:
         self.packed, self.digest = (b"", xxhash.xxh3_64_hexdigest(packed)) if is_long else (packed, "")
 
 
-def _laid_out(items: list[Any], node_apart: Any) -> list[_Level]:
-    """The levels; none if there is something among them that can change and is no list or dictionary."""
+def _laid_out(container: Any, items: list[Any], node_apart: Callable[[Any, int], Any]) -> list[_Level]:
+    """The levels; none if there is something among them that can change and is no list or dictionary.
+
+    container   of the items; that it holds itself is left to a walk
+    """
     levels = []
     seen: set[int] = set()
     items = list(items)
@@ -137,6 +145,8 @@ def _laid_out(items: list[Any], node_apart: Any) -> list[_Level]:
                     seen.add(id(value))
                     inner[kind].append(value)
             elif not is_settled(node_apart(value, 0)):
+                return []
+            if value is container:
                 return []
         level = _Level(items, inner[list], inner[dict])
         levels.append(level)
@@ -153,10 +163,10 @@ def rows_of(key: tuple[int, int], container: Any, items: list[Any], snapshot: Sn
     if is_walked or items[0].__class__ not in (list, dict):
         return None
     known = _kept[key] = _kept.get(key) or _before.get(key) or Rows(container)
-    if not known.can_be_used(items, snapshot.node_apart) or not snapshot.numbers.keys().isdisjoint(
-        known.numbers.keys()
-    ):
-        return None  # an object in them has been met and numbered already
+    if not known.can_be_used(items, snapshot.node_apart):
+        return None
+    if not snapshot.numbers.keys().isdisjoint(known.numbers.keys()):
+        return None  # something in them has been met, and has another number
     snapshot.numbers.update(known.numbers)
     return known
 
