@@ -112,6 +112,34 @@ def test_a_script_that_resumes_behind_the_lost_ranks_item_goes_on_with_that_all_
     assert jump.record()["bounds"] == [0, 10, 1]
 
 
+def test_items_that_the_lost_rank_has_put_into_its_list_are_met_by_the_loop_when_the_list_is_restored() -> None:
+    """`for lr in rates: train(lr); rates[i + 1] = ...`: the list is restored while the loop is under way."""
+    here = [0.1, 0.2, 0.3, 0.4]
+    recorded, _ = begin_at(here[:], 2)
+
+    items = iter(loops.Jump(new_site(), recorded, here, MOVER))
+    first = next(items)
+    here[:] = [0.1, 0.2, 9.0, 0.4, 7.0]
+
+    assert first == 0.2
+    assert list(items) == [9.0, 0.4, 7.0]
+
+
+class Twice(list[int]):
+    """A list that hands out each item two times."""
+
+    def __iter__(self) -> Iterator[int]:
+        return (item for item in self[:] for _ in range(2))
+
+
+def test_a_list_that_hands_out_its_items_in_its_own_way_goes_on_in_that_way() -> None:
+    recorded, left = begin_at(Twice([5, 6, 7]), 4)
+
+    jump = loops.Jump(new_site(), recorded, Twice([5, 6, 7]), MOVER)
+
+    assert list(jump) == left == [6, 7, 7]
+
+
 @pytest.mark.parametrize("item", ["train", ("train", 3)])
 def test_a_script_that_resumes_behind_the_lost_ranks_item_of_a_list_does_not_come_by_the_place(item: Any) -> None:
     recorded, _ = begin_at([item, "val", "test"], 1)

@@ -20,6 +20,7 @@ from ttprun.rank import (
     faults,
     files,
     foreign,
+    gathering,
     gradients,
     loaders,
     looped,
@@ -210,6 +211,12 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         unfollowed += unknown
         if unknown or code.co_filename not in rewrite.followed_files:
             not_followed = not_followed or "a loop around the optimizer step was not followed in the lost rank"
+    gathers = gathering.loop_around(frames, list(map(len, active)))
+    if gathers and not not_followed:
+        not_followed = (
+            f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "
+            "a for loop in its place is followed"
+        )
     on_stack = set(map(id, scopes))
     loops.note_steps(around, unfollowed)
     loaders.note_boundary()

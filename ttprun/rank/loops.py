@@ -182,17 +182,17 @@ class Jump(Loop):
     def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
         """An iterator behind the first item to hand out, and that item."""
         if isinstance(iterable, range) and record["bounds"]:
-            rest = iter(self._rest(iterable, skip, record["bounds"]))
-            return rest, next(rest, END)
-        if isinstance(iterable, range | list | tuple | str):
-            values: Any = list(iterable) if isinstance(iterable, str) else iterable
-            if record["lead"] == 1 and _is_whole(record["current"]):
-                skip = _place_of(record["current"], values, skip)
-            rest = iter(values[skip:])
-            return rest, next(rest, END)
+            left = iter(self._rest(iterable, skip, record["bounds"]))
+            return left, next(left, END)
         if isinstance(iterable, enumerate):
             return self._at_enumerated(iterable, skip, record)
-        items = self._mover.moved(iter(iterable), skip)
+        items: Any = iter(iterable)
+        if type(iterable) in (range, list, tuple, str):
+            if record["lead"] == 1 and _is_whole(record["current"]):
+                skip = _place_of(record["current"], iterable, skip)
+            items.__setstate__(skip)  # and no copy of the rest: a list is restored while the loop runs over it
+        else:
+            items = self._mover.moved(items, skip)
         return items, next(items, END)
 
     def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:

@@ -91,7 +91,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch.utils.data.dataloader",
         "_BaseDataLoaderIter.__next__",
         "ttprun.rank.loaders:wrap_next",
-        "to know when an iterator has ended",
+        "to know the newest batch, and when an iterator has ended",
     ),
     Patch(
         "torch.utils.data.dataloader",

@@ -13,11 +13,12 @@ What the replay cannot reproduce it refuses: every check that fails is told to t
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Iterable
 from functools import partial
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,6 +288,7 @@ class Replay:
         is_alike = trained.counts_now() == record["stepped"]
         stepped = trained.stepped_tensors() if is_alike else list(trained.parameters())
         restore = Restore(record.blobs, is_comparing, stepped)
+        modules = self._import_modules(record["modules"], is_comparing)
         try:
             frames = user_frames(frame)
             for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
@@ -294,10 +296,8 @@ class Replay:
             for user_frame, recorded in zip(frames, record["loops"], strict=True):
                 for loop, fields in zip(loops.of_frame(user_frame), recorded, strict=True):
                     restore_loop(restore, loop, fields)
-            known = dict(files.user_modules())
-            for name, variables in record["modules"].items():
-                if name in known:
-                    restore.module(vars(known[name]), variables, f"{name}: ")
+            for name, module in modules.items():
+                restore.module(vars(module), record["modules"][name], f"{name}: ")
             for index, (optimizer, node) in enumerate(
                 zip(trained.optimizers(), record["optimizers"], strict=is_comparing)
             ):
@@ -308,6 +308,17 @@ class Replay:
             self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
         random_state.restore(record["rng"])
         return restore
+
+    def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:
+        """The user's modules of these names, those among them that the replay has not come by too."""
+        found = {}
+        for name in names:
+            try:
+                found[name] = importlib.import_module(name)
+            except Exception as error:  # whatever the module does
+                if is_comparing:
+                    self.refuse(f"the lost rank had loaded the module {name}, and here that fails: {error!r}")
+        return found
 
     def _compare_optimizers(self, record: Record) -> None:
         """Refuses if they have other parameters than in the lost rank."""

@@ -55,6 +55,15 @@ class _ForLoops(ast.NodeTransformer):
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
         return self._visit_scope(node, is_class_body=False)
 
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        is_name = isinstance(node.func, ast.Name) or getattr(node.func, "attr", "") == "reduce"
+        name = ast.unparse(node.func) if is_name else ""
+        if name in _GATHER:
+            where = (self.filename, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+            gathering[where] = name
+        return node
+
     def _visit_scope(self, node: ast.AST, is_class_body: bool) -> ast.AST:
         outside, self._is_in_class_body = self._is_in_class_body, is_class_body
         self.generic_visit(node)
@@ -89,6 +98,13 @@ def _first_statement(tree: ast.Module) -> int:
 loaded: list[str] = ["__main__"]
 # Files whose loops are followed; a user's frame of any other file cannot be replayed.
 followed_files: set[str] = set()
+# Their calls of functions that take all items of what they are given: (file, first line, last line, first column, last
+# column) and the function's name.
+gathering: dict[tuple[str, int | None, int | None, int | None, int | None], str] = {}
+_GATHER = frozenset({
+    "all", "any", "dict", "frozenset", "functools.reduce", "list", "max", "min", "reduce", "set", "sorted", "sum",
+    "tuple",
+})  # fmt: skip
 
 
 class FollowedLoader(importlib.machinery.SourceFileLoader):

@@ -3,7 +3,7 @@
 A worker draws from its own generators, batch after batch, and runs ahead of the training. Before each batch it writes
 its states into a ring in the rank's recorder, which outlives them both; a replacement's worker that begins at batch k
 takes up the states that the lost one had before batch k. Workers that are spawned and not forked have no recorder;
-their batches are compared like all others (`loaders.Batch`), and a difference ends the replay.
+their batches are compared like all others (batches.py), and a difference ends the replay.
 """
 
 from __future__ import annotations

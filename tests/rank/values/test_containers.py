@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from tests.rank.values.carrying import (
     plain,
 )
 from ttprun.rank import values
+from ttprun.rank.values import CannotRestoreError
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,63 @@ def test_an_item_that_is_set_in_the_middle_of_a_long_list_comes_back() -> None:
 @pytest.mark.parametrize("kind", [list, collections.deque, lambda items: dict(enumerate(items))])
 def test_a_long_container_with_other_items_of_the_same_number_is_a_mismatch(kind: Callable[[Any], Any]) -> None:
     assert carry({"replay_buffer": kind([1.0] * LONG)}, {"replay_buffer": kind([2.0] * LONG)})
+
+
+def pool_of(count: int, left: int) -> set[int]:
+    """Of which items have been taken at random: its table is as large as it was."""
+    pool = set(range(count))
+    for item in random.Random(count).sample(range(count), count - left):
+        pool.discard(item)
+    return pool
+
+
+POOLS: dict[str, Callable[[], set[Any]]] = {
+    "few left": lambda: pool_of(1000, 4),
+    "half left": lambda: pool_of(5000, 2500),
+    "all but one": lambda: pool_of(50, 49),
+    "grown": lambda: {number * number for number in range(30)},
+    "small, two for one slot": lambda: {7, 15, 3},
+    "more than half full": lambda: {37 * number for number in range(18)},
+    "pairs": lambda: {(number % 7, number) for number in range(12)},
+    "empty": set,
+}
+
+
+@pytest.mark.parametrize("kind", POOLS)
+def test_a_set_of_numbers_gives_its_items_in_the_order_of_the_lost_rank(kind: str) -> None:
+    lost, here = POOLS[kind](), set(range(1000))
+
+    carry({"pool": lost}, {"pool": here})
+
+    assert list(here) == list(lost)
+    assert [here.pop() for _ in range(len(here))] == [lost.pop() for _ in range(len(lost))]
+
+
+def test_a_set_of_numbers_whose_order_cannot_be_reached_is_refused() -> None:
+    lost = set(random.Random(3).sample(range(1 << 60), 3000))
+    for item in list(lost)[::2]:
+        lost.discard(item)
+
+    with pytest.raises(CannotRestoreError, match="pool is a set, and its order in the lost rank cannot be reached"):
+        carry({"pool": lost}, {"pool": set()})
+
+
+def test_the_order_of_a_set_of_texts_is_another_in_each_process_and_hinders_nothing() -> None:
+    here: set[Any] = {"z"}
+
+    carry({"names": {"a", "b", None, ("c", 1)}}, {"names": here})
+
+    assert here == {"a", "b", None, ("c", 1)}
+
+
+def test_a_long_list_that_has_grown_is_told_from_what_it_was() -> None:
+    names = [str(number) for number in range(LONG)]
+    carry({"names": names}, {"names": names[:]})
+    values.begin_boundary()
+    names.append("last")
+
+    assert carry({"names": names}, {"names": names[:]}) == []
+    assert carry({"names": names}, {"names": [*names[:-1], "other"]}) == ["names is a long container with other items"]
 
 
 scopes = st.dictionaries(st.sampled_from("abcdef"), plain, max_size=4)

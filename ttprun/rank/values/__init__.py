@@ -6,7 +6,7 @@ other ranks merge.py makes one record of three, which trees.py compares. The rul
 reproduced by the replay and compared, is refused with the variable's name.
 """
 
-from ttprun.rank.values import callables, kinds, large, modules, objects, snapshot, unchanged
+from ttprun.rank.values import callables, kinds, large, modules, objects, rows, snapshot, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.merge import Merge
@@ -27,6 +27,7 @@ __all__ = [
 def begin_boundary() -> None:
     """What was kept of values that were not met at the boundary before is forgotten."""
     unchanged.forget_unused()
+    rows.forget_unused()
     modules.forget_unused()
 
 

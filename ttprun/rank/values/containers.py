@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import array
 import collections
+import ctypes
 import io
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
-
-import xxhash
 
 from ttprun.rank.values.nodes import (
     MISSING,
@@ -23,10 +22,12 @@ from ttprun.rank.values.nodes import (
 )
 from ttprun.rank.values.objects import attributes_of, restore_attributes
 from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.rows import Rows, objects_in, rows_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import MIN_ITEMS, packed_items
+from ttprun.rank.values.unchanged import MAX_ITEMS, MIN_ITEMS, Kept, packed_items
 
-MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+_SLOT = 2 * ctypes.sizeof(ctypes.c_void_p)  # bytes of a set's table for one item
+_TRIES = 32
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
@@ -41,32 +42,43 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
     return [name_of(kind), attributes]
 
 
-def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
-    """Nodes of items; packed, where they are many and cannot change."""
-    if len(items) >= MIN_ITEMS:
-        packed = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
-        if packed is not None:
-            return packed
-    return snapshot.items(items, depth)
+def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept | Rows:
+    """Nodes of items; what is known of them, where they are many and have not changed."""
+    if len(items) < MIN_ITEMS:
+        return snapshot.items(items, depth)
+    known = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
+    return known or rows_of((id(value), which), value, items, snapshot) or snapshot.items(items, depth)
 
 
-def _long(snapshot: Snapshot, value: Any, nodes: Any) -> list[Any]:
+def _packed(found: list[Any] | Kept | Rows) -> Any:
+    return found if isinstance(found, list) else found.packed
+
+
+def _long(value: Any, *parts: list[Any] | Kept | Rows) -> list[Any]:
     """Too long to be recorded: compared by a digest."""
-    if not isinstance(nodes, bytearray):
-        return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
-    return [Tag.LONG, name_of(type(value)), len(value), xxhash.xxh3_64_hexdigest(nodes)]
+    digests, first = [], 0
+    for part in parts:
+        if isinstance(part, list):
+            return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
+        digests.append(part.digest)
+        first = part.first if isinstance(part, Rows) else first
+    return [Tag.LONG, name_of(type(value)), len(value), " ".join(digests), first]
 
 
 def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Compare with what the replay has made."""
-    _, kind, length, digest = node
+    _, kind, length, digest, first = node
     if live is MISSING or name_of(type(live)) != kind:
         return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
     if len(live) != length:
         restore.is_same(False, name, "is a long container of another length")
         return live
     mine = restore.snapshot(live)
-    restore.is_same(mine[0] == Tag.LONG and mine[3] == digest, name, "is a long container with other items")
+    is_same = mine[0] == Tag.LONG and mine[3] == digest
+    restore.is_same(is_same, name, "is a long container with other items")
+    if is_same:
+        for number, item in enumerate(objects_in(live), first):
+            restore.claim(number, item)
     return live
 
 
@@ -76,9 +88,10 @@ def record_sequence(tag: Tag, exact: type | None) -> Handler:
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
         items = value if type(value) is list else list(value)
-        nodes = _items(snapshot, value, items, depth)
+        found = _items(snapshot, value, items, depth)
         if len(value) > MAX_ITEMS:
-            return _long(snapshot, value, nodes)
+            return _long(value, found)
+        nodes = _packed(found)
         own = _own(snapshot, value, exact, depth)
         return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, value.maxlen]
 
@@ -166,7 +179,10 @@ def record_set(tag: Tag, exact: type) -> Handler:
         number = [snapshot.number(value)] if tag is Tag.SET else []
         nodes = [snapshot.node(item, depth + 1) for item in value] if value else []
         if all(map(is_settled, nodes)) or all(map(_is_found_class, value, nodes)):
-            return [tag, *number, nodes, *_own(snapshot, value, exact, depth)]
+            own = _own(snapshot, value, exact, depth)
+            if tag is Tag.FROZENSET:
+                return [tag, nodes, *own]
+            return [tag, *number, nodes, *(own or (None, {})), _slots(value)]
         if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
             return [Tag.REFUSED, "is a set of objects that can change"]
         kinds = sorted(name_of(type(item)) for item in value)
@@ -180,18 +196,57 @@ def _is_found_class(value: Any, node: Any) -> bool:
     return isinstance(value, type) and node[0] is not Tag.SAME
 
 
+def _slots(value: set[Any]) -> int:
+    """Slots of a set's table (0: as few as can be), which decide in what order its items come.
+
+    -1 if their hashes do too, and are others in each process: no script can count on the order.
+    """
+    return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, value)) else -1
+
+
+def _has_lasting_hash(item: Any) -> bool:
+    """Whether it has the same hash in each process."""
+    if item.__class__ is tuple:
+        return all(map(_has_lasting_hash, item))
+    return item.__class__ in (int, bool, float) and item == item
+
+
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, or a new one."""
-    target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, set, name)
+    """In place, or a new one; in the order of the lost rank, if one process can know another's."""
+    _, number, nodes, kind, attributes, slots = node
+    target = _made(restore, live, number, kind, set, name)
     if target is MISSING:
         return live
-    items = restore.items([], node[2], name)
-    if set(items) != target:
-        set.clear(target)
-        set.update(target, items)
-    if len(node) > 3:
-        restore_attributes(restore, target, node[4], name)
+    items = restore.items([], nodes, name)
+    if slots < 0:
+        if set(items) != target:
+            set.clear(target)
+            set.update(target, items)
+    elif list(target) != items and not _is_put_in_order(target, items, slots):
+        return restore.refuse(
+            live, f"{name} is a set, and its order in the lost rank cannot be reached: a dict keeps it"
+        )
+    restore_attributes(restore, target, attributes, name)
     return target
+
+
+def _is_put_in_order(target: set[Any], items: list[Any], slots: int) -> bool:
+    """Fill a set so that it gives its items in this order. Where two want one slot, it depends on which was first."""
+    order = list(items)
+    others = [object() for _ in range(slots // 4 - len(items))]  # as many as make a new table that large
+    makes_room = dict.fromkeys if 2 * len(items) < slots else list  # one by one they fill a table more than a half
+    for _ in range(_TRIES):
+        set.clear(target)
+        set.update(target, makes_room([*order, *others]))
+        for other in others:
+            set.discard(target, other)
+        found = list(target)
+        if found == items:
+            return True
+        misplaced = next(item for item, there in zip(items, found, strict=True) if item != there)
+        order.remove(misplaced)
+        order.append(misplaced)
+    return False
 
 
 def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
@@ -211,16 +266,12 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if len(value) < MIN_ITEMS:
         keys, values = snapshot.items(value, depth), snapshot.items(value.values(), depth)
     else:
-        keys = _items(snapshot, value, list(value), depth)
-        values = _items(snapshot, value, list(value.values()), depth, 1)
+        of_keys = _items(snapshot, value, list(value), depth)
+        of_values = _items(snapshot, value, list(value.values()), depth, 1)
         if len(value) > MAX_ITEMS:
-            node = _long(snapshot, value, keys)
-            return node if node[0] is Tag.REFUSED else _long(snapshot, value, _joined(keys, values))
+            return _long(value, of_keys, of_values)
+        keys, values = _packed(of_keys), _packed(of_values)
     return [Tag.DICT, number, keys, values, *_own(snapshot, value, dict, depth)]
-
-
-def _joined(keys: Any, values: Any) -> Any:
-    return keys + values if isinstance(values, bytearray) else values
 
 
 def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -26,14 +26,14 @@ class Tag(enum.StrEnum):
     PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
     LIST = "l"  # [tag, number, items], of other types than list also [..., type, attributes]
     TUPLE = "t"  # [tag, items], of other types than tuple also [..., type, attributes]
-    SET = "s"  # as LIST
+    SET = "s"  # [tag, number, items, type or None, attributes, size of its table or -1]
     FROZENSET = "f"  # as TUPLE
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
     WEAK = "W"  # see weak.py
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
-    LONG = "L"  # a container too long to record: [tag, type, length, digest]
+    LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]
     CLOSED = "c"  # a file that is closed: [tag, type]
     FILE = "R"  # a file that is read: [tag, number, type, position]
     OBJECT = "o"  # [tag, number, type, {attribute: node}]

@@ -40,6 +40,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
     Tag.WEAK: {1: _N, 3: Part.NODES, 4: Part.NODES},
     Tag.BYTES: {1: _N},
+    Tag.LONG: {4: _N},
     Tag.BUFFER: {1: _N},
     Tag.FILE: {1: _N},
     Tag.OBJECT: {1: _N, 3: Part.NAMED},

@@ -11,17 +11,19 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 
 MIN_ITEMS = 12  # below, packing anew is as fast
+MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 _OB_ITEM = 3 * ctypes.sizeof(ctypes.c_void_p)  # offset of the items' address in CPython's list object
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 
 
-class _Kept:
+class Kept:
     """What is known of one container.
 
     items     objects whose addresses are `addresses`
@@ -30,7 +32,7 @@ class _Kept:
     stepped   the optimizers' storages by which those were told
     """
 
-    __slots__ = ("addresses", "items", "memory", "packed", "stepped")
+    __slots__ = ("_digest", "_digest_of", "addresses", "items", "memory", "packed", "stepped")
 
     def __init__(self, stepped: Any) -> None:
         self.stepped = stepped
@@ -38,10 +40,18 @@ class _Kept:
         self.items: list[Any] = []
         self.addresses = b""
         self.packed = bytearray()
+        self._digest, self._digest_of = "", -1
+
+    @property
+    def digest(self) -> str:
+        """Of `packed`, to which things are only ever added."""
+        if self._digest_of != len(self.packed):
+            self._digest, self._digest_of = xxhash.xxh3_64_hexdigest(self.packed), len(self.packed)
+        return self._digest
 
 
-_kept: dict[tuple[int, int], _Kept] = {}
-_before: dict[tuple[int, int], _Kept] = {}
+_kept: dict[tuple[int, int], Kept] = {}
+_before: dict[tuple[int, int], Kept] = {}
 
 
 def forget_unused() -> None:
@@ -68,10 +78,8 @@ def _choose() -> Callable[[list[Any]], bytes]:
 addresses = _choose()
 
 
-def packed_items(
-    key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any], stepped: Any
-) -> bytearray | None:
-    """The nodes of all items, one behind the other; None if some item can change.
+def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any], stepped: Any) -> Kept | None:
+    """What is known of the items, with the nodes of all of them; None if some item can change.
 
     key      (address of the container, 0 for its keys, 1 for its values); another container there does no harm
     items    what it holds now, in order
@@ -83,12 +91,12 @@ def packed_items(
         return None
     kept = _before.get(key) or _kept.get(key)
     if kept is None or (kept.memory and not _is_where_it_was(kept, items, stepped)):
-        kept = _Kept(stepped)
+        kept = Kept(stepped)
     now = addresses(items)
     known = kept.addresses
     if now != known:
         if not now.startswith(known) or kept.memory:
-            kept = _Kept(stepped)
+            kept = Kept(stepped)
         begin = len(kept.items)
         added = items[begin:]
         if not set(map(type, added)) <= SETTLED:
@@ -99,14 +107,14 @@ def packed_items(
                 kept.memory = _pointers(items)
             elif not all(map(is_settled, added)):
                 return None
-        kept.packed += _pack_all(added)
+        kept.packed += pack_all(added)
         kept.items += items[begin:]
         kept.addresses = now
     _kept[key] = kept
-    return kept.packed
+    return kept
 
 
-def _is_where_it_was(kept: _Kept, items: list[Any], stepped: Any) -> bool:
+def _is_where_it_was(kept: Kept, items: list[Any], stepped: Any) -> bool:
     try:
         return kept.stepped is stepped and _pointers(items) == kept.memory
     except (TypeError, AttributeError):  # something else than a tensor among them
@@ -120,7 +128,7 @@ def _pointers(tensors: list[Any]) -> list[int]:
     return list(map(Tensor.data_ptr, tensors))
 
 
-def _pack_all(nodes: list[Any]) -> bytes:
+def pack_all(nodes: list[Any]) -> bytes:
     """Nodes one behind the other: a packed list without its head of 1, 3 or 5 bytes."""
     packed = pack(nodes)
     return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]

@@ -1,0 +1,115 @@
+"""A step inside of something that gathers items where nobody can see them is told; one in a loop that is followed is not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.rank.fakes import make_session
+from tests.rank.processes import run_alone
+from ttprun.rank import boundary, frames, gathering, loops, rewrite
+
+GATHERS = {
+    "list comprehension": ("losses = [train(b) for b in [1, 2]]", "a comprehension"),
+    "set comprehension": ("losses = {train(b) for b in [1, 2]}", "a comprehension"),
+    "dict comprehension": ("losses = {b: train(b) for b in [1, 2]}", "a comprehension"),
+    "nested": ("losses = [train(b) for a in [1, 2] for b in [a]]", "a comprehension"),
+    "in a followed loop": ("for a in [1]:\n    losses = [train(b) for b in [a]]", "a comprehension"),
+    "around a followed loop": ("def epoch():\n    for b in [1]:\n        train(b)\n\n[epoch() for _ in [1]]", "a comprehension"),
+    "nested, in a generator": ("for a in (train(c) for b in [1] for c in (b, b)):\n    pass", "a comprehension"),
+    "sum": ("total = sum(train(b) for b in [1, 2])", "a generator expression that a call takes all items of"),
+    "join": ("text = ''.join(str(train(b)) for b in [1, 2])", "a generator expression that a call takes all items of"),
+    "unpacked": ("a, b = (train(b) for b in [1, 2])", "a generator expression that a call takes all items of"),
+    "list of map": ("losses = list(map(train, [1, 2]))", "a call of list"),
+    "reduce": ("import functools\ntotal = functools.reduce(lambda a, b: a + train(b), [1, 2], 0)", "a call of functools.reduce"),
+    "any of map": ("found = any(map(train, [1, 2]))", "a call of any"),
+    "sum of a generator": (
+        "def batches():\n    for b in [1, 2]:\n        yield train(b)\n\ntotal = sum(batches())",
+        "a call of sum",
+    ),
+}  # fmt: skip
+DOES_NOT = {
+    "for": "for b in [1, 2]:\n    train(b)",
+    "nested": "for a in [1, 2]:\n    for b in [a]:\n        train(b)",
+    "behind a comprehension": "batches = [b for b in [1, 2]]\ntrain(sum(b for b in batches))",
+    "what a comprehension runs over": "losses = [loss for loss in [train(1)]]",
+    "what a call is given": "total = sum([train(1)], train(2))\nbest = max(train(3), 2)",
+    "for over a generator expression": "for loss in (train(b) for b in [1, 2]):\n    pass",
+    "for over a chain of generator expressions": "for loss in (str(a) for a in (train(b) for b in [1, 2])):\n    pass",
+    "yield from": "def losses():\n    yield from (train(b) for b in [1, 2])\n\nfor loss in losses():\n    pass",
+    "next": "def losses():\n    for b in [1, 2]:\n        yield train(b)\n\nnext(losses())",
+    "while": "n = 0\nwhile n < 2:\n    n += train(n)",
+    "for with try, else and with": (
+        "import contextlib\nfor b in [1, 2]:\n    with contextlib.nullcontext():\n        try:\n            train(b)\n"
+        "            raise KeyError\n        except KeyError:\n            train(b)\n        finally:\n            train(b)\n"
+        "else:\n    train(3)"
+    ),
+}
+
+
+def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) -> None:
+    """Run such a script of the user's; `step` is given its frame at each step."""
+    frames.add_user_directory(directory)
+    script = f"{directory}/script.py"
+
+    def train(batch: Any) -> int:
+        step(sys._getframe(1))
+        return 1
+
+    scope: dict[str, Any] = {"__name__": "script", "train": train}
+    scope["__builtins__"] = vars(__import__("builtins")) | {rewrite.ENTER: loops.enter, rewrite.LOOP: loops.loop}
+    exec(rewrite.compile_followed(source.encode(), script), scope)
+
+
+def seen_from(source: str, directory: str) -> list[str]:
+    """What is told of each step."""
+    found: list[str] = []
+
+    def step(frame: FrameType) -> None:
+        of_user = frames.user_frames(frame)
+        found.append(gathering.loop_around(of_user, [len(loops.of_frame(one)) for one in of_user]))
+
+    run_steps(source, directory, step)
+    return found
+
+
+def records_of(source: str, directory: str) -> list[str]:
+    """Why the record of each step's boundary cannot be used."""
+    found: list[str] = []
+    session = make_session(directory)
+    run_steps(source, directory, lambda frame: found.append(boundary.describe(session, 1, frame)[0]["unfollowed"]))
+    return found
+
+
+@pytest.mark.parametrize("kind", GATHERS)
+def test_what_gathers_around_a_step_is_told_with_its_place(kind: str, tmp_path: Path) -> None:
+    source, what = GATHERS[kind]
+
+    found = run_alone(seen_from, source, str(tmp_path))
+
+    assert found
+    for told in found:
+        assert told.startswith(f"{what} ({tmp_path}/script.py:")
+
+
+@pytest.mark.parametrize("kind", DOES_NOT)
+def test_what_gathers_nothing_around_a_step_is_not_told(kind: str, tmp_path: Path) -> None:
+    found = run_alone(seen_from, DOES_NOT[kind], str(tmp_path))
+
+    assert found
+    assert set(found) == {""}
+
+
+def test_the_record_of_such_a_step_says_why_no_replacement_can_use_it_and_what_to_write_instead(tmp_path: Path) -> None:
+    found = run_alone(records_of, "losses = [train(b) for b in [1, 2]]\nfor b in [1]:\n    train(b)", str(tmp_path))
+
+    why = (
+        f"the optimizer step is taken within a comprehension ({tmp_path}/script.py:1), "
+        "and what that has gathered so far is in no variable: a for loop in its place is followed"
+    )
+    assert found == [why, why, ""]

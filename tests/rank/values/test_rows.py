@@ -1,0 +1,233 @@
+"""Long lists of dictionaries and lists: a data set as a file of JSON gives it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rank.user_values import Meter
+from tests.rank.values.carrying import Scope, carry, is_refused
+from ttprun.rank import values
+from ttprun.rank.values import Snapshot, containers
+from ttprun.rank.values import rows as rows_module
+from ttprun.rank.values.rows import WALKS, rows_of
+
+
+def make_rows(count: int = 40) -> list[Any]:
+    made: list[Any] = json.loads(
+        json.dumps(
+            [{"q": f"question {n}", "n": n, "turns": [{"role": "user", "ids": [n, n + 1]}]} for n in range(count)]
+        )
+    )
+    return made
+
+
+@pytest.fixture
+def are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty rows are too many to be recorded."""
+    for module in (containers, rows_module):
+        monkeypatch.setattr(module, "MAX_ITEMS", 30)
+
+
+def replace_row(rows: Any) -> None:
+    rows[7] = dict(rows[7], n=-1)
+
+
+def set_value(rows: Any) -> None:
+    rows[7]["n"] = 10**9
+
+
+def set_deep_value(rows: Any) -> None:
+    rows[7]["turns"][0]["ids"][1] = 10**9
+
+
+def move_over_a_border(rows: Any) -> None:
+    """Laid out flat, nothing has changed."""
+    rows[4]["turns"][0]["ids"][2:] = rows[5]["turns"][0]["ids"][:1]
+    del rows[5]["turns"][0]["ids"][:1]
+
+
+def order_keys_anew(rows: Any) -> None:
+    rows[7]["q"] = rows[7].pop("q")
+
+
+def append(rows: Any) -> None:
+    rows.append({"q": "new", "n": 41, "turns": []})
+
+
+def append_deep(rows: Any) -> None:
+    rows[-1]["turns"].append({"role": "system"})
+
+
+def add_object(rows: Any) -> None:
+    rows[3]["meter"] = Meter()
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    change.__name__: change
+    for change in (
+        replace_row, set_value, set_deep_value, move_over_a_border, order_keys_anew, append, append_deep,
+        random.shuffle, list.reverse, list.pop, list.clear,
+    )
+}  # fmt: skip
+
+
+def carried(rows: Any, here: Any) -> Any:
+    """What the replacement has at the next boundary."""
+    values.begin_boundary()
+    scope = {"rows": here}
+    carry({"rows": rows}, scope)
+    assert scope["rows"] is here
+    return here
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_rows_that_change_between_two_boundaries_come_back_as_they_are(kind: str) -> None:
+    rows = make_rows()
+    assert carried(rows, make_rows()) == rows
+
+    CHANGES[kind](rows)
+
+    for _ in range(WALKS + 3):
+        assert repr(carried(rows, make_rows())) == repr(rows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    changes=st.lists(st.sampled_from(sorted(CHANGES.keys() - {"pop", "clear", "reverse"})), max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_rows_come_back_after_any_changes(changes: list[str], seed: int) -> None:
+    random.seed(seed)
+    rows = make_rows()
+
+    for change in changes:
+        CHANGES[change](rows)
+        assert repr(carried(rows, make_rows())) == repr(rows)
+
+
+def test_a_dictionary_of_rows_comes_back() -> None:
+    lost = {row["n"]: row for row in make_rows()}
+    values.begin_boundary()
+    here: Scope = {"table": {}}
+    carry({"table": lost}, here)
+    set_deep_value(list(lost.values()))
+
+    carry({"table": lost}, here)
+
+    assert here["table"] == lost
+
+
+def test_rows_with_an_object_of_the_scripts_own_among_them_come_back() -> None:
+    rows, here = make_rows(), make_rows()
+    carried(rows, here)
+    add_object(rows)
+    add_object(here)
+    rows[3]["meter"].update(2.5)
+
+    carried(rows, here)
+
+    assert here[3]["meter"].total == 2.5
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_row_at_which_the_script_stands_is_the_one_in_the_rows(is_first: bool) -> None:
+    """A variable for a row may come in front of the one for all."""
+    rows, here = make_rows(), make_rows()
+    names = ("row", "rows", "turns") if is_first else ("rows", "row", "turns")
+    lost: Scope = {name: {"row": rows[5], "rows": rows, "turns": rows[6]["turns"]}[name] for name in names}
+    scope: Scope = {name: {"row": here[2], "rows": here, "turns": here[2]["turns"]}[name] for name in names}
+    values.begin_boundary()
+    carry({"rows": rows}, {"rows": make_rows()})
+
+    carry(lost, scope)
+
+    assert scope["row"] is scope["rows"][5]
+    assert scope["turns"] is scope["rows"][6]["turns"]
+    assert scope["rows"] == rows
+
+
+@pytest.mark.usefixtures("are_long")
+def test_the_row_at_which_the_script_stands_is_the_one_in_a_long_list_or_refused() -> None:
+    rows, here = make_rows(), make_rows()
+    scope: Scope = {"rows": here, "row": here[2]}
+
+    carry({"rows": rows, "row": rows[5]}, scope)
+
+    assert scope["row"] is here[5]
+    assert here == rows
+    assert is_refused({"row": rows[5], "rows": rows}, {"row": here[2], "rows": here})
+
+
+def test_rows_that_hold_the_list_in_which_they_are_come_back() -> None:
+    rows, here = make_rows(), make_rows()
+    rows[3]["all"] = rows
+    rows.append(rows)
+
+    carried(rows, here)
+
+    assert here[3]["all"] is here[-1] is here
+
+
+def test_two_lists_of_the_same_rows_stay_so() -> None:
+    rows, here = make_rows(), make_rows()
+    scope: Scope = {"rows": here, "some": here[:15]}
+    lost = {"rows": rows, "some": rows[20:35]}
+
+    for _ in range(2):
+        values.begin_boundary()
+        carry(lost, scope)
+
+    assert all(one is other for one, other in zip(scope["some"], scope["rows"][20:35], strict=True))
+
+
+@pytest.mark.usefixtures("are_long")
+def test_a_long_list_of_rows_that_the_replay_has_made_again_is_left_as_it_is() -> None:
+    here = make_rows()
+    scope = {"rows": here, "step": 0}
+
+    mismatches = carry({"rows": make_rows(), "step": 3}, scope)
+
+    assert mismatches == []
+    assert scope == {"rows": here, "step": 3}
+
+
+@pytest.mark.usefixtures("are_long")
+def test_a_long_list_of_rows_in_which_one_has_changed_is_a_mismatch() -> None:
+    rows, here = make_rows(), make_rows()
+    carry({"rows": rows}, {"rows": here})
+    values.begin_boundary()
+    set_value(rows)
+
+    assert carry({"rows": rows}, {"rows": here}) == ["rows is a long container with other items"]
+
+
+def test_rows_are_packed_once_as_long_as_nothing_has_changed() -> None:
+    rows = make_rows()
+    key = (id(rows), 0)
+    first = rows_of(key, rows, rows, Snapshot({}))
+    assert first is not None
+    packed = first.packed
+
+    values.begin_boundary()
+    again = rows_of(key, rows, rows, Snapshot({}))
+
+    assert again is first
+    assert again.packed is packed
+
+
+def test_equal_rows_in_two_processes_are_told_alike_however_many_others_there_are() -> None:
+    """A batch's fingerprint is compared with that of another process."""
+    one = values.pack(Snapshot({}, is_apart=True).node({"rows": make_rows()}, 0))
+    carried(make_rows(50), make_rows(50))
+
+    other = values.pack(Snapshot({}, is_apart=True).node({"rows": copy.deepcopy(make_rows())}, 0))
+
+    assert one == other
