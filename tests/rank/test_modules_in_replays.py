@@ -11,6 +11,7 @@ from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from ttprun.channel import Message
 from ttprun.rank import boundary, frames, loops, rewrite
+from ttprun.rank.expected import MismatchError
 from ttprun.rank.record import Record
 from ttprun.rank.replay import Replay
 from ttprun.rank.results import Answers
@@ -30,7 +31,7 @@ calls = validate()
 """
 
 
-class Refused(Exception):
+class Refused(MismatchError):
     """Ends a replay where the agent would end the process."""
 
 

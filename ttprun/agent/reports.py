@@ -250,10 +250,14 @@ class Reports:
         self._supervisor.log("journals_differ", ranks=found.ranks, **fields)
         if not found.ranks:
             self._supervisor.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
+        hung = []  # all told of their present processes, before the first one's is ended
         for odd in (self._supervisor.seats[rank] for rank in found.ranks):
             boundary = self._supervisor.board.get(odd.local_rank, Field.APPLIED)
-            hung = recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
-            self._supervisor.advance(hung)
+            hung.append(
+                recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
+            )
+        for event in hung:
+            self._supervisor.advance(event)
 
     def _reset_lost_rows(self, seat: Seat, boundary: int) -> None:
         """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
