@@ -2,9 +2,9 @@
 
 [tag, number, dtype, shape, bytes, order, base, place]: what is a view of a small array, of a tensor or of bytes is
 recorded with that, so that it is a view again; its place there is [strides, offset]. Of other memory that it is a part
-of (a large array, a file in memory) only this part is recorded, and the place, [strides, offset, size of the whole,
-whether others are sure to hold it]: it stays the replacement's array that lies likewise. `base` and `place`
-are None for an array with memory of its own.
+of (a large array that does not change, a file in memory) only this part is recorded, and the place, [strides, offset,
+size of the whole, whether others are sure to hold it]: the replacement's array that lies likewise stays. `base` and
+`place` are None for an array with memory of its own.
 """
 
 from __future__ import annotations
