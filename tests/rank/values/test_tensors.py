@@ -427,6 +427,18 @@ def test_a_batch_that_is_a_part_of_an_array_is_not_written_over_what_the_replay_
     assert np.array_equal(live, lost)
 
 
+@pytest.mark.parametrize("make", [big, lambda fill: np.full(LARGE, fill)], ids=["tensor", "array"])
+def test_the_first_row_of_one_batch_is_not_written_over_that_of_another(make: Callable[[float], Any]) -> None:
+    """In the replay a variable may hold a row of another batch, which has the same form."""
+    batches = [make(1.0), make(2.0)]
+    here: Scope = {"row": batches[0][:4]}
+
+    carry({"row": make(2.0)[:4]}, here)
+
+    assert here["row"].tolist() == [2.0] * 4
+    assert batches[0][0] == 1.0
+
+
 def test_rows_of_two_large_tensors_are_not_written_over_each_other_where_the_replay_has_rows_of_one() -> None:
     live = big(0.0)
     here: Scope = {"now": live[:2], "before": live[:2]}

@@ -2,9 +2,9 @@
 
 [tag, number, dtype, shape, bytes, order, base, place]: what is a view of a small array, of a tensor or of bytes is
 recorded with that, so that it is a view again; its place there is [strides, offset]. Of other memory that it is a part
-of (a large array, a file in memory) only this part is recorded, and the place, [strides, offset, size of the whole,
-whether others are sure to hold it]: it is written into the replacement's array that lies likewise. `base` and `place`
-are None for an array with memory of its own.
+of (a large array that does not change, a file in memory) only this part is recorded, and the place, [strides, offset,
+size of the whole, whether others are sure to hold it]: the replacement's array that lies likewise stays. `base` and
+`place` are None for an array with memory of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_changing
+from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_followed
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore, told
@@ -36,7 +36,7 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
         return _record_large(snapshot, value, text, shape)
     number = snapshot.number(value)
     base = _memory_of(value)
-    if base is not None and _is_told_with_it(base):
+    if base is not None and _is_told_with_it(snapshot, base):
         place = [list(value.strides), _offset(value, base)]
         return [Tag.ARRAY, number, text, shape, b"", "C", snapshot.node(base, depth + 1), place]
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
@@ -49,10 +49,22 @@ def _memory_of(value: numpy.ndarray[Any, Any]) -> Any:
     return base.obj if isinstance(base, memoryview) else base
 
 
-def _is_told_with_it(base: Any) -> bool:
+def is_changing(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> bool:
+    """Whether a large array is one that the script is known to change."""
+    return is_followed(value) and _followed(snapshot, value)[1]
+
+
+def _followed(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> tuple[bytes, bool]:
+    found = snapshot.arrays.get(id(value))
+    if found is None:
+        found = snapshot.arrays[id(value)] = follow_array(value)
+    return found
+
+
+def _is_told_with_it(snapshot: Snapshot, base: Any) -> bool:
     """Whether what an array is a view of has a node from which both can be made again."""
-    if type(base) is numpy.ndarray:
-        return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(base))
+    if type(base) in (numpy.ndarray, numpy.memmap):
+        return not base.dtype.hasobject and (base.nbytes <= SMALL_BYTES or is_changing(snapshot, base))
     if isinstance(base, bytearray | array.array):
         return memoryview(base).nbytes <= SMALL_BYTES
     return isinstance(base, torch.Tensor)
@@ -85,8 +97,8 @@ def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
 
 
 def _record_large(snapshot: Snapshot, value: numpy.ndarray[Any, Any], text: str, shape: list[int]) -> Any:
-    digest, is_changing = follow_array(value)
-    if not is_changing:
+    digest, has_changed = _followed(snapshot, value)
+    if not has_changed:
         return [Tag.ARRAY_DATA, text, shape, digest]
     node = [Tag.CHANGED_ARRAY, snapshot.number(value), text, shape, len(snapshot.blobs)]
     snapshot.blobs.append(torch.from_numpy(numpy.ascontiguousarray(value).reshape(-1).view("u1").copy()))
@@ -126,7 +138,8 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
     if is_alike and _place(live, old) == place and restore.claim(number, live):
         if live.tobytes(order) == raw:
             return live
-        if live.flags.writeable:
+        # Of a large array that does not change it is the same part of another one.
+        if live.flags.writeable and not isinstance(old, numpy.ndarray):
             live[...] = found
             return live
     if place is not None and place[3]:

@@ -100,13 +100,10 @@ def follow_array(array: Any) -> tuple[bytes, bool]:
     return digest, known.is_changing
 
 
-def is_changing(value: Any) -> bool:
-    """Whether a tensor or array that is followed has ever been changed between two boundaries."""
-    is_tensor = isinstance(value, torch.Tensor)
-    known = (_met if is_tensor else _arrays).get(id(value))
-    if known is None or known.reference() is not value:
-        return False
-    return follow(value)[1] if is_tensor else known.is_changing
+def is_followed(value: Any) -> bool:
+    """Whether a tensor or array was met before."""
+    known = (_met if isinstance(value, torch.Tensor) else _arrays).get(id(value))
+    return known is not None and known.reference() is value
 
 
 def array_around(address: int) -> Any:

@@ -19,7 +19,8 @@ import torch
 
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
-from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_changing
+from ttprun.rank.values.arrays import is_changing
+from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -89,7 +90,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     array = None if storage.resizable() or not size else array_around(at)
     if size > SMALL_BYTES or value.is_conj() or value.is_neg() or device or array is not None:
         first_part = snapshot.parts.setdefault(at, number)
-        is_held = _is_held(snapshot, value) if array is None else is_changing(array)
+        is_held = _is_held(snapshot, value) if array is None else is_changing(snapshot, array)
         place = [_form(value), number - first_part, array is not None, is_held]
         return [*node, False, _contents(snapshot, plain(value)), flags, device, place, *gradient]
     first = snapshot.storages.get(at)
@@ -141,7 +142,11 @@ def _form(value: torch.Tensor) -> list[Any]:
 def _is_held(snapshot: Snapshot, value: torch.Tensor) -> bool:
     """Whether it is a part of a tensor that the script is known to change, or that a module has told."""
     base = value._base
-    return base is not None and value.grad_fn is None and (id(base) in snapshot.numbers or is_changing(base))
+    return (
+        base is not None
+        and value.grad_fn is None
+        and (id(base) in snapshot.numbers or (is_followed(base) and follow(base)[1]))
+    )
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -228,11 +233,13 @@ def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     if layout is False:
         form, before, is_of_array, is_held = more[0]
         is_there = live is not MISSING and _lies_there(restore, live, number - before, form)
-        # Where in an array it lies is not to be seen.
-        is_there = is_there and (not is_of_array or raw_bytes(live) == raw)
-        if is_there and restore.claim(number, live):
-            if raw_bytes(live) != raw:
+        if is_there and raw_bytes(live) != raw:
+            # Of a whole that does not change it is the same part of another one, and where in an array it lies is not
+            # to be seen.
+            is_there = is_held and not is_of_array
+            if is_there:
                 live.data.copy_(tensor_of(dtype, shape, raw))
+        if is_there and restore.claim(number, live):
             return _flagged(live, flags, name)
         if is_held:
             return restore.refuse(live, f"{name} is a part of a larger tensor that changes, and lies elsewhere here")
