@@ -21,8 +21,6 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ttprun.board import Field, Phase
 from ttprun.rank import faults, files, gradients, loaders, loops, random_state, sharded, trained
 from ttprun.rank.expected import MismatchError, report_mismatch
@@ -31,7 +29,7 @@ from ttprun.rank.moved import Mover
 from ttprun.rank.output import Diverted
 from ttprun.rank.record import Record
 from ttprun.rank.recorder import SLOTS
-from ttprun.rank.results import Answers, as_result
+from ttprun.rank.results import Answers, as_if_alone, as_result
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop
 
@@ -208,7 +206,7 @@ class Replay:
         """Fill a collective's outputs: what it gave in the lost rank, if that was small, else its own inputs."""
         newest = self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
         if not (entry.place and self._answers.answer(entry.place, entry.outputs, newest)):
-            _as_if_alone(entry)
+            as_if_alone(entry)
 
     # Boundaries.
 
@@ -396,23 +394,3 @@ def difference_of_place(record: Record, frame: FrameType, is_on_the_way: bool = 
 
 def _told(where: list[list[Any]]) -> str:
     return " > ".join(f"{function}:{line}" for _, function, line in where) or "(no user code)"
-
-
-def _as_if_alone(entry: Entry) -> None:
-    """Outputs of a collective as if all ranks had given what this one gives."""
-    op, args = entry.op, entry.args
-    if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
-        return
-    with torch.no_grad():
-        if op in ("allgather", "allgather_coalesced"):
-            for outputs, given in zip(args[0], args[1], strict=True):
-                for output in outputs:
-                    output.copy_(given)
-        elif op in ("_allgather_base", "all_gather_single"):
-            for chunk in args[0].chunk(entry.group.size()):
-                chunk.copy_(args[1].reshape(chunk.shape))
-        elif op in ("_reduce_scatter_base", "reduce_scatter_single"):
-            args[0].copy_(args[1].chunk(entry.group.size())[entry.group.rank()].reshape(args[0].shape))
-        elif op == "reduce_scatter":
-            for output, given in zip(args[0], args[1], strict=True):
-                output.copy_(given[entry.group.rank()])

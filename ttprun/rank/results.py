@@ -92,3 +92,23 @@ class Answers:
 def as_result(packed: list[Any]) -> Result:
     """A result as it comes out of a record."""
     return (packed[0], packed[1], packed[2])
+
+
+def as_if_alone(entry: Entry) -> None:
+    """Fill a collective's outputs as if all ranks had given what this one gives."""
+    op, args = entry.op, entry.args
+    if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
+        return
+    with torch.no_grad():
+        if op in ("allgather", "allgather_coalesced"):
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        elif op in ("_allgather_base", "all_gather_single"):
+            for chunk in args[0].chunk(entry.group.size()):
+                chunk.copy_(args[1].reshape(chunk.shape))
+        elif op in ("_reduce_scatter_base", "reduce_scatter_single"):
+            args[0].copy_(args[1].chunk(entry.group.size())[entry.group.rank()].reshape(args[0].shape))
+        elif op == "reduce_scatter":
+            for output, given in zip(args[0], args[1], strict=True):
+                output.copy_(given[entry.group.rank()])
