@@ -12,7 +12,7 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import boundary, frames, gathering, loops, rewrite
+from ttprun.rank import boundary, frames, loops, rewrite, whereabouts
 
 GATHERS = {
     "list comprehension": ("losses = [train(b) for b in [1, 2]]", "a comprehension"),
@@ -71,8 +71,7 @@ def seen_from(source: str, directory: str) -> list[str]:
     found: list[str] = []
 
     def step(frame: FrameType) -> None:
-        of_user = frames.user_frames(frame)
-        found.append(gathering.loop_around(of_user, [len(loops.of_frame(one)) for one in of_user]))
+        found.append(whereabouts.look(frame).why_not)
 
     run_steps(source, directory, step)
     return found
@@ -94,7 +93,7 @@ def test_what_gathers_around_a_step_is_told_with_its_place(kind: str, tmp_path: 
 
     assert found
     for told in found:
-        assert told.startswith(f"{what} ({tmp_path}/script.py:")
+        assert f"within {what} ({tmp_path}/script.py:" in told
 
 
 @pytest.mark.parametrize("kind", DOES_NOT)

@@ -172,7 +172,7 @@ def test_a_step_in_a_loop_that_is_no_longer_followed_is_seen_and_the_loop_follow
 
     def step() -> None:
         frame = sys._getframe(1)
-        followed, not_followed = loops.under_way(frame.f_code, frame.f_locals, frame.f_lineno)
+        followed, not_followed = loops.under_way(loops.variables_around(frame.f_code, frame.f_lineno), frame.f_locals)
         found.append((len(followed), len(not_followed)))
         loops.note_steps(followed, not_followed)
 

@@ -19,8 +19,6 @@ from ttprun.rank import (
     entropy,
     faults,
     files,
-    foreign,
-    gathering,
     gradients,
     loaders,
     looped,
@@ -28,14 +26,13 @@ from ttprun.rank import (
     open_boundaries,
     output,
     random_state,
-    rewrite,
     sharded,
     trained,
     values,
+    whereabouts,
 )
 from ttprun.rank.commit import commit
 from ttprun.rank.expected import report_mismatch
-from ttprun.rank.frames import place, user_frames
 from ttprun.rank.record import Record
 from ttprun.rank.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
@@ -189,36 +186,11 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
 
 def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
     """The record of a boundary: (plain part, tensors to write behind it, whether it is open)."""
-    frames = user_frames(frame)
+    standing = whereabouts.look(frame)
     living = trained.optimizers()
-    scopes: list[dict[str, Any]] = []
-    active: list[list[loops.Loop]] = []
-    around: list[loops.Loop] = []
-    unfollowed: list[loops.Site] = []
-    theirs = foreign.loop_around(frame)
-    not_followed = (
-        f"the optimizer step is taken in a loop of {theirs}, which is not the script's own code and is not followed "
-        "(user_paths names further folders of such code; installed packages are never followed)"
-        if theirs
-        else ""
-    )
-    for user_frame in frames:
-        code, scope = user_frame.f_code, user_frame.f_locals
-        known, unknown = loops.under_way(code, scope, user_frame.f_lineno)
-        scopes.append(scope)
-        active.append(known)
-        around += known
-        unfollowed += unknown
-        if unknown or code.co_filename not in rewrite.followed_files:
-            not_followed = not_followed or "a loop around the optimizer step was not followed in the lost rank"
-    gathers = gathering.loop_around(frames, list(map(len, active)))
-    if gathers and not not_followed:
-        not_followed = (
-            f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "
-            "a for loop in its place is followed"
-        )
-    on_stack = set(map(id, scopes))
-    loops.note_steps(around, unfollowed)
+    around = standing.around
+    on_stack = set(map(id, standing.scopes))
+    loops.note_steps(around, standing.unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
     storages, mark = trained.stepped_storages(living), trained.weights_sample(boundary, living)
@@ -226,13 +198,13 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
     snapshot = values.Snapshot(storages, looped.followed(around))
     record = {
         "boundary": boundary,
-        "place": place(frames),
-        "unfollowed": not_followed,
+        "place": standing.place,
+        "unfollowed": standing.why_not,
         "variables": [
-            snapshot.variables(scope, (id(user_frame.f_code), depth))
-            for depth, (user_frame, scope) in enumerate(zip(frames, scopes, strict=True))
+            snapshot.variables(scope, (id(code), depth))
+            for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))
         ],
-        "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in active],
+        "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in standing.active],
         "generator_loops": snapshot.generator_loops,
         "modules": {
             name: snapshot.variables(vars(module), name)
@@ -259,14 +231,12 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
 
 def look(frame: FrameType) -> values.Tree:
     """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
-    frames = user_frames(frame)
-    scopes = [user_frame.f_locals for user_frame in frames]
-    around = [loop for user_frame in frames for loop in loops.of_frame(user_frame)]
-    snapshot = values.Snapshot(trained.stepped_storages(trained.optimizers()), looped.followed(around))
-    on_stack = set(map(id, scopes))
+    standing = whereabouts.look(frame)
+    snapshot = values.Snapshot(trained.stepped_storages(trained.optimizers()), looped.followed(standing.around))
+    on_stack = set(map(id, standing.scopes))
     record = {
-        "place": place(frames),
-        "variables": [snapshot.variables(scope) for scope in scopes],
+        "place": standing.place,
+        "variables": [snapshot.variables(scope) for scope in standing.scopes],
         "loops": [],
         "modules": {
             name: snapshot.variables(vars(module))

@@ -28,8 +28,6 @@ _HARMLESS = tuple(
 # These read the command line, and call the script's main function from a loop of theirs.
 _CALLERS = frozenset({"absl", "click", "fire", "hydra", "typer"})
 _SITE = f"{os.sep}site-packages{os.sep}"
-# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
-_loops: dict[int, tuple[CodeType, list[range]]] = {}
 
 
 def loop_around(frame: FrameType | None) -> str:
@@ -37,10 +35,7 @@ def loop_around(frame: FrameType | None) -> str:
     found = ""
     while frame is not None:
         code = frame.f_code
-        known = _loops.get(id(code))
-        if known is None:
-            known = _loops[id(code)] = (code, _loops_of(code) if _is_foreign(frame) else [])
-        if any(frame.f_lasti in body for body in known[1]):
+        if _is_foreign(frame) and any(frame.f_lasti in body for body in _loops_of(code)):
             found = f"{code.co_qualname} ({code.co_filename})"
         frame = frame.f_back
     return found

@@ -8,46 +8,41 @@ a generator expression tells of any other that asks it for its items.
 from __future__ import annotations
 
 import dis
+import itertools
 from types import CodeType, FrameType
 
 from ttprun.rank import rewrite
 from ttprun.rank.values.suspended import bodies
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})  # in frames of their own, before Python 3.12
+_COMPREHENSION = "a comprehension"
 _GENERATOR = "<genexpr>"
 _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})
-# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
-_known: dict[int, tuple[CodeType, list[range], dict[int, str]]] = {}
+Gathering = tuple[str, int]  # what its instruction alone tells; how many loops are under way there
 
 
-def loop_around(frames: list[FrameType], followed: list[int]) -> str:
-    """The innermost such loop that is under way in the user's frames (outermost first), with its place; "" if none.
+def look(frame: FrameType, outer: FrameType | None) -> Gathering:
+    """What can be told once and for all of a frame of the user's that stands at its present instruction.
 
-    followed   how many `for` loops of each frame are under way and followed
+    outer   the user's frame that is next outwards
     """
-    found = ""
-    outer: FrameType | None = None
-    for frame, count in zip(frames, followed, strict=True):
-        kind = _kind_of(frame, outer, count)
-        if kind:
-            found = f"{kind} ({frame.f_code.co_filename}:{frame.f_lineno})"
-        outer = frame
-    return found
-
-
-def _kind_of(frame: FrameType, outer: FrameType | None, followed: int) -> str:
     code = frame.f_code
-    known = _known.get(id(code))
-    if known is None:
-        known = _known[id(code)] = (code, bodies(code), _calls(code))
-    _, for_loops, calls = known
     is_generator = code.co_name == _GENERATOR
-    active = sum(frame.f_lasti in body for body in for_loops) - is_generator  # its outermost iterator is a variable
-    if code.co_name in _COMPREHENSIONS or active > followed:
-        return "a comprehension"
+    active = sum(frame.f_lasti in body for body in bodies(code)) - is_generator  # its outermost iterator is a variable
+    if code.co_name in _COMPREHENSIONS:
+        return _COMPREHENSION, active
     if is_generator and outer is frame.f_back and outer is not None and not _stands_in_loop(outer):
-        return "a generator expression that a call takes all items of"
-    return calls.get(frame.f_lasti, "")
+        return "a generator expression that a call takes all items of", active
+    return _call_at(code, frame.f_lasti), active
+
+
+def told(gathering: Gathering, followed: int) -> str:
+    """What gathers something in a frame; "" if nothing does.
+
+    followed   how many `for` loops of the frame are under way and followed
+    """
+    kind, active = gathering
+    return _COMPREHENSION if active > followed else kind
 
 
 def _stands_in_loop(frame: FrameType) -> bool:
@@ -55,11 +50,8 @@ def _stands_in_loop(frame: FrameType) -> bool:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _ASKED_BY_LOOPS
 
 
-def _calls(code: CodeType) -> dict[int, str]:
-    """The instructions that call what gathers items, and which call it is."""
-    found = {}
-    for number, where in enumerate(code.co_positions()):
-        name = rewrite.gathering.get((code.co_filename, *where))
-        if name is not None:
-            found[2 * number] = f"a call of {name}"
-    return found
+def _call_at(code: CodeType, instruction: int) -> str:
+    """Which call of what gathers items an instruction is; "" if it is none."""
+    where = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    name = rewrite.gathering.get((code.co_filename, *where))
+    return "" if name is None else f"a call of {name}"

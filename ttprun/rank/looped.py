@@ -29,10 +29,13 @@ def over(loop: Loop) -> Any:
 
     None if its position tells all.
     """
-    if loop.over is not None:
+    if loop.over is not None or loop.tells_all:
         return loop.over
     items = loop.items()
-    return None if items is None else (tuple(_within(items)) or None)
+    if items is None:
+        return None
+    loop.tells_all = _is_plain_for_good(items)
+    return tuple(_within(items)) or None
 
 
 def followed(loops: Iterable[Loop]) -> set[int]:
@@ -70,6 +73,15 @@ def _within(items: Any) -> Iterator[Any]:
         yield from _within(part)
     if not parts and (_is_of_user(items) or _has_loader(items)):
         yield items
+
+
+def _is_plain_for_good(items: Any) -> bool:
+    """Whether nothing is within, now and later: an islice lets go of what it runs over, and a chain goes on."""
+    items = unwrapped(items)
+    if type(items) in PLAIN or isinstance(items, _BaseDataLoaderIter):
+        return True
+    parts = parts_of(items)
+    return type(items) in (zip, map, filter, enumerate) and bool(parts) and all(map(_is_plain_for_good, parts))
 
 
 def _is_of_user(items: Any) -> bool:

@@ -76,6 +76,7 @@ class Loop:
     over         EXPR, if it is a generator, or a file or table that is read line by line
     bounds       (start, stop, step) of EXPR, if it is a range
     item_rng     the same when the present item was handed out, for loops around other loops
+    tells_all    its position is known to tell how all stands that it runs over; see looped.py
     """
 
     __slots__ = (
@@ -89,6 +90,7 @@ class Loop:
         "over",
         "position",
         "site",
+        "tells_all",
     )
 
     def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
@@ -100,6 +102,7 @@ class Loop:
         self.current: Any = None
         self.over = iterable if isinstance(iterable, _READ_ON) else None
         self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
+        self.tells_all = False
         self._iterable: Iterable[Any] | None = iterable
         self._following: weakref.ref[Generator[Any]] | None = None
 
@@ -283,11 +286,12 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     return iterable if token is None else Loop(sites[number], token, iterable)
 
 
+Variables = list[tuple[str, Site]]
 # By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
-_variables: dict[int, tuple[CodeType, list[tuple[str, Site]]]] = {}
+_variables: dict[int, tuple[CodeType, Variables]] = {}
 
 
-def _variables_of(code: CodeType) -> list[tuple[str, Site]]:
+def _variables_of(code: CodeType) -> Variables:
     """The variables in which a code keeps its loops, in the order in which these stand in it."""
     known = _variables.get(id(code))
     if known is None:
@@ -297,15 +301,22 @@ def _variables_of(code: CodeType) -> list[tuple[str, Site]]:
     return known[1]
 
 
-def under_way(code: CodeType, scope: Mapping[str, Any], line: int) -> tuple[list[Loop], list[Site]]:
+def variables_around(code: CodeType, line: int) -> Variables:
+    """The variables of a code's loops around a line, outermost first."""
+    return [(name, site) for name, site in _variables_of(code) if line in site.lines]
+
+
+def under_way(variables: Variables, scope: Mapping[str, Any]) -> tuple[list[Loop], list[Site]]:
     """The loops that are under way in a frame, outermost first: (followed, those whose position is not known).
 
-    code, scope, line   of the frame. A loop that an exception has left is over, though its variable is set.
+    variables   of the loops around the frame's line: a loop that an exception has left is over, though its variable is
+                set
+    scope       the frame's
     """
     followed, unfollowed = [], []
-    for name, site in _variables_of(code):
+    for name, site in variables:
         value = scope.get(name)
-        if value is not None and line in site.lines:
+        if value is not None:
             if isinstance(value, Loop):
                 followed.append(value)
             else:
@@ -315,7 +326,7 @@ def under_way(code: CodeType, scope: Mapping[str, Any], line: int) -> tuple[list
 
 def of_frame(frame: FrameType) -> list[Loop]:
     """The loops that are under way in a frame and followed, outermost first."""
-    return under_way(frame.f_code, frame.f_locals, frame.f_lineno)[0]
+    return under_way(variables_around(frame.f_code, frame.f_lineno), frame.f_locals)[0]
 
 
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:

@@ -244,3 +244,50 @@ def test_a_hook_that_a_step_has_put_on_and_the_replay_has_not_is_refused(kind: s
     assert is_refused({"model": lost}, {"model": live})
     HOOKS[kind](live)
     assert not is_refused({"model": lost}, {"model": live})
+
+
+def _make_layered() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5), trained(1))
+
+
+def _replace_buffer(model: Any) -> None:
+    model[1]._buffers["running_mean"] = torch.ones(2)
+
+
+def _add_buffer(model: Any) -> None:
+    model[0]._buffers["more"] = torch.ones(2)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a mode": lambda model: model[2].eval(),
+    "a rate": lambda model: setattr(model[2], "p", 0.1),
+    "an attribute of the script's": lambda model: setattr(model[3], "calls", 70),
+    "an attribute that is new": lambda model: setattr(model[3], "fresh", 1),
+    "an attribute that is gone": lambda model: delattr(model[3], "calls"),
+    "a parameter that is frozen": lambda model: model[0].weight.requires_grad_(False),
+    "a buffer put in place by hand": _replace_buffer,
+    "a buffer added by hand": _add_buffer,
+    "a buffer's numbers": lambda model: model[1].running_mean.add_(1.0),
+    "a part that is taken away": lambda model: delattr(model, "2"),
+    "a part that is another one": lambda model: setattr(model, "2", torch.nn.ReLU()),
+    **{f"a hook, {kind}": lambda model, kind=kind: HOOKS[kind](model[0]) for kind in HOOKS},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(change: str, has_hooks: bool) -> None:
+    model = _make_layered()
+    if has_hooks:
+        HOOKS["gradient"](model[3].inner)
+    for _ in range(3):
+        values.begin_boundary()
+        before = record({"model": model})
+
+    CHANGES[change](model)
+    values.begin_boundary()
+    behind = record({"model": model})
+
+    assert behind != before
+    values.begin_boundary()
+    assert record({"model": model}) == behind

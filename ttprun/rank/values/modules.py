@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Callable, Iterable, Sized
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -29,6 +30,7 @@ from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import forget_gradient
+from ttprun.rank.values.versions import Versions
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Of these packages' modules, what their own code keeps in attributes is made by it again (the padding of a convolution,
@@ -116,8 +118,11 @@ class _Layout:
         self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
         self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
         self.hook_tables = _hook_tables(part for _, part in self.modules)
-        self.dictionaries = [part.__dict__ for _, part in self.modules]
+        held = ((part.__dict__, part._parameters, part._buffers) for _, part in self.modules)
+        self.dictionaries = list(chain.from_iterable(held))
         self.lengths = list(map(len, self.dictionaries))
+        self.versions = Versions([*self.dictionaries, *self.hook_tables])
+        self.structure = Versions(part._modules for _, part in self.modules)
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
         described["sharded"] = self.sharded
@@ -136,6 +141,7 @@ class _Layout:
         self.id_set = frozenset(self.ids)
         self.frozen, self.hooks = described["frozen"], described["hooks"]
         self.values = self.settled_values()
+        self.learnt = self._learnt_without_hooks()
         self.packed = pack(described)
 
     def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[Any]:
@@ -185,22 +191,33 @@ class _Layout:
         """How many hooks there are on each part, by kind, and on each parameter."""
         return _count_hooks(self.hook_tables, self.parameters)
 
+    def _learnt_without_hooks(self) -> list[Any] | None:
+        """What `_HOOKED` gives of each parameter; None if some has hooks, whose number it does not tell."""
+        found = list(map(_HOOKED, self.parameters))
+        return found if all(hooks is None for _, *of_one in found for hooks in of_one) else None
+
     def settled_values(self) -> list[Any]:
         """The settled attributes' values now."""
         return [take(attributes) for attributes, take in self.settled]
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether all is as it was; attributes that are not are recorded at each boundary from now on."""
-        if self.version != _registrations or self.stepped is not snapshot.stepped:
+        if self.version != _registrations or self.stepped is not snapshot.stepped or self.structure.have_changed():
             return False
         if not self.id_set.isdisjoint(snapshot.numbers) or not self.elsewhere <= snapshot.numbers.keys():
             return False
+        if self.versions.are_as_they_were() and list(map(_HOOKED, self.parameters)) == self.learnt:
+            return True
+        return self._holds_in_detail()
+
+    def _holds_in_detail(self) -> bool:
         if list(map(len, self.dictionaries)) != self.lengths:
             return False
         try:
             if any(where[name] is not tensor for (where, name), tensor in zip(self.slots, self.tensors, strict=True)):
                 return False
             if self.settled_values() == self.values:
+                self.versions.note()
                 return bool(self.requires_grad() == self.frozen and self.count_hooks() == self.hooks)
         except Exception:  # an attribute is gone, or is something that cannot be compared now
             return False
@@ -219,7 +236,7 @@ class _Layout:
                         self.lively.setdefault(path, set()).add(name)
 
 
-def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[Sized]:
+def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
     return [
         table
         for part in parts
@@ -227,7 +244,7 @@ def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[Sized]:
     ]
 
 
-def _count_hooks(tables: list[Sized], parameters: list[torch.nn.Parameter]) -> list[int]:
+def _count_hooks(tables: Iterable[Sized], parameters: list[torch.nn.Parameter]) -> list[int]:
     """How many hooks there are on each part, by kind, and on each parameter."""
     of_parameters = [len(one._backward_hooks or ()) for one in parameters]
     of_gradients = [len(getattr(one, "_post_accumulate_grad_hooks", None) or ()) for one in parameters]
@@ -235,6 +252,8 @@ def _count_hooks(tables: list[Sized], parameters: list[torch.nn.Parameter]) -> l
 
 
 _requires_grad: Any = attrgetter("requires_grad")
+# Of a parameter: whether it is learnt, and its hooks, each None if it never had any.
+_HOOKED: Any = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 # By the module's id: a layout holds its module, so one that was not asked for at the boundary before is dropped.
 _layouts: dict[int, _Layout] = {}
 _before: dict[int, _Layout] = {}
@@ -252,14 +271,13 @@ def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
 
 def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
     """A module with all its parts, those left out that were met before."""
-    wrapped = None
-    if _is_of(value, _WRAPPERS) and len(value._modules) == 1:
+    layout = _layouts.get(id(value)) or _before.get(id(value))
+    if layout is None and _is_of(value, _WRAPPERS) and len(value._modules) == 1:
         (inner,) = value._modules.values()
         number = snapshot.number(value)
         wrapped = snapshot.node(inner, depth + 1)
         own = {name: snapshot.node(item, depth + 1) for name in _OF_WRAPPERS if (item := vars(value).get(name))}
         return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {"": own}, 0, wrapped]
-    layout = _layouts.get(id(value)) or _before.get(id(value))
     if layout is None or layout.root is not value or not layout.holds(snapshot):
         is_known = layout is not None and layout.root is value
         layout = _Layout(value, snapshot, layout.lively if layout is not None and is_known else {})
@@ -273,7 +291,7 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         path: {name: snapshot.node(scope[name], depth + 1) for name in names if name in scope}
         for path, scope, names in layout.moving
     }
-    return [Tag.MODULE, number, name_of(type(value)), layout.packed, attributes, first, wrapped]
+    return [Tag.MODULE, number, name_of(type(value)), layout.packed, attributes, first, None]
 
 
 def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
