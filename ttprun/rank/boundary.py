@@ -201,13 +201,13 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "place": standing.place,
         "unfollowed": standing.why_not,
         "variables": [
-            snapshot.variables(scope, (id(code), depth))
+            snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
             for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))
         ],
         "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in standing.active],
         "generator_loops": snapshot.generator_loops,
         "modules": {
-            name: snapshot.variables(vars(module), name)
+            name: snapshot.variables(vars(module), name, is_lasting=True)
             for name, module in files.user_modules()
             if id(module.__dict__) not in on_stack
         },

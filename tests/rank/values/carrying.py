@@ -21,10 +21,12 @@ _NOTHING: dict[int, int] = {}
 LARGE = 40_000  # elements: more than are recorded, so that they are compared
 
 
-def record(scope: Scope, stepped: set[int] | None = None, key: str | None = None) -> tuple[Any, list[memoryview]]:
+def record(
+    scope: Scope, stepped: set[int] | None = None, key: str | None = None, is_lasting: bool = False
+) -> tuple[Any, list[memoryview]]:
     """A scope as it comes out of the recorder; one with a key was recorded under it before."""
     snapshot = Snapshot(dict.fromkeys(stepped, 0) if stepped else _NOTHING)
-    packed = values.pack(snapshot.variables(scope, key))
+    packed = values.pack(snapshot.variables(scope, key, is_lasting))
     blobs = as_the_recorder_writes_them(snapshot.blobs)
     return values.unpack(packed), blobs
 

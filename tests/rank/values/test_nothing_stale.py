@@ -37,7 +37,9 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
+from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values.trees import with_fixed
 
 
 def test_a_name_that_the_lost_rank_has_deleted_is_not_in_the_replacement() -> None:
@@ -118,3 +120,96 @@ def test_nothing_in_a_record_can_call_what_the_script_has_not_made() -> None:
         Restore([], True).module(here, {"x": ["v", "subprocess:Popen", {"args": "true"}]}, "")
 
     assert struck == []
+
+
+def _put_another_dictionary_in_place(one: Any) -> None:
+    one.__dict__ = {"rate": 0.5, "name": "b"}
+
+
+ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
+    "another value": lambda one: setattr(one, "rate", 0.25),
+    "an equal value of another type": lambda one: setattr(one, "count", True),
+    "a new name": lambda one: setattr(one, "fresh", None),
+    "a name that is gone": lambda one: delattr(one, "name"),
+    "by its dictionary": lambda one: vars(one).update(name="c"),
+    "another dictionary": _put_another_dictionary_in_place,
+    "an object in place of a number": lambda one: setattr(one, "rate", Meter()),
+}
+
+
+@pytest.mark.parametrize("change", ATTRIBUTES)
+def test_attributes_that_change_behind_many_boundaries_come_as_they_are_now(change: str) -> None:
+    lost, expected = (argparse.Namespace(rate=0.5, count=1, name="a") for _ in range(2))
+    for _ in range(40):
+        values.begin_boundary()
+        record({"options": lost})
+
+    for one in (lost, expected):
+        ATTRIBUTES[change](one)
+    values.begin_boundary()
+
+    assert record({"options": lost})[0] == record({"options": expected})[0]
+
+
+OPTIMIZERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "a rate": lambda one: one.param_groups[0].update(lr=0.25),
+    "a pair of rates": lambda one: one.param_groups[0].update(betas=(0.5, 0.25)),
+    "a value of the script's": lambda one: one.param_groups[0].update(scale=2.0),
+    "a group added": lambda one: one.add_param_group({"params": [torch.zeros(1)], "lr": 3.0}),
+    "a group loaded": lambda one: one.load_state_dict(one.state_dict() | {"param_groups": _with_rate(one, 7.0)}),
+    "an attribute": lambda one: setattr(one, "scale", 2.0),
+}
+
+
+def _with_rate(optimizer: torch.optim.Optimizer, rate: float) -> list[dict[str, Any]]:
+    return [group | {"lr": rate} for group in optimizer.state_dict()["param_groups"]]
+
+
+@pytest.mark.parametrize("change", OPTIMIZERS)
+def test_what_changes_of_an_optimizer_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
+    lost, expected = torch.optim.Adam([torch.zeros(1)]), torch.optim.Adam([torch.zeros(1)])
+    before = None
+    for _ in range(40):
+        values.begin_boundary()
+        before = record({"optimizer": lost})[0]
+
+    for one in (lost, expected):
+        OPTIMIZERS[change](one)
+    values.begin_boundary()
+
+    assert before != record({"optimizer": lost})[0] == record({"optimizer": expected})[0]
+
+
+def _function() -> None:
+    """Of a module."""
+
+
+MODULES: dict[str, Callable[[Scope], Any]] = {
+    "another value": lambda scope: scope.update(rate=0.25),
+    "a new name": lambda scope: scope.update(fresh=1),
+    "a name that is gone": lambda scope: scope.pop("rate"),
+    "an attribute of a function": lambda scope: setattr(scope["function"], "calls", 1),
+}
+
+
+@pytest.mark.parametrize("boundaries", [3, 30])
+@pytest.mark.parametrize("change", MODULES)
+def test_what_changes_in_a_module_behind_many_boundaries_comes_as_it_is_now(change: str, boundaries: int) -> None:
+    scope: Scope = {"rate": 0.5, "function": types.FunctionType(_function.__code__, {}), "batch": [1]}
+    before = None
+    for number in range(boundaries):
+        scope["batch"][0] = number
+        before = record(scope, key=f"{change} {boundaries}", is_lasting=True)[0]
+
+    MODULES[change](scope)
+    found = record(scope, key=f"{change} {boundaries}", is_lasting=True)[0]
+
+    assert before != found
+    assert with_fixed(found) == with_fixed(record(scope)[0])
+
+
+def test_another_module_of_the_same_name_is_not_taken_for_the_one_before() -> None:
+    for number in range(3):
+        found = record({"number": number}, key="of one name", is_lasting=True)[0]
+
+        assert with_fixed(found) == {"number": number}

@@ -44,6 +44,7 @@ def forget() -> None:
         objects._of_user,
         objects._slots,
         objects._left_out,
+        objects._forms,
         snapshot._scopes,
     ):
         kept.clear()

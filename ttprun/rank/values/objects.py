@@ -70,6 +70,8 @@ def _slot(value: Any, name: str) -> Any:
 # Of objects of these classes some attributes are left to the replay; see `leave_out`.
 _LEFT_OUT: list[tuple[type, frozenset[str]]] = []
 _left_out: dict[type, frozenset[str]] = {}
+# Of each class that was met: its name, whether its objects have no slots, what is left out of them.
+_forms: dict[type, tuple[str, bool, frozenset[str]]] = {}
 
 
 def leave_out(base: type, names: str) -> None:
@@ -90,7 +92,13 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
     number = snapshot.number(value)
     kind = type(value)
-    return [Tag.OBJECT, number, name_of(kind), snapshot.attributes(attributes_of(value), depth, left_out(kind))]
+    form = _forms.get(kind)
+    if form is None:
+        form = _forms[kind] = (name_of(kind), not slots_of(kind), left_out(kind))
+    name, is_without_slots, without = form
+    if is_without_slots and isinstance(held := getattr(value, "__dict__", None), dict):
+        return [Tag.OBJECT, number, name, snapshot.lasting_attributes(held, depth, without)]
+    return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
 
 
 def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

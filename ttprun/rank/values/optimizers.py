@@ -19,8 +19,9 @@ _INTERNALS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step
 def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
     """Hyper-parameters of each group, and attributes."""
     number = snapshot.number(value)
-    groups = [snapshot.attributes(group, depth, _PARAMS) for group in value.param_groups]
-    return [Tag.OPTIMIZER, number, name_of(type(value)), groups, snapshot.attributes(vars(value), depth, _INTERNALS)]
+    groups = [snapshot.lasting_attributes(group, depth, _PARAMS) for group in value.param_groups]
+    own = snapshot.lasting_attributes(vars(value), depth, _INTERNALS)
+    return [Tag.OPTIMIZER, number, name_of(type(value)), groups, own]
 
 
 def restore_optimizer(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -25,7 +25,7 @@ _STANDARD = """
     _contextvars weakref _weakref _weakrefset abc typing types inspect importlib _frozen_importlib
     _frozen_importlib_external zipimport re functools operator _operator string struct _struct warnings traceback gc
     pdb bdb unittest doctest timeit cProfile pstats profile time atexit sched platform ctypes _ctypes locale gettext
-    textwrap pprint reprlib dis ast tokenize code codeop site sys
+    textwrap pprint reprlib dis ast tokenize code codeop site sys __future__
 """
 # torch: groups and meshes, streams and graphs, profilers, datasets and what reads them.
 _TORCH = """

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from ttprun.rank import looped, loops
+from ttprun.rank.values import unchanged
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, pack
+from ttprun.rank.values.versions import Versions
 
 # Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
 _HIDDEN = """
@@ -41,6 +43,7 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
     _fixed.update(fixed)
 
 
+_MOST_TOUCHES = 8  # boundaries between which something was assigned in a module
 # Of loops, and of what torch.compile puts beside the functions that it has compiled.
 _HIDDEN_PREFIXES = (
     loops.VARIABLE_PREFIX,
@@ -64,12 +67,19 @@ class _Scope:
     moving      names whose node must be asked for at each boundary
     names       all names of the scope
     rest        those among them that are neither hidden nor fixed
+    lasting     the scope itself if it is a module's; None if that hardly ever is as it was
     """
 
-    __slots__ = ("fixed", "moving", "names", "packed", "rest", "sizes", "stepped", "watched")
+    __slots__ = (
+        *("_touches", "_versions", "fixed", "lasting", "moving", "names", "packed", "rest", "sizes", "stepped"),
+        "watched",
+    )
 
-    def __init__(self, stepped: Any) -> None:
+    def __init__(self, stepped: Any, lasting: dict[str, Any] | None) -> None:
         self.stepped = stepped
+        self.lasting = lasting
+        self._versions = Versions(() if lasting is None else (lasting,))
+        self._touches = 0
         self.fixed: dict[str, Any] = {}
         self.watched: dict[str, Any] = {}
         self.sizes: list[int] = []
@@ -80,6 +90,8 @@ class _Scope:
 
     def look_at(self, scope: Mapping[str, Any]) -> None:
         """Put right what is not as it was: a boundary has come."""
+        if self._is_untouched(scope) and self.names and self._sizes_now() == self.sizes:
+            return
         names = list(scope)
         is_named_alike = names == self.names
         if not (is_named_alike or self.fixed.keys() <= scope.keys()) or self._has_changed(scope):
@@ -88,6 +100,15 @@ class _Scope:
             return
         self.names = names
         self._tell_rest()
+
+    def _is_untouched(self, scope: Mapping[str, Any]) -> bool:
+        if self.lasting is not scope or self._versions.are_as_they_were():
+            return self.lasting is scope
+        self._versions.note()
+        self._touches += 1
+        if self._touches == _MOST_TOUCHES:
+            self.lasting = None  # it holds a training loop's variables
+        return False
 
     def _has_changed(self, scope: Mapping[str, Any]) -> bool:
         if not all(map(is_, map(scope.__getitem__, self.fixed), self.fixed.values())):
@@ -149,16 +170,17 @@ class Snapshot:
         self.parts: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay valid only as long as the objects live
 
-    def variables(self, scope: Mapping[str, Any], key: Hashable = None) -> dict[str, Any]:
+    def variables(self, scope: dict[str, Any], key: Hashable = None, is_lasting: bool = False) -> dict[str, Any]:
         """Nodes of a scope's variables.
 
-        key    names the scope at each boundary; with it, what does not change is packed only once
+        key         names the scope at each boundary; with it, what does not change is packed only once
+        is_lasting  the scope is a module's: the very same dictionary holds its variables at each boundary
         """
         if key is None:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
         known = _scopes.get(key)
         if known is None or known.stepped is not self.stepped:
-            known = _scopes[key] = _Scope(self.stepped)
+            known = _scopes[key] = _Scope(self.stepped, scope if is_lasting else None)
         known.look_at(scope)
         found = {}
         for name in known.rest:
@@ -234,6 +256,14 @@ class Snapshot:
             for name, value in scope.items()
             if name not in without and name.__class__ is str
         }
+
+    def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
+        """The same of a dictionary that the object holds itself: while it is as it was, nobody looks into it."""
+        known = unchanged.known_attributes(scope, without)
+        if known is None:
+            known = self.attributes(scope, depth, without)
+            unchanged.keep_attributes(scope, without, known)
+        return known
 
 
 def _is_fixed(value: Any, node: Any) -> bool:

@@ -120,8 +120,8 @@ class Tree:
     def __init__(self, fields: dict[str, Any], blobs: list[memoryview]) -> None:
         self.fields = fields
         self.blobs = blobs
-        self.variables = [_with_fixed(scope) for scope in fields["variables"]]
-        self.modules = {name: _with_fixed(scope) for name, scope in fields["modules"].items()}
+        self.variables = [with_fixed(scope) for scope in fields["variables"]]
+        self.modules = {name: with_fixed(scope) for name, scope in fields["modules"].items()}
         self.definitions: dict[int, list[Any]] = {}
         overs = [loop["over"] for of_frame in fields["loops"] for loop in of_frame]
         scopes = [*self.variables, *self.modules.values()]
@@ -192,7 +192,7 @@ class Tree:
         return int(sum(parameters for parameters, _ in counts[:optimizer])) + index
 
 
-def _with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
+def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
     found = {name: node for name, node in scope.items() if name != FIXED}
     return (unpack(scope[FIXED]) if FIXED in scope else {}) | found
 

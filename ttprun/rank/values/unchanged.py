@@ -3,6 +3,8 @@
 A vocabulary, a list of file names, the losses so far: walking them at each boundary would cost more than all the rest.
 A container is known to be as it was if it holds the very same objects, which is seen from their addresses at once. Only
 containers of settled nodes (see nodes.py), or of tensors that optimizers update, are kept: nothing large is held here.
+
+The attributes of objects are kept in the same way, however few: whether they are as they were is seen from a version.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
+from ttprun.rank.values.versions import ARE_KEPT, Versions
 
 MIN_ITEMS = 12  # below, packing anew is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
@@ -54,10 +57,47 @@ _kept: dict[tuple[int, int], Kept] = {}
 _before: dict[tuple[int, int], Kept] = {}
 
 
+class _Attributes:
+    """What is known of the dictionary of an object's attributes.
+
+    without   names that have no node
+    nodes     of the others, all of them settled; None if they are not, or are not known any more
+    """
+
+    __slots__ = ("nodes", "scope", "versions", "without")
+
+    def __init__(self, scope: dict[str, Any], without: frozenset[str], nodes: dict[str, Any] | None) -> None:
+        self.scope = scope
+        self.without = without
+        self.versions = Versions((scope,))
+        self.nodes = nodes
+
+
+_attributes: dict[int, _Attributes] = {}
+_attributes_before: dict[int, _Attributes] = {}
+
+
 def forget_unused() -> None:
     """A boundary begins: what was not asked for at the one before is forgotten."""
-    global _kept, _before
+    global _kept, _before, _attributes, _attributes_before
     _before, _kept = _kept, {}
+    _attributes_before, _attributes = _attributes, {}
+
+
+def known_attributes(scope: dict[str, Any], without: frozenset[str]) -> dict[str, Any] | None:
+    """The nodes of an object's attributes, if these are as they were; None if they must be asked for."""
+    key = id(scope)
+    known = _attributes.get(key) or _attributes_before.get(key)
+    if known is None or known.without is not without or not known.versions.are_as_they_were():
+        return None
+    _attributes[key] = known
+    return known.nodes
+
+
+def keep_attributes(scope: dict[str, Any], without: frozenset[str], nodes: dict[str, Any]) -> None:
+    """Know the nodes of an object's attributes from now on, if all are settled."""
+    if ARE_KEPT and all(map(is_settled, nodes.values())):
+        _attributes[id(scope)] = _Attributes(scope, without, nodes)
 
 
 def _addresses(items: list[Any]) -> bytes:
