@@ -16,7 +16,7 @@ import xxhash
 
 from ttprun.rank.values.nodes import SETTLED, is_settled
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import MAX_ITEMS, addresses, pack_all
+from ttprun.rank.values.unchanged import MAX_ITEMS, begins_with, pack_all
 
 WALKS = 16  # times that what has changed, or holds other things, is walked over before it is laid out once more
 _FIRST = 1 << 24  # above all numbers that a snapshot gives
@@ -109,7 +109,8 @@ class Rows:
 
     def _are_as_they_were(self, items: list[Any]) -> bool:
         for level in self._levels:
-            if addresses(items) != addresses(level.items) or level.lengths_now() != level.lengths:
+            is_same = len(items) == len(level.items) and begins_with(items, level.items)
+            if not is_same or level.lengths_now() != level.lengths:
                 return False
             items = level.below()
         return True

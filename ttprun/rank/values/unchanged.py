@@ -1,7 +1,7 @@
 """Long containers of values that never change: packed once, and again only what was added.
 
 A vocabulary, a list of file names, the losses so far: walking them at each boundary would cost more than all the rest.
-A container is known to be as it was if it holds the very same objects, which is seen from their addresses at once. Only
+A container is known to be as it was if it holds the very same objects, which is seen at once from their addresses. Only
 containers of settled nodes (see nodes.py), or of tensors that optimizers update, are kept: nothing large is held here.
 
 The attributes of objects are kept in the same way, however few: whether they are as they were is seen from a version.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import xxhash
@@ -29,19 +30,18 @@ _WORD = ctypes.sizeof(ctypes.c_void_p)
 class Kept:
     """What is known of one container.
 
-    items     objects whose addresses are `addresses`
+    items     what it has held
     packed    their nodes, one behind the other
     memory    of tensors that optimizers update: where each lies; else empty
     stepped   the optimizers' storages by which those were told
     """
 
-    __slots__ = ("_digest", "_digest_of", "addresses", "items", "memory", "packed", "stepped")
+    __slots__ = ("_digest", "_digest_of", "items", "memory", "packed", "stepped")
 
     def __init__(self, stepped: Any) -> None:
         self.stepped = stepped
         self.memory: list[int] = []
         self.items: list[Any] = []
-        self.addresses = b""
         self.packed = bytearray()
         self._digest, self._digest_of = "", -1
 
@@ -100,22 +100,30 @@ def keep_attributes(scope: dict[str, Any], without: frozenset[str], nodes: dict[
         _attributes[id(scope)] = _Attributes(scope, without, nodes)
 
 
-def _addresses(items: list[Any]) -> bytes:
-    at = ctypes.c_void_p.from_address(id(items) + _OB_ITEM).value
-    return ctypes.string_at(at, len(items) * _WORD) if at else b""
+_memcmp = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
 
 
-def _addresses_one_by_one(items: list[Any]) -> bytes:
-    return b"".join(id(item).to_bytes(_WORD, "little") for item in items)
+def _compared_at_once(items: list[Any], first: list[Any]) -> bool:
+    size = len(first)
+    at, known_at = (ctypes.c_void_p.from_address(id(one) + _OB_ITEM).value for one in (items, first))
+    return size <= len(items) and (not size or _memcmp(at, known_at, size * _WORD) == 0)
 
 
-def _choose() -> Callable[[list[Any]], bytes]:
+def _compared_one_by_one(items: list[Any], first: list[Any]) -> bool:
+    return len(first) <= len(items) and all(map(is_, items, first))
+
+
+def _choose() -> Callable[[list[Any], list[Any]], bool]:
     """The fast way, if this interpreter's lists are laid out as expected."""
     items = [object(), "x", 7.5]
-    return _addresses if _addresses(items) == _addresses_one_by_one(items) else _addresses_one_by_one
+    others = [items[:2], items[:], [], [items[0], object()], [*items, 1]]
+    found, expected = ([way(items, other) for other in others] for way in (_compared_at_once, _compared_one_by_one))
+    return _compared_at_once if found == expected else _compared_one_by_one
 
 
-addresses = _choose()
+begins_with = _choose()  # whether a list begins with the very objects of another one
 
 
 def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, int], Any], stepped: Any) -> Kept | None:
@@ -132,13 +140,11 @@ def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, in
     kept = _before.get(key) or _kept.get(key)
     if kept is None or (kept.memory and not _is_where_it_was(kept, items, stepped)):
         kept = Kept(stepped)
-    now = addresses(items)
-    known = kept.addresses
-    if now != known:
-        if not now.startswith(known) or kept.memory:
-            kept = Kept(stepped)
-        begin = len(kept.items)
-        added = items[begin:]
+    if not begins_with(items, kept.items) or (kept.memory and len(items) > len(kept.items)):
+        kept = Kept(stepped)
+    begin = len(kept.items)
+    if begin < len(items):
+        new = added = items[begin:]
         if not set(map(type, added)) <= SETTLED:
             added = [node(item, 1) for item in added]
             if issubclass(first, Tensor):
@@ -148,8 +154,7 @@ def packed_items(key: tuple[int, int], items: list[Any], node: Callable[[Any, in
             elif not all(map(is_settled, added)):
                 return None
         kept.packed += pack_all(added)
-        kept.items += items[begin:]
-        kept.addresses = now
+        kept.items += new
     _kept[key] = kept
     return kept
 
