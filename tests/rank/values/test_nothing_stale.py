@@ -39,6 +39,8 @@ from tests.rank.values.carrying import (
 )
 from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.trees import with_fixed
 
 
@@ -213,3 +215,40 @@ def test_another_module_of_the_same_name_is_not_taken_for_the_one_before() -> No
         found = record({"number": number}, key="of one name", is_lasting=True)[0]
 
         assert with_fixed(found) == {"number": number}
+
+
+LARGE_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "one number": lambda one: one[3].fill_(7.0),
+    "all numbers, unseen by its version": lambda one: one.data.fill_(7.0),
+    "another shape": lambda one: one.unsqueeze_(0),
+    "another size": lambda one: one.resize_(50_000).fill_(1.0),
+    "other memory": lambda one: setattr(one, "data", torch.ones(50_000)),
+    "another type": lambda one: setattr(one, "data", torch.ones(40_000, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("change", LARGE_TENSORS)
+def test_a_large_tensor_that_changes_behind_many_boundaries_comes_as_it_is_now(change: str) -> None:
+    lost = big(1.0)
+    nothing: dict[int, int] = {}
+    for _ in range(3):
+        before = Snapshot(nothing).node(lost, 0)
+
+    LARGE_TENSORS[change](lost)
+    found = Snapshot(nothing).node(lost, 0)
+
+    assert before[0] == Tag.DATA
+    assert found != before
+    assert [*map(str, found)].count(str(list(lost.shape))) == 1
+    assert str(lost.dtype) == f"torch.{found[1] if found[0] == Tag.DATA else found[2]}"
+
+
+def test_a_large_tensor_that_an_optimizer_has_now_is_told_as_a_weight() -> None:
+    lost = big(1.0)
+    nothing: dict[int, int] = {}
+    for _ in range(3):
+        Snapshot(nothing).node(lost, 0)
+
+    found = Snapshot({lost.untyped_storage().data_ptr(): 0}).node(lost, 0)
+
+    assert found[0] == Tag.WEIGHT

@@ -25,11 +25,17 @@ _PROBES = 64
 
 
 class _Met:
-    """What is known of one tensor or array: it was so at the newest boundary."""
+    """What is known of one tensor or array: it was so at the newest boundary.
 
-    __slots__ = ("at", "digest", "end", "is_changing", "probe", "reference", "values", "version")
+    node     of a tensor, as it was recorded last; [] if it must be made anew
+    stepped  what optimizers updated then
+    """
+
+    __slots__ = ("at", "digest", "end", "is_changing", "node", "probe", "reference", "stepped", "values", "version")
 
     def __init__(self) -> None:
+        self.node: list[Any] = []
+        self.stepped: Any = None
         self.at = self.version = -1
         self.end = -1  # of an array
         self.digest = self.values = b""
@@ -72,6 +78,7 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
     if known is not None and known.reference() is tensor:
         if known.at == at and known.version == version >= 0 and known.values == known.read_probe():
             return known.digest, known.is_changing
+        known.node = []
         digest = _digest(tensor)
         known.is_changing = known.is_changing or digest != known.digest or tensor.nbytes > WHOLE_BYTES
     else:
@@ -81,6 +88,24 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
         known.at, known.probe = at, _probe(tensor)
     known.version, known.digest, known.values = version, digest, known.read_probe()
     return digest, known.is_changing
+
+
+def node_as_before(tensor: torch.Tensor, stepped: Any) -> list[Any] | None:
+    """The node that was kept of a tensor, if it is as it was then; None if it must be made anew.
+
+    stepped   the storages that optimizers update: the very same object as long as these do not change
+    """
+    known = _met.get(id(tensor))
+    if known is None or not known.node or known.stepped is not stepped or known.reference() is not tensor:
+        return None
+    is_same = known.at == tensor.data_ptr() and known.version == tensor._version
+    return known.node if is_same and known.values == known.read_probe() else None
+
+
+def keep_node(tensor: torch.Tensor, node: list[Any], stepped: Any) -> None:
+    """Give a tensor that has just been followed the node that it has as long as nothing changes it."""
+    known = _met[id(tensor)]
+    known.node, known.stepped = node if known.version >= 0 else [], stepped
 
 
 def follow_array(array: Any) -> tuple[bytes, bool]:

@@ -20,7 +20,7 @@ import torch
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.arrays import is_changing
-from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed
+from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed, keep_node, node_as_before
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -59,6 +59,9 @@ def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Te
 
 def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     """Any tensor."""
+    known = node_as_before(value, snapshot.stepped)
+    if known is not None:
+        return known
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         return _record_unusual(value)
     try:
@@ -153,15 +156,16 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _record_large(snapshot: Snapshot, value: torch.Tensor, dtype: str, shape: list[int]) -> Any:
+def _record_large(snapshot: Snapshot, value: torch.Tensor, dtype: str, shape: list[int]) -> list[Any]:
     if value.grad_fn is not None:
         return [Tag.ACTIVATION, shape]
     digest, is_changing = follow(value)
     if not is_changing:
-        return [Tag.DATA, dtype, shape, digest]
-    node = [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs)]
+        node = [Tag.DATA, dtype, shape, digest]
+        keep_node(value, node, snapshot.stepped)
+        return node
     snapshot.blobs.append(plain(value))
-    return node
+    return [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs) - 1]
 
 
 def _record_unusual(value: torch.Tensor) -> Any:
