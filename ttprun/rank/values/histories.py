@@ -31,27 +31,30 @@ def is_awaited(tensor: torch.Tensor) -> bool:
         if node is None or node in met:
             continue
         met.add(node)
-        kept = _kept_by(node)
-        if kept and all(one is None for one in kept):
-            return (
-                False  # a backward() has been here: of `_, best = outputs.max(1)` that leaves `_`, but none comes again
-            )
-        is_kept = is_kept or bool(kept)
+        keeps = _keeps(node)
+        if keeps is False:
+            # A backward() has been here: of `_, best = outputs.max(1)` that leaves `_`, but none comes again.
+            return False
+        is_kept = is_kept or keeps is True
         nodes += [before for before, _ in node.next_functions]
     return is_kept
 
 
-def _kept_by(node: Any) -> list[Any]:
-    """What a node of the graph has kept: None for what is freed, [] if it keeps nothing anyhow."""
+def _keeps(node: Any) -> bool | None:
+    """Whether a node of the graph still keeps something, which is freed all at once; None if it never did."""
     kind = type(node)
     names = _names.get(kind)
     if names is None:
         names = _names[kind] = [name for name in dir(kind) if name.startswith(_KEPT)]
-    found: list[Any] = []
+    keeps = None
     for name in names:
         try:
             value = getattr(node, name)
         except Exception:  # a torch.autograd.Function raises when it is freed; of any other kind nothing is known
-            return [None]
-        found += [one.data for one in (value if isinstance(value, tuple | list) else (value,)) if one is not None]
-    return found
+            return False
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if one is not None:
+                if one.data is not None:
+                    return True
+                keeps = False
+    return keeps
