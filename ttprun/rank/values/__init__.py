@@ -35,11 +35,10 @@ def forget() -> None:
     """The run of the script is over: nothing is kept of its values."""
     begin_boundary()
     begin_boundary()
+    large.forget()
     for kept in (
         callables._named,
         callables._classes,
-        large._met,
-        large._arrays,
         modules._made,
         objects._of_user,
         objects._slots,

@@ -1,27 +1,35 @@
 """Tensors and arrays too large to be recorded each time: the replay makes them again, and they are compared.
 
 A large tensor is hashed when it is first met. As long as it is the same tensor, at the same place, with the same
-version counter, and a few elements spread over it are as they were (writes through `.data` are not counted), the hash
-stands. One that has changed since the boundary before is no data that a replay would load again: it is copied into the
-record. A numpy array has no version counter: of one that is too large to be hashed at each boundary the blocks between
-those that are looked at can change unseen.
+version counter, and nobody has written to its memory, the hash stands. One that has changed since the boundary before
+is no data that a replay would load again: it is copied into the record.
+
+Where the kernel tells what was written (written_pages.py) it is asked, once a tensor or array has been met a few times.
+Elsewhere a few elements spread over a tensor are looked at, since writes through `.data` are not counted; and an array,
+which has no version counter, is hashed at each boundary: of one that is too large for that the blocks between those
+that are looked at can change unseen.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 
+from ttprun.rank import written_pages
+from ttprun.rank.written_pages import Watched, watch
+
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole
 _BLOCKS = 8192
 _BLOCK_BYTES = 256
 _PROBES = 64
+_LOOKS = 3  # boundaries at which something must have been as before until its memory is watched
 
 
 class _Met:
@@ -29,11 +37,18 @@ class _Met:
 
     node     of a tensor, as it was recorded last; [] if it must be made anew
     stepped  what optimizers updated then
+    looks    boundaries at which it was as before
+    watched  its memory; None if it is not watched
     """
 
-    __slots__ = ("at", "digest", "end", "is_changing", "node", "probe", "reference", "stepped", "values", "version")
+    __slots__ = (
+        *("at", "digest", "end", "is_changing", "looks", "node", "probe", "reference", "stepped", "values", "version"),
+        "watched",
+    )
 
     def __init__(self) -> None:
+        self.looks = 0
+        self.watched: Watched | None = None
         self.node: list[Any] = []
         self.stepped: Any = None
         self.at = self.version = -1
@@ -47,6 +62,46 @@ class _Met:
         """The elements spread over it; only while it is known to live where it lived."""
         found: bytes = self.probe.tobytes() if self.probe is not None else b""
         return found
+
+    def is_untouched(self) -> bool:
+        """Whether nobody has written to its memory, as far as that can be seen."""
+        return self.values == self.read_probe() if self.watched is None else self.watched.is_untouched()
+
+    def is_at(self, at: int, size: int) -> bool:
+        """Whether its memory is where it was."""
+        return self.at == at and self.end == at + size
+
+    def note_same(self, digest_now: Callable[[], bytes]) -> None:
+        """It was as before; after some such boundaries its memory is watched, and then hashed once more."""
+        self.looks += 1
+        if self.looks == _LOOKS and not self.is_changing:
+            self.watched = watch(self.at, self.end - self.at)
+            if self.watched is not None:
+                digest = digest_now()
+                self.note_change(digest != self.digest)
+                self.digest = digest
+
+    def begin_look(self, at: int, size: int) -> bool:
+        """It is about to be hashed: what is written from now on has not been seen. Returns whether it has moved."""
+        has_moved = not self.is_at(at, size)
+        if has_moved:
+            self.unwatch()
+            self.at, self.end, self.looks = at, at + size, 0
+        elif self.watched is not None:
+            self.watched.note()
+        return has_moved
+
+    def note_change(self, has_changed: bool) -> None:
+        """It was hashed; what has ever changed is recorded each time, and need not be watched."""
+        self.is_changing = self.is_changing or has_changed
+        if self.is_changing:
+            self.unwatch()
+
+    def unwatch(self) -> None:
+        """It is gone, or elsewhere, or is recorded each time."""
+        if self.watched is not None:
+            self.watched.end()
+            self.watched = None
 
 
 _met: dict[int, _Met] = {}
@@ -73,19 +128,21 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
     if tensor.nbytes <= SMALL_BYTES:
         return _digest(tensor), False
     version = -1 if tensor.is_inference() else tensor._version
-    at = tensor.data_ptr()
+    at, size = tensor.data_ptr(), tensor.nbytes
     known = _met.get(id(tensor))
-    if known is not None and known.reference() is tensor:
-        if known.at == at and known.version == version >= 0 and known.values == known.read_probe():
-            return known.digest, known.is_changing
-        known.node = []
-        digest = _digest(tensor)
-        known.is_changing = known.is_changing or digest != known.digest or tensor.nbytes > WHOLE_BYTES
-    else:
+    is_known = known is not None and known.reference() is tensor
+    if known is None or not is_known:
         known = _keep(tensor, _met)
-        digest = _digest(tensor)
-    if known.at != at:
-        known.at, known.probe = at, _probe(tensor)
+    elif known.is_at(at, size) and known.version == version >= 0 and known.is_untouched():
+        if tensor.is_contiguous() and tensor.device.type == "cpu":
+            known.note_same(lambda: _digest(tensor))
+        return known.digest, known.is_changing
+    known.node = []
+    if known.begin_look(at, size):
+        known.probe = _probe(tensor)
+    digest = _digest(tensor)
+    if is_known:
+        known.note_change(digest != known.digest or size > WHOLE_BYTES)
     known.version, known.digest, known.values = version, digest, known.read_probe()
     return digest, known.is_changing
 
@@ -98,31 +155,41 @@ def node_as_before(tensor: torch.Tensor, stepped: Any) -> list[Any] | None:
     known = _met.get(id(tensor))
     if known is None or not known.node or known.stepped is not stepped or known.reference() is not tensor:
         return None
-    is_same = known.at == tensor.data_ptr() and known.version == tensor._version
-    return known.node if is_same and known.values == known.read_probe() else None
+    is_same = known.is_at(tensor.data_ptr(), tensor.nbytes) and known.version == tensor._version
+    return known.node if is_same and known.is_untouched() else None
 
 
 def keep_node(tensor: torch.Tensor, node: list[Any], stepped: Any) -> None:
     """Give a tensor that has just been followed the node that it has as long as nothing changes it."""
     known = _met[id(tensor)]
-    known.node, known.stepped = node if known.version >= 0 else [], stepped
+    known.node, known.stepped = node if known.version >= 0 and known.looks >= _LOOKS else [], stepped
 
 
 def follow_array(array: Any) -> tuple[bytes, bool]:
-    """The same for a numpy array. It has no version counter: one that can be written is hashed each time."""
+    """The same for a numpy array. It has no version counter: one that can be written is hashed if it is not watched."""
     known = _arrays.get(id(array))
     is_known = known is not None and known.reference() is array
+    at, size = array.__array_interface__["data"][0], array.nbytes
     if known is None or not is_known:
         known = _keep(array, _arrays)
     elif not array.flags.writeable:
         return known.digest, False
-    known.at = array.__array_interface__["data"][0]
-    known.end = known.at + array.nbytes
-    flat: Any = numpy.ascontiguousarray(array).reshape(-1).view("u1")
-    digest = digest_of(memoryview(flat))
-    known.is_changing = is_known and (known.is_changing or digest != known.digest)
+    elif known.watched is not None and known.is_at(at, size) and known.watched.is_untouched():
+        return known.digest, known.is_changing
+    known.begin_look(at, size)
+    digest = _digest_of_array(array)
+    is_same = digest == known.digest and not (known.watched is not None and size > WHOLE_BYTES)
     known.digest = digest
-    return digest, known.is_changing
+    if is_known:
+        known.note_change(not is_same)
+        if is_same and array.flags.forc:
+            known.note_same(lambda: _digest_of_array(array))
+    return known.digest, known.is_changing
+
+
+def _digest_of_array(array: Any) -> bytes:
+    flat: Any = numpy.ascontiguousarray(array).reshape(-1).view("u1")
+    return digest_of(memoryview(flat))
 
 
 def is_followed(value: Any) -> bool:
@@ -136,11 +203,21 @@ def array_around(address: int) -> Any:
     return next((known.reference() for known in _arrays.values() if known.at <= address < known.end), None)
 
 
+def forget() -> None:
+    """The run of the script is over."""
+    for known in (*_met.values(), *_arrays.values()):
+        known.unwatch()
+    _met.clear()
+    _arrays.clear()
+    written_pages.forget()
+
+
 def _keep(value: Any, among: dict[int, _Met]) -> _Met:
     known = _Met()
     key = id(value)
 
     def forget(reference: Any) -> None:
+        known.unwatch()
         if among.get(key) is known:
             del among[key]
 

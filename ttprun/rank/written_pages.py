@@ -1,0 +1,160 @@
+"""Which memory has been written since it was last asked, told by the kernel: whoever has written, and in whatever way.
+
+Linux 6.7 and later note it page by page (userfaultfd's asynchronous write protection, read by the PAGEMAP_SCAN ioctl of
+/proc/self/pagemap; see the kernel's Documentation/admin-guide/mm/pagemap.rst). To ask takes microseconds, where to hash
+the memory takes milliseconds. A first write to a page costs a fault of about a microsecond, a read nothing. Elsewhere,
+and where a container forbids userfaultfd, `watch` gives None. Memory that other processes or devices write is not
+watched: their writes are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+
+_USERFAULTFD = {"x86_64": 323, "aarch64": 282}.get(os.uname().machine)
+_USER_MODE_ONLY = 1  # what anybody may ask for
+_HANDSHAKE, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01  # ioctls of userfaultfd
+_VERSION = 0xAA
+_ASYNCHRONOUS, _UNPOPULATED_TOO = 1 << 15, 1 << 13  # features
+_WRITE_PROTECTION = 2  # a registration's mode
+_SCAN = 0xC0606610  # ioctl of pagemap
+_PROTECT_WHAT_MATCHES, _MUST_BE_WATCHED = 1, 2  # flags of a scan
+_IS_WRITTEN = 1 << 1  # category of a page
+# Size, flags, start, end, end of the walk, address of regions, their number, most pages, categories: inverted, of all,
+# of any, returned.
+_SCAN_ARGUMENTS = struct.Struct("<12Q")
+_MOST = 64  # ranges; to begin takes milliseconds
+
+_files: tuple[int, int] | None = None  # userfaultfd, pagemap
+_is_refused = False
+_watched: list[tuple[int, int]] = []  # pages
+_REGIONS = 1024  # of written pages, that one scan tells of and protects again
+_ROUNDS = 64
+_regions = (ctypes.c_uint64 * (3 * _REGIONS))()
+
+
+class Watched:
+    """A range of memory that is watched from now on.
+
+    Raises OSError if the kernel does not watch it.
+    """
+
+    def __init__(self, at: int, size: int) -> None:
+        self._at, self._end = at, at + size
+        self._begin_pages = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._end_pages = self._end // mmap.PAGESIZE * mmap.PAGESIZE
+        self._is_over = False
+        if self._begin_pages >= self._end_pages or not _is_private(self._begin_pages, self._end_pages):
+            raise OSError("not memory of this process alone")
+        if any(begin < self._end_pages and self._begin_pages < end for begin, end in _watched):
+            raise OSError("watched already: what one has asked for, the other would not be told any more")
+        self._faults, self._pagemap = _open()
+        length = self._end_pages - self._begin_pages
+        fcntl.ioctl(self._faults, _REGISTER, struct.pack("<4Q", self._begin_pages, length, _WRITE_PROTECTION, 0))
+        _watched.append((self._begin_pages, self._end_pages))
+        self._ask = _SCAN_ARGUMENTS.pack(
+            *(_SCAN_ARGUMENTS.size, _PROTECT_WHAT_MATCHES | _MUST_BE_WATCHED, self._begin_pages, self._end_pages, 0),
+            *(ctypes.addressof(_regions), _REGIONS, 0, 0, _IS_WRITTEN, 0, _IS_WRITTEN),
+        )
+        self.note()
+
+    def note(self) -> None:
+        """What is in it now is what it is compared with."""
+        for _ in range(_ROUNDS):  # a thread of the script's may write all the time
+            if not self._has_written_pages():
+                break
+        self._edges = self._edges_now()
+        self._is_touched = False
+
+    def is_untouched(self) -> bool:
+        """Whether nothing has been written to it since `note`."""
+        if not self._is_touched:
+            self._is_touched = self._has_written_pages() or self._edges_now() != self._edges
+        return not (self._is_touched or self._is_over)
+
+    def _has_written_pages(self) -> bool:
+        """Whether a page was written; those that are found are protected again."""
+        if self._is_over:
+            return False
+        try:
+            return bool(fcntl.ioctl(self._pagemap, _SCAN, bytearray(self._ask)))
+        except OSError:  # it is mapped otherwise by now
+            self._is_over = True
+            return False
+
+    def _edges_now(self) -> bytes:
+        """What lies in front of the first whole page and behind the last one: others' memory is there too."""
+        return ctypes.string_at(self._at, self._begin_pages - self._at) + ctypes.string_at(
+            self._end_pages, self._end - self._end_pages
+        )
+
+    def end(self) -> None:
+        """It is not watched any more; its memory may be gone."""
+        pages = (self._begin_pages, self._end_pages)
+        if pages not in _watched:
+            return
+        _watched.remove(pages)
+        self._is_over = True
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._faults, _UNREGISTER, struct.pack("<2Q", pages[0], pages[1] - pages[0]))
+
+
+def watch(at: int, size: int) -> Watched | None:
+    """Watch a range of memory; None if it cannot be watched."""
+    global _is_refused
+    if _is_refused or len(_watched) >= _MOST:
+        return None
+    try:
+        return Watched(at, size)
+    except OSError:
+        _is_refused = _files is None
+        return None
+
+
+def forget() -> None:
+    """Nothing is watched any more."""
+    global _files, _is_refused
+    for file in _files or ():
+        os.close(file)
+    _watched.clear()
+    _files, _is_refused = None, False
+
+
+def _open() -> tuple[int, int]:
+    """The two files. Raises OSError if this kernel, or this container, has no such thing."""
+    global _files
+    if _files is None:
+        if _USERFAULTFD is None:
+            raise OSError("not on this machine")
+        libc = ctypes.CDLL(None, use_errno=True)
+        faults = libc.syscall(_USERFAULTFD, os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY)
+        if faults < 0:
+            raise OSError(ctypes.get_errno(), "userfaultfd")
+        try:
+            fcntl.ioctl(faults, _HANDSHAKE, struct.pack("<3Q", _VERSION, _ASYNCHRONOUS | _UNPOPULATED_TOO, 0))
+            pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(faults)
+            raise
+        _files = faults, pagemap
+    return _files
+
+
+def _is_private(begin: int, end: int) -> bool:
+    """Whether all of a range is memory that no other process maps, and no file lies behind."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        for line in maps:
+            where, mode, _, _, inode, *_ = line.split(maxsplit=5)
+            first, last = (int(word, 16) for word in where.split("-"))
+            if first <= begin < last:
+                if not mode.startswith("rw-p") or inode != "0":
+                    return False
+                begin = last
+                if begin >= end:
+                    return True
+    return False
