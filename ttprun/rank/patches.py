@@ -174,6 +174,12 @@ ALSO: tuple[Change, ...] = (
         "the user's modules are compiled with their for loops followed (a variable __ttp_loop_N__ for each)",
     ),
     Change(
+        "numpy, torch",
+        "memory of large arrays and tensors",
+        "the kernel, where it can, tells what was written to those in the script's variables (userfaultfd): a page's "
+        "first write behind a step takes a microsecond longer",
+    ),
+    Change(
         "gc", "freeze", "what torch is made of is left out of collections, so that forgetting a run takes no second"
     ),
     Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
