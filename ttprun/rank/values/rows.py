@@ -17,6 +17,7 @@ import xxhash
 from ttprun.rank.values.nodes import SETTLED, is_settled
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import MAX_ITEMS, begins_with, pack_all
+from ttprun.rank.values.versions import Versions
 
 WALKS = 16  # times that what has changed, or holds other things, is walked over before it is laid out once more
 _FIRST = 1 << 24  # above all numbers that a snapshot gives
@@ -37,22 +38,40 @@ class _Level:
 
     items          all of them
     lists, dicts   those among them that hold the next level
-    lengths        of these
     """
 
-    __slots__ = ("dicts", "items", "lengths", "lists")
+    __slots__ = ("_lengths", "_versions", "dicts", "items", "lists")
 
     def __init__(self, items: list[Any], lists: list[Any], dicts: list[Any]) -> None:
         self.items, self.lists, self.dicts = items, lists, dicts
-        self.lengths = self.lengths_now()
+        self._lengths = self._lengths_now()
+        self._versions = Versions(dicts)
 
-    def lengths_now(self) -> list[int]:
+    def _lengths_now(self) -> list[int]:
         return [*map(len, self.lists), *map(len, self.dicts)]
 
     def below(self) -> list[Any]:
-        """What they hold now."""
+        """What they hold now: first what the lists do."""
         values = chain.from_iterable(map(dict.values, self.dicts))
         return [*chain.from_iterable(self.lists), *chain.from_iterable(self.dicts), *values]
+
+    def holds_the_same(self, below: list[Any]) -> bool:
+        """Whether they hold what they held.
+
+        below   that
+        """
+        if self._versions.are_as_they_were():
+            of_lists = list(chain.from_iterable(self.lists))
+            return list(map(len, self.lists)) == self._lengths[: len(self.lists)] and begins_with(below, of_lists)
+        found = self.below()
+        is_same = self._lengths_now() == self._lengths and _are_the_same(found, below)
+        if is_same:
+            self._versions.note()
+        return is_same
+
+
+def _are_the_same(items: list[Any], others: list[Any]) -> bool:
+    return len(items) == len(others) and begins_with(items, others)
 
 
 class _Walk(Snapshot):
@@ -108,12 +127,9 @@ class Rows:
         return True
 
     def _are_as_they_were(self, items: list[Any]) -> bool:
-        for level in self._levels:
-            is_same = len(items) == len(level.items) and begins_with(items, level.items)
-            if not is_same or level.lengths_now() != level.lengths:
-                return False
-            items = level.below()
-        return True
+        below = [*(level.items for level in self._levels[1:]), []]
+        are_held = (level.holds_the_same(held) for level, held in zip(self._levels, below, strict=True))
+        return _are_the_same(items, self._levels[0].items) and all(are_held)
 
     def _walk_over(self, items: list[Any]) -> None:
         global _next
