@@ -221,9 +221,10 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
     loops.note_steps(around, unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
-    storages, mark = trained.stepped_storages(living), trained.weights_sample(boundary, living)
-    session.kept_weights.compare(mark)
-    snapshot = values.Snapshot(storages, looped.followed(around))
+    stepped = trained.stepped(living)
+    mark = stepped.sample(boundary)
+    session.kept_weights.compare(stepped, mark)
+    snapshot = values.Snapshot(stepped.storages, looped.followed(around))
     record = {
         "boundary": boundary,
         "place": place(frames),
@@ -240,7 +241,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
-        "stepped": trained.counts(),
+        "stepped": stepped.counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
@@ -248,7 +249,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "files": files.positions(),
         "has_steps": [site.key for site in loops.sites if site.has_steps],
         "lines": output.lines_said(session),
-        "weights": trained.common_sample(mark),
+        "weights": b"" if stepped.is_sharded else mark,
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
@@ -262,7 +263,8 @@ def look(frame: FrameType) -> values.Tree:
     frames = user_frames(frame)
     scopes = [user_frame.f_locals for user_frame in frames]
     around = [loop for user_frame in frames for loop in loops.of_frame(user_frame)]
-    snapshot = values.Snapshot(trained.stepped_storages(trained.optimizers()), looped.followed(around))
+    stepped = trained.stepped(trained.optimizers())
+    snapshot = values.Snapshot(stepped.storages, looped.followed(around))
     on_stack = set(map(id, scopes))
     record = {
         "place": place(frames),
@@ -274,7 +276,7 @@ def look(frame: FrameType) -> values.Tree:
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [],
-        "stepped": trained.counts(),
+        "stepped": stepped.counts,
         "loaders": [],
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }

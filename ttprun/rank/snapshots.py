@@ -106,11 +106,7 @@ class Snapshots:
             for_records.fill(len(records), [memoryview(records)])
             told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
             # Where nothing else compares the ranks, all that they should hold alike is looked at.
-            told["weights"] = (
-                replicated.digest()
-                if trained.are_sharded()
-                else trained.weights_sample(boundary, trained.optimizers()).hex()
-            )
+            told["weights"] = replicated.digest() if trained.are_sharded() else trained.newest().sample(boundary).hex()
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"
