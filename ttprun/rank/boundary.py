@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ttprun.board import Field, Phase
+from ttprun.board import LEADER, Field, Phase
 from ttprun.rank import (
     entropy,
     faults,
@@ -167,8 +167,10 @@ def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: 
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
-    session.snapshots.agree(session.channel, boundary, is_open)
-    open_boundaries.come_to(session, boundary, is_open)
+    if session.local_rank == LEADER:
+        session.snapshots.agree(session.channel, boundary, is_open)
+    if is_open:
+        open_boundaries.come_to(session, boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
 
@@ -245,7 +247,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
-        "rebuilt": [bool(model._has_rebuilt_buckets) for model in trained.wrapped_models()],
+        "rebuilt": trained.rebuilt(),
         "files": files.positions(),
         "has_steps": [site.key for site in loops.sites if site.has_steps],
         "lines": output.lines_said(session),

@@ -271,6 +271,8 @@ _HELD_BY_ONE = _references_of_one()
 
 def note_boundary() -> None:
     """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead."""
+    if not _iterators:
+        return
     for iterator in _alive():
         began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
         if yielded and not began["lead"]:

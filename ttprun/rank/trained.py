@@ -57,6 +57,11 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
+def rebuilt() -> list[bool]:
+    """Of each living wrapped model, whether it has ordered its buckets anew."""
+    return [bool(found._has_rebuilt_buckets) for ref in _wrapped_models if (found := ref()) is not None]
+
+
 class Stepped:
     """What the living optimizers update, as of a boundary.
 
