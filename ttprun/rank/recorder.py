@@ -94,7 +94,9 @@ class Recorder:
     def _write(self, slot: int, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
         head_bytes, room = len(head), self._slot_bytes
         start = HEADER_BYTES + slot * room
-        blob_bytes = sum([blob.nbytes for blob in blobs])
+        blob_bytes = 0
+        for blob in blobs:
+            blob_bytes += blob.nbytes
         if head_bytes + blob_bytes > room:
             raise RecordTooLargeError(
                 f"the record of a boundary takes {(head_bytes + blob_bytes) >> 20} MiB, more than record_limit_mib "

@@ -47,9 +47,17 @@ def forget() -> None:
     _stepped = None
 
 
+# What is asked for at each boundary is gathered in plain loops: to call a comprehension takes longer than all its work.
+
+
 def optimizers() -> list[torch.optim.Optimizer]:
     """All living optimizers, in the order in which they were made."""
-    return [found for ref in _optimizers if (found := ref()) is not None]
+    living = []
+    for ref in _optimizers:
+        found = ref()
+        if found is not None:
+            living.append(found)
+    return living
 
 
 def wrapped_models() -> list[Any]:
@@ -59,13 +67,18 @@ def wrapped_models() -> list[Any]:
 
 def rebuilt() -> list[bool]:
     """Of each living wrapped model, whether it has ordered its buckets anew."""
-    return [bool(found._has_rebuilt_buckets) for ref in _wrapped_models if (found := ref()) is not None]
+    have = []
+    for ref in _wrapped_models:
+        found = ref()
+        if found is not None:
+            have.append(bool(found._has_rebuilt_buckets))
+    return have
 
 
 class Stepped:
     """What the living optimizers update, as of a boundary.
 
-    seen        what would show it if it were not so any more, see `_look_at`
+    seen        what would show it if it were not so any more, see `stepped`
     storages    data pointers of the tensors, see `places`, each with its place in `stepped_tensors`
     weights     the parameters of all optimizers
     counts      of each optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it
@@ -109,40 +122,31 @@ _SAMPLE_BYTES = 4096
 def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
     """What these optimizers, all that are living, update now.
 
-    The very same object as before as long as nothing shows that it has changed.
+    The very same object as before as long as nothing shows that it has changed, as it does when parameters are added or
+    when the state is loaded anew: counts, and where the ends of each group and of their state lie.
     """
     global _stepped
     known = _stepped
+    is_sharded = known is not None and known.is_sharded
     seen: list[int] = []
     held: list[list[torch.Tensor]] = []
     for optimizer in living:
-        _look_at(optimizer, known is not None and known.is_sharded, seen, held)
+        state = optimizer.state
+        seen.append(len(state))
+        for group in optimizer.param_groups:
+            in_group = group["params"]
+            held.append(in_group)
+            seen.append(len(in_group))
+            for end in (in_group[0], in_group[-1]) if in_group else ():
+                seen.append((local_of(end) if is_sharded else end).data_ptr())
+                of_end = state.get(end)
+                for value in of_end.values() if isinstance(of_end, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        seen.append((local_of(value) if is_sharded else value).data_ptr())
     if known is None or seen != known.seen:
         known = _stepped = Stepped(seen, held)
     known.held = held
     return known
-
-
-def _look_at(
-    optimizer: torch.optim.Optimizer, is_sharded: bool, seen: list[int], held: list[list[torch.Tensor]]
-) -> None:
-    """Add what changes when parameters are added or when the state is loaded anew, and the lists of parameters.
-
-    That are counts, and where the ends of each list and of their state lie.
-    """
-    state = optimizer.state
-    seen.append(len(state))
-    for group in optimizer.param_groups:
-        in_group = group["params"]
-        held.append(in_group)
-        seen.append(len(in_group))
-        for end in (in_group[0], in_group[-1]) if in_group else ():
-            seen.append((local_of(end) if is_sharded else end).data_ptr())
-            of_end = state.get(end)
-            if isinstance(of_end, dict):
-                for value in of_end.values():
-                    if isinstance(value, torch.Tensor):
-                        seen.append((local_of(value) if is_sharded else value).data_ptr())
 
 
 def newest() -> Stepped:
