@@ -16,6 +16,7 @@ from ttprun.board import ROW_FIELDS, Field
 from ttprun.rank.session import Session, current
 
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
+_OUT, _ERR = map(int, _FIELDS.values())  # to look into the enumeration takes longer than to read the board
 
 
 class _CountedRaw(io.RawIOBase):
@@ -75,8 +76,8 @@ def lines_said(session: Session) -> list[int]:
     cells, row = session.board.cells, session.local_rank * ROW_FIELDS
     out, err = _streams.get("stdout"), _streams.get("stderr")
     return [
-        cells[row + Field.LINES_OUT] - (0 if out is None else out.skip_lines),
-        cells[row + Field.LINES_ERR] - (0 if err is None else err.skip_lines),
+        cells[row + _OUT] - (0 if out is None else out.skip_lines),
+        cells[row + _ERR] - (0 if err is None else err.skip_lines),
     ]
 
 
