@@ -222,3 +222,14 @@ def test_without_a_parameter_there_is_no_sample(training: Training) -> None:
     storages()
 
     assert samples(2) == [b"", b""]
+
+
+def test_a_parameter_that_the_step_itself_takes_away_is_sampled_till_the_next_boundary(training: Training) -> None:
+    storages()
+    before = samples(len(SIZES))
+
+    training.groups[0].pop()
+
+    assert samples(len(SIZES)) == before
+    storages()
+    assert len(set(samples(len(SIZES)))) == len(SIZES) - 1

@@ -104,7 +104,8 @@ class Stepped:
             return b""
         number = boundary % len(samples)
         of_group, at, known, address, sample = samples[number]
-        parameter = self.held[of_group][at]
+        group = self.held[of_group]
+        parameter = group[at] if at < len(group) else self.weights[number]
         if self.is_sharded:
             parameter = local_of(parameter)
         if parameter is not known or parameter.data_ptr() != address or not parameter.is_contiguous():
