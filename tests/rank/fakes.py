@@ -77,7 +77,7 @@ def make_session(
         snapshots=Snapshots(page, 0, [], 0),
         recorder=known.pop("recorder", recorder),
         journal=journal,
-        kept_weights=KeptWeights(trained.weights, lambda number: b"", lambda text: None),
+        kept_weights=KeptWeights(trained.newest, lambda text: None),
         verifier=Verifier(line, journal, every=0, nan_limit_s=None),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),

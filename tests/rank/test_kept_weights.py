@@ -18,22 +18,37 @@ CHANGES: dict[str, Change] = {
 }
 
 
+class Weights:
+    """What is trained at one moment."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights = list(weights)
+
+    def sample(self, boundary: int) -> bytes:
+        return bytes_of(self.weights[boundary % len(self.weights)].detach()).tobytes()
+
+
 class Training:
     """Two weights, steps that change them, and what is known of them behind each."""
 
     def __init__(self) -> None:
         self.weights = [torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)]
         self.told: list[str] = []
-        self.kept = KeptWeights(lambda: list(self.weights), self.mark, self.told.append)
+        self.kept = KeptWeights(self.now, self.told.append)
         self.boundary = 0
         self.left = [weight.detach().clone() for weight in self.weights]  # by the newest step
 
-    def mark(self, boundary: int) -> bytes:
-        return bytes_of(self.weights[boundary % len(self.weights)].detach()).tobytes()
+    def now(self) -> Weights:
+        return Weights(self.weights)
+
+    def look(self) -> None:
+        """As the hook in front of a step does it."""
+        now = self.now()
+        self.kept.compare(now, now.sample(self.boundary + 1))
 
     def step(self) -> None:
         """As the hooks of the optimizer do it."""
-        self.kept.compare(self.mark(self.boundary + 1))
+        self.look()
         for weight in self.weights:
             weight.detach().sub_(0.1)
         self.boundary += 1
@@ -133,7 +148,7 @@ def test_a_change_is_found_though_parameters_are_added_too(training: Training, c
 def test_until_the_first_step_behind_a_discovery_nothing_is_known(training: Training) -> None:
     training.step()
     CHANGES["in place"](training.weights[0])
-    training.kept.compare(training.mark(2))
+    training.look()
 
     assert training.kept.is_kept
     assert not training.is_known()

@@ -43,23 +43,20 @@ def at_boundary(monkeypatch: pytest.MonkeyPatch) -> Iterator[AtBoundary]:
 
 
 @pytest.mark.parametrize(
-    ("stands", "is_open"),
+    "stands",
     [
-        ({"applied": 10, "open_at": 9, "is_asked": False}, True),
-        ({"applied": 10, "open_at": 10, "is_asked": True}, True),
-        ({"applied": 10, "open_at": 9, "is_asked": True}, False),
-        ({"applied": 10, "open_at": 9, "is_asked": True, "local_rank": 1}, True),
-        ({"applied": 0, "open_at": 0, "is_asked": True}, True),
+        {"applied": 10, "open_at": 9, "is_asked": False},
+        {"applied": 10, "open_at": 10, "is_asked": True},
+        {"applied": 10, "open_at": 9, "is_asked": True, "local_rank": 1},
+        {"applied": 0, "open_at": 0, "is_asked": True},
     ],
-    ids=["nobody waits", "it stands at an open one", "the next is not open", "it is not the first", "no step yet"],
+    ids=["nobody waits", "it stands at an open one", "it is not the first", "no step yet"],
 )
-def test_a_rank_goes_on_where_it_has_no_reason_to_wait(
-    at_boundary: AtBoundary, stands: dict[str, Any], is_open: bool
-) -> None:
+def test_a_rank_goes_on_where_it_has_no_reason_to_wait(at_boundary: AtBoundary, stands: dict[str, Any]) -> None:
     session = at_boundary(**stands)
     began_s = time.monotonic()
 
-    come_to(session, 11, is_open)
+    come_to(session, 11)
 
     assert time.monotonic() - began_s < LIMIT_S / 2
 
@@ -68,17 +65,16 @@ def test_an_open_boundary_is_noted_by_the_first_rank_alone(at_boundary: AtBounda
     first = at_boundary(10, open_at=0, is_asked=False)
     second = at_boundary(10, open_at=0, is_asked=False, board=first.board, local_rank=1)
 
-    come_to(first, 11, is_open=False)
-    come_to(second, 11, is_open=True)
+    come_to(second, 11)
     not_noted = first.board.get(0, Field.OPEN_AT)
-    come_to(first, 11, is_open=True)
+    come_to(first, 11)
 
     assert (not_noted, first.board.get(0, Field.OPEN_AT)) == (0, 11)
 
 
 def test_a_rank_waits_in_front_of_an_open_boundary_until_it_is_not_wanted_any_more(at_boundary: AtBoundary) -> None:
     session = at_boundary(10, open_at=9, is_asked=True)
-    waits = threading.Thread(target=come_to, args=(session, 11, True))
+    waits = threading.Thread(target=come_to, args=(session, 11))
 
     waits.start()
     waits.join(0.2)
@@ -95,7 +91,7 @@ def test_a_frozen_rank_waits_for_the_end_of_the_freeze_or_the_others_step_withou
 ) -> None:
     monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", 0.1)
     session = at_boundary(10, open_at=9, is_asked=True)
-    waits = threading.Thread(target=come_to, args=(session, 11, True))
+    waits = threading.Thread(target=come_to, args=(session, 11))
 
     _tell(session, is_asked=True, is_holding=True)
     waits.start()
@@ -121,6 +117,6 @@ def test_an_agent_that_never_comes_holds_nobody_up_for_long(
     monkeypatch.setattr(open_boundaries, "_HOLD_LIMIT_S", 0.1)
     session = at_boundary(10, open_at=9, is_asked=True)
 
-    come_to(session, 11, is_open=True)
+    come_to(session, 11)
 
     assert session.board.get(0, Field.OPEN_AT) == 11

@@ -92,7 +92,8 @@ def test_the_fast_way_to_pythons_state_gives_what_the_slow_one_gives() -> None:
         random.random()
         if draws % 100 == 0:
             random.gauss(0, 1)
-        assert random_state._python_state_from_memory() == random_state.state_of_python(random)
+        assert random_state._is_in_memory
+        assert random_state.capture()["python"] == random_state.state_of_python(random)
 
 
 def test_a_state_that_was_set_is_seen() -> None:

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.rank.values.carrying import carry, is_refused, record
 from ttprun.rank import replicated, sharded, shares
 from ttprun.rank.replicated import NotRepairableError
-from ttprun.rank.trained import forget, wrap_optimizer_init
+from ttprun.rank.trained import forget, optimizers, places, stepped, stepped_tensors, wrap_optimizer_init
 from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
 from ttprun.rank.values.nodes import Tag
 from ttprun.state.chunks import held_of, what_is_missing
@@ -302,3 +302,22 @@ def test_what_a_module_of_the_user_s_keeps_is_recorded_though_fsdp_has_given_it_
         assert here.seen == [3, 5]
         weights = zip(here.parameters(), lost.parameters(), strict=True)
         assert all(torch.equal(sharded.local_of(one), sharded.local_of(other)) for one, other in weights)
+
+
+def test_a_sharded_parameter_that_has_other_memory_is_seen_at_the_next_boundary() -> None:
+    with world(0, 2) as mesh:
+        parameters = train(mesh, 1)
+        for _ in range(2):  # the second one knows that they are sharded
+            before = stepped(optimizers())
+        samples = list(map(before.sample, range(len(parameters))))
+        first: Any = parameters[0]
+
+        first._local_tensor = first._local_tensor + 1.0
+
+        after = stepped(optimizers())
+        assert before.is_sharded
+        assert after is not before
+        assert after.storages == places(stepped_tensors())
+        found = list(map(after.sample, range(len(parameters))))
+        assert [new == old for new, old in zip(found, samples, strict=True)] == [False, True, True, True, True]
+        assert stepped(optimizers()) is after

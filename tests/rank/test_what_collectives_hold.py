@@ -73,7 +73,7 @@ def what_is_held(rank: int, shapes: int = 1) -> dict[str, Any]:
         "tensors alive": sum(ref() is not None for ref in gone),
         "entries": len(journal.entries),
         "copies": sum(len(spare) for spare in journal._spare.values()) + sum(len(e.saved) for e in journal.entries),
-        "results": sum(len(kept) for kept in session.results._of_step.values()),
+        "results": len(session.results._newest),
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -95,12 +97,28 @@ def test_a_forked_child_changes_its_own_memory_and_not_ours() -> None:
     child = os.fork()
     if not child:
         array[:] = 1
-        os._exit(0)
-    os.waitpid(child, 0)
+        watched.end()
+        os._exit(0 if watch(array.ctypes.data, SIZE) is None else 1)
+    _, status = os.waitpid(child, 0)
     is_untouched = watched.is_untouched()
     array[SIZE // 2] = 1
 
-    assert (is_untouched, watched.is_untouched()) == (True, False)
+    assert (status, is_untouched, watched.is_untouched(), watched.is_over) == (0, True, False, False)
+
+
+def test_a_process_that_ends_while_it_watches_says_nothing() -> None:
+    source = """
+import numpy as np, weakref
+from ttprun.rank import written_pages
+array = np.zeros(1 << 20)
+watched = written_pages.watch(array.ctypes.data, array.nbytes)
+kept = weakref.ref(array, lambda _: watched.end())
+print(watched.is_untouched())
+"""
+
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_memory_that_others_can_write_is_not_watched(tmp_path: Path) -> None:

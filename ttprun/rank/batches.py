@@ -21,12 +21,17 @@ def fingerprints(batch: Any) -> list[bytes]:
     """Hashes of a batch: one of each tensor, and one of whatever else it is made of; none of None."""
     if batch is None:
         return []
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
+    if isinstance(parts, (list, tuple)):
+        found = []
+        for part in parts[:_MOST_PARTS]:
+            if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+                found.append(fingerprint(part))
+            else:
+                found += fingerprints(part)
+        return found
     if isinstance(batch, torch.Tensor) and batch.layout is torch.strided:
         return [fingerprint(batch)]
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        return [found for item in batch[:_MOST_PARTS] for found in fingerprints(item)]
     node = Snapshot({}, is_apart=True).node(batch, 0)
     return [digest_of(memoryview(pack(_in_order(node))))]
 

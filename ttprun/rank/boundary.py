@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ttprun.board import Field, Phase
+from ttprun.board import LEADER, Field, Phase
 from ttprun.rank import (
     entropy,
     faults,
@@ -164,8 +164,10 @@ def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: 
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
-    session.snapshots.agree(session.channel, boundary, is_open)
-    open_boundaries.come_to(session, boundary, is_open)
+    if session.local_rank == LEADER:
+        session.snapshots.agree(session.channel, boundary, is_open)
+    if is_open:
+        open_boundaries.come_to(session, boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected
 
@@ -193,9 +195,10 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
     loops.note_steps(around, standing.unfollowed)
     loaders.note_boundary()
     values.begin_boundary()
-    storages, mark = trained.stepped_storages(living), trained.weights_sample(boundary, living)
-    session.kept_weights.compare(mark)
-    snapshot = values.Snapshot(storages, looped.followed(around))
+    stepped = trained.stepped(living)
+    mark = stepped.sample(boundary)
+    session.kept_weights.compare(stepped, mark)
+    snapshot = values.Snapshot(stepped.storages, looped.followed(around))
     record = {
         "boundary": boundary,
         "place": standing.place,
@@ -212,15 +215,15 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
-        "stepped": trained.counts(),
+        "stepped": stepped.counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),
         "results": session.results.begin_step(boundary),
-        "rebuilt": [bool(model._has_rebuilt_buckets) for model in trained.wrapped_models()],
+        "rebuilt": trained.rebuilt(),
         "files": files.positions(),
-        "has_steps": [site.key for site in loops.sites if site.has_steps],
+        "has_steps": loops.keys_with_steps,
         "lines": output.lines_said(session),
-        "weights": trained.common_sample(mark),
+        "weights": b"" if stepped.is_sharded else mark,
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
@@ -232,7 +235,8 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
 def look(frame: FrameType) -> values.Tree:
     """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
     standing = whereabouts.look(frame)
-    snapshot = values.Snapshot(trained.stepped_storages(trained.optimizers()), looped.followed(standing.around))
+    stepped = trained.stepped(trained.optimizers())
+    snapshot = values.Snapshot(stepped.storages, looped.followed(standing.around))
     on_stack = set(map(id, standing.scopes))
     record = {
         "place": standing.place,
@@ -244,7 +248,7 @@ def look(frame: FrameType) -> values.Tree:
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [],
-        "stepped": trained.counts(),
+        "stepped": stepped.counts,
         "loaders": [],
         "blobs": [blob.nbytes for blob in snapshot.blobs],
     }

@@ -44,7 +44,12 @@ _tracked: list[tuple[str, Any]] = []  # (absolute path, file opened for writing 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
     """The user's modules that are loaded, the script among them as `__main__`."""
-    return [(name, module) for name in rewrite.loaded if (module := sys.modules.get(name)) is not None]
+    found = []
+    for name in rewrite.loaded:
+        module = sys.modules.get(name)
+        if module is not None:
+            found.append((name, module))
+    return found
 
 
 def _is_called_by_user(caller: FrameType) -> bool:

@@ -111,11 +111,7 @@ def make_session(presence: Presence) -> Session:
         journal=journal,
         verifier=Verifier(presence.channel, journal, options["verify_every"], options["nan_limit_s"]),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
-        kept_weights=KeptWeights(
-            trained.weights,
-            lambda number: trained.weights_sample(number, trained.optimizers()),
-            lambda text: presence.channel.send({"op": "note", "text": text}),
-        ),
+        kept_weights=KeptWeights(trained.newest, lambda text: presence.channel.send({"op": "note", "text": text})),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

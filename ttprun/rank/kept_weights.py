@@ -12,7 +12,8 @@ parameter, another one at each step, and of all of them behind the first steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
+from typing import Protocol
 
 import torch
 import xxhash
@@ -23,23 +24,29 @@ from ttprun.rank.tensor_bytes import bytes_of
 FULL_LOOKS = 2
 
 
+class Trained(Protocol):
+    """What all optimizers update."""
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """All of it."""
+        ...
+
+    def sample(self, boundary: int) -> bytes:
+        """A hash of a part of them, another one for each boundary."""
+        ...
+
+
 class KeptWeights:
     """What this process knows of its weights behind the newest step.
 
-    weights   what all optimizers update: called in front of and behind each step
-    sample    a hash of a part of them, given the boundary that it is for
+    trained   called behind each step
     tell      called once, with what is said to people when copies begin
     is_kept   copies are made
     """
 
-    def __init__(
-        self,
-        weights: Callable[[], Sequence[torch.Tensor]],
-        sample: Callable[[int], bytes],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._weights = weights
-        self._sample = sample
+    def __init__(self, trained: Callable[[], Trained], tell: Callable[[str], None]) -> None:
+        self._trained = trained
         self._tell = tell
         self._copies: dict[int, torch.Tensor] = {}
         self.is_kept = False
@@ -52,30 +59,38 @@ class KeptWeights:
 
     def note(self, boundary: int) -> None:
         """The step to `boundary` has run to its end."""
-        weights = self._weights()
+        trained = self._trained()
+        weights = trained.weights
         if self.is_kept:
             self._copy(weights)
             return
         self._noted = weights
-        self._versions = _versions_of(weights)
-        self._mark = self._sample(boundary + 1)
-        self._looks += 1
-        self._digest = _digest_of(weights) if self._looks <= FULL_LOOKS else b""
+        self._versions = sum(map(_version_of, weights))
+        self._mark = trained.sample(boundary + 1)
+        if self._looks < FULL_LOOKS:
+            self._looks += 1
+            self._digest = _digest_of(weights)
+        else:
+            self._digest = b""
 
     def forget(self) -> None:
         """The run of the script is over, and nothing of it may outlive it."""
         self._noted, self._versions = (), None
         self._copies.clear()
 
-    def compare(self, mark: bytes) -> None:
+    def compare(self, trained: Trained, mark: bytes) -> None:
         """The next step is about to be taken: has the script changed weights since the one before?
 
-        mark   the sample for the boundary to which that step leads
+        trained   what that step updates
+        mark      the sample for the boundary to which it leads
         """
-        if self.is_kept or self._versions is None or not (self._is_changed() or self._is_other(mark)):
+        if self.is_kept or self._versions is None:
+            return
+        weights = trained.weights
+        if not (self._is_changed() or (mark != self._mark and _are_same(weights, self._noted))):
             return
         self.is_kept = True
-        size = sum(local_of(weight).nbytes for weight in self._weights())
+        size = sum(local_of(weight).nbytes for weight in weights)
         self._tell(
             "the script changes weights between its optimizer's steps: behind each step they are copied from now on, "
             f"{size / (1 << 20):.1f} MiB, for a rank that is lost in between"
@@ -93,13 +108,9 @@ class KeptWeights:
 
     def _is_changed(self) -> bool:
         noted = self._noted
-        return self._versions != _versions_of(noted) or bool(self._digest and self._digest != _digest_of(noted))
-
-    def _is_other(self, mark: bytes) -> bool:
-        weights = self._weights()
-        if len(weights) != len(self._noted) or not all(map(is_, weights, self._noted)):
-            return False  # parameters have been added or taken away: the marks are of two of them
-        return mark != self._mark
+        return self._versions != sum(map(_version_of, noted)) or bool(
+            self._digest and self._digest != _digest_of(noted)
+        )
 
     def _copy(self, weights: Sequence[torch.Tensor]) -> None:
         copies = self._copies
@@ -110,8 +121,12 @@ class KeptWeights:
         self._copies = copies
 
 
-def _versions_of(weights: Sequence[torch.Tensor]) -> int:
-    return sum([weight._version for weight in weights])
+_version_of = attrgetter("_version")
+
+
+def _are_same(weights: Sequence[torch.Tensor], noted: Sequence[torch.Tensor]) -> bool:
+    """False if parameters have been added or taken away."""
+    return len(weights) == len(noted) and all(map(is_, weights, noted))
 
 
 def _digest_of(weights: Sequence[torch.Tensor]) -> bytes:

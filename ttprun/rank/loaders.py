@@ -98,7 +98,7 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
 
 def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun = began
-    iterator._ttprun_order = next(_order)
+    next(_order)  # also in a replay, where it has the lost rank's number: the next one must get another
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
         streams.is_worker(worker)
@@ -212,19 +212,25 @@ def is_positioned(iterator: Any) -> bool:
 
 def records() -> list[dict[str, Any]]:
     """The iterators that are under way, oldest first."""
-    if not _iterators:
-        return []
-    alive = _alive()
-    under_way = [number for number in range(len(alive)) if _is_under_way(alive, number)]
-    found = [alive[number] for number in sorted(under_way, key=lambda number: alive[number]._ttprun_order)]
-    return list(map(_record_of, found))
+    found = []
+    if _iterators:
+        alive = _alive()
+        for number in range(len(alive)):
+            if _is_under_way(alive, number):
+                found.append(_record_of(alive[number]))
+    return found
 
 
 def _record_of(iterator: Any) -> dict[str, Any]:
-    began, yielded = iterator._ttprun, iterator._num_yielded
+    began = iterator._ttprun
     batch = batches.fingerprints(iterator._ttprun_batch)
     ahead = fetched_ahead(began["lead"], began["each"])
-    return dict(began, yielded=yielded, batch=batch, ahead=_fetched(iterator, batch, ahead) if ahead else [])
+    return dict(
+        began,
+        yielded=iterator._num_yielded,
+        batch=batch,
+        ahead=_fetched(iterator, batch, ahead) if ahead else [],
+    )
 
 
 def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
@@ -243,7 +249,13 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
 
 
 def _alive() -> list[Any]:
-    return [iterator for known in _iterators if (iterator := known()) is not None]
+    """Those that were made and are still there, oldest first."""
+    alive = []
+    for known in _iterators:  # no comprehension: with cold caches its call takes longer than its work
+        iterator = known()
+        if iterator is not None:
+            alive.append(iterator)
+    return alive
 
 
 def _is_under_way(alive: list[Any], number: int) -> bool:
@@ -271,6 +283,8 @@ _HELD_BY_ONE = _references_of_one()
 
 def note_boundary() -> None:
     """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead."""
+    if not _iterators:
+        return
     for iterator in _alive():
         began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
         if yielded and not began["lead"]:

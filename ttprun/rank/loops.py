@@ -57,8 +57,15 @@ class Site:
         self.has_steps = False
         self.is_outer = False
 
+    def note_step(self) -> None:
+        """An optimizer step has been seen inside."""
+        if not self.has_steps:
+            self.has_steps = True
+            keys_with_steps.append(self.key)
+
 
 sites: list[Site] = []
+keys_with_steps: list[str] = []  # of the sites that have any
 
 
 def new_site(filename: str, line: int, column: int, last_line: int) -> int:
@@ -332,10 +339,10 @@ def of_frame(frame: FrameType) -> list[Loop]:
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:
     """An optimizer step has been reached inside these loops (outermost first)."""
     for depth, loop_ in enumerate(active):
-        loop_.site.has_steps = True
+        loop_.site.note_step()
         if depth + 1 < len(active):
             loop_.site.is_outer = True
         if not loop_.lead:
             loop_.lead = loop_.position
     for site in not_followed:
-        site.has_steps = True
+        site.note_step()

@@ -21,22 +21,21 @@ _HOLD_LIMIT_S = 5.0  # the agent looks several times a second
 _LOOK_AGAIN_S = 0.05
 
 
-def come_to(session: Session, boundary: int, is_open: bool) -> None:
-    """The first rank, in front of the announcement of a boundary: note whether it is open.
+def come_to(session: Session, boundary: int) -> None:
+    """The first rank, in front of the announcement of an open boundary: note it.
 
     If the agent waits for a boundary that is not, and the newest is such a one, this rank does not go past it: it waits
     to be frozen, for _HOLD_LIMIT_S at most, and then until the freeze is over. The others cannot step without it: one
     that has not heard of the freeze yet would, if this rank announced that it has recorded the next boundary.
     """
-    board = session.board
-    if session.local_rank != LEADER or not is_open:
+    if session.local_rank != LEADER:
         return
     give_up_at_s = time.monotonic() + _HOLD_LIMIT_S
     with session.changed:
         while _is_to_stand(session) and (session.is_holding or time.monotonic() < give_up_at_s):
             session.touch(Phase.COMMITTING)
             session.changed.wait(_LOOK_AGAIN_S)
-    board.set(LEADER, Field.OPEN_AT, boundary)
+    session.board.set(LEADER, Field.OPEN_AT, boundary)
 
 
 def _is_to_stand(session: Session) -> bool:

@@ -12,10 +12,11 @@ import os
 import sys
 from typing import Any
 
-from ttprun.board import Field
+from ttprun.board import ROW_FIELDS, Field
 from ttprun.rank.session import Session, current
 
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
+_OUT, _ERR = map(int, _FIELDS.values())  # to look into the enumeration takes longer than to read the board
 
 
 class _CountedRaw(io.RawIOBase):
@@ -72,11 +73,12 @@ def count_lines() -> None:
 
 def lines_said(session: Session) -> list[int]:
     """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
-    found = []
-    for name, field in _FIELDS.items():
-        not_yet = _streams[name].skip_lines if name in _streams else 0
-        found.append(session.board.get(session.local_rank, field) - not_yet)
-    return found
+    cells, row = session.board.cells, session.local_rank * ROW_FIELDS
+    out, err = _streams.get("stdout"), _streams.get("stderr")
+    return [
+        cells[row + _OUT] - (0 if out is None else out.skip_lines),
+        cells[row + _ERR] - (0 if err is None else err.skip_lines),
+    ]
 
 
 def skip_lines(skip_out: int, skip_err: int) -> None:

@@ -6,7 +6,6 @@ script has loaded them. torch is not imported here: loops are followed from the 
 
 from __future__ import annotations
 
-import functools
 import random
 import struct
 import sys
@@ -38,21 +37,12 @@ def _memory(at: int, size: int) -> Any:
 
 
 _instance: Any = random.getstate.__self__  # type: ignore[attr-defined]
+_VERSION = random.Random.VERSION
 # The C object: the index, then the words.
-_python_memory = _memory(id(_instance) + object.__basicsize__, _WORDS.size)
-
-
-def _python_state_from_memory() -> list[Any]:
-    """The same, 25 times as fast: `getstate` makes 625 integers that nobody needs."""
-    raw = _python_memory.raw
-    return [random.Random.VERSION, raw[4:] + raw[:4], _instance.gauss_next]
-
-
-_read_python = (
-    _python_state_from_memory
-    if _python_state_from_memory() == state_of_python(random)
-    else functools.partial(state_of_python, random)
-)
+_index = _memory(id(_instance) + object.__basicsize__, 4)
+_words = _memory(id(_instance) + object.__basicsize__ + 4, _WORDS.size - 4)
+# `getstate` makes 625 integers that nobody needs: what stands in memory is had 25 times as fast.
+_is_in_memory = [_VERSION, _words.raw + _index.raw, _instance.gauss_next] == state_of_python(random)
 
 
 class _Numpy:
@@ -60,7 +50,7 @@ class _Numpy:
 
     generator, bits   another one in the place of either has its state elsewhere
     own, twister      the memory of what the generator itself holds, and of the twister
-    seen, packed      what stood there, and the state that it is
+    seen..., packed   what stood there, and the state that it is
     """
 
     def __init__(self, generator: Any, bits: Any) -> None:
@@ -69,15 +59,15 @@ class _Numpy:
         head = object.__basicsize__
         self.own = _memory(id(generator) + head, type(generator).__basicsize__ - head)
         self.twister = _memory(bits.ctypes.state_address, _WORDS.size)
-        self.seen = b""
+        self.seen = self.seen_twister = b""
         self.packed: list[Any] = []
 
 
 _numpy: _Numpy | None = None
 
 
-def _numpy_state(numpy: Any) -> list[Any]:
-    """numpy's global state. `get_state` is slow, and only asked if the memory that holds the state is not as it was."""
+def _ask_numpy(numpy: Any) -> list[Any]:
+    """numpy's global state. `get_state` is slow."""
     global _numpy
     generator = numpy.random.mtrand._rand
     bits = generator._bit_generator
@@ -86,10 +76,8 @@ def _numpy_state(numpy: Any) -> list[Any]:
         if type(bits).__name__ != "MT19937":
             return _pack_mersenne(numpy.random.get_state(legacy=False))
         known = _numpy = _Numpy(generator, bits)
-    memory = known.own.raw + known.twister.raw
-    if memory != known.seen:
-        known.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
-        known.seen = memory
+    known.packed = _pack_mersenne(numpy.random.get_state(legacy=False))
+    known.seen, known.seen_twister = known.own.raw, known.twister.raw
     return known.packed
 
 
@@ -117,16 +105,14 @@ class _Torch:
 _torch: _Torch | None = None
 
 
-def _torch_state(torch: Any) -> bytes:
-    """The state of torch's CPU generator, asked for only if the memory that holds it is not as it was."""
+def _ask_torch(torch: Any) -> bytes:
+    """The state of torch's CPU generator."""
     global _torch
     known = _torch
     if known is None or known.generator is not torch.default_generator:
         known = _torch = _Torch(torch)
-    memory = known.memory.raw if known.memory is not None else b""
-    if not memory or memory != known.seen:
-        known.packed = known.generator.get_state().numpy().tobytes()
-        known.seen = memory
+    known.packed = known.generator.get_state().numpy().tobytes()
+    known.seen = known.memory.raw if known.memory is not None else b""
     return known.packed
 
 
@@ -152,14 +138,37 @@ def _engine_offset(torch: Any) -> int:
 
 
 def capture() -> RngState:
-    """The states, as plain values and bytes (about 10 KB)."""
-    state: RngState = {"python": _read_python()}
-    torch: Any = sys.modules.get("torch")
+    """The states, as plain values and bytes (about 10 KB).
+
+    torch and numpy are asked only if the memory that holds their state is not as it was.
+    """
+    words = [_VERSION, _words.raw + _index.raw, _instance.gauss_next] if _is_in_memory else state_of_python(random)
+    state: RngState = {"python": words}
+    modules = sys.modules
+    torch: Any = modules.get("torch")
     if hasattr(torch, "default_generator"):
-        state["torch"] = _torch_state(torch)
-    numpy = sys.modules.get("numpy")
+        of_torch = _torch
+        state["torch"] = (
+            of_torch.packed
+            if of_torch is not None
+            and of_torch.generator is torch.default_generator
+            and of_torch.memory is not None
+            and of_torch.memory.raw == of_torch.seen
+            else _ask_torch(torch)
+        )
+    numpy: Any = modules.get("numpy")
     if numpy is not None:
-        state["numpy"] = _numpy_state(numpy)
+        of_numpy = _numpy
+        generator = numpy.random.mtrand._rand
+        state["numpy"] = (
+            of_numpy.packed
+            if of_numpy is not None
+            and of_numpy.generator is generator
+            and of_numpy.bits is generator._bit_generator
+            and of_numpy.twister.raw == of_numpy.seen_twister
+            and of_numpy.own.raw == of_numpy.seen
+            else _ask_numpy(numpy)
+        )
     return state
 
 

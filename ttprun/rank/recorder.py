@@ -31,7 +31,7 @@ _WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
 APPENDED_FILES = 1024
 _APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
 APPENDED_BYTES = APPENDED_FILES * _APPENDED.size
-_SLOT = struct.Struct("<qqq")  # boundary, bytes of the head, bytes of the blobs
+_SLOT_CELLS = 3  # of the header: boundary, bytes of the head, bytes of the blobs
 _LOG = struct.Struct("<q")  # bytes used
 _ENTRY = struct.Struct("<i")  # bytes of one log entry
 _LOG_AT = HEADER_BYTES - 64
@@ -54,6 +54,7 @@ class Recorder:
         self._slot_bytes = slot_bytes
         self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
         self._view = memoryview(self._map)
+        self._cells = self._view[:HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._log_start = HEADER_BYTES + (SLOTS + 1) * slot_bytes
 
@@ -73,7 +74,7 @@ class Recorder:
     def clear(self) -> None:
         """Forget all records and the log."""
         for slot in range(SLOTS + 1):
-            _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
+            self._cells[slot * _SLOT_CELLS] = NO_BOUNDARY
         _LOG.pack_into(self._map, _LOG_AT, 0)
 
     def write(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
@@ -91,27 +92,28 @@ class Recorder:
         self._write(FIRST, boundary, head, blobs)
 
     def _write(self, slot: int, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
-        sizes = [blob.nbytes for blob in blobs]
-        at = self._address + self._begin_slot(slot, head, sum(sizes))
-        for blob, size in zip(blobs, sizes, strict=True):
+        head_bytes, room = len(head), self._slot_bytes
+        start = HEADER_BYTES + slot * room
+        blob_bytes = 0
+        for blob in blobs:
+            blob_bytes += blob.nbytes
+        if head_bytes + blob_bytes > room:
+            raise RecordTooLargeError(
+                f"the record of a boundary takes {(head_bytes + blob_bytes) >> 20} MiB, more than record_limit_mib "
+                f"= {room >> 20} allows"
+            )
+        cells, cell = self._cells, slot * _SLOT_CELLS
+        cells[cell] = NO_BOUNDARY
+        end = start + head_bytes
+        self._map[start:end] = head
+        at = self._address + end
+        for blob in blobs:
+            size = blob.nbytes
             ctypes.memmove(at, blob.data_ptr(), size)
             at += size
-        self._end_slot(slot, boundary, head, sum(sizes))
-
-    def _begin_slot(self, slot: int, head: bytes, blob_bytes: int) -> int:
-        """Write the head over what the slot holds; returns the offset of the blobs."""
-        if len(head) + blob_bytes > self._slot_bytes:
-            raise RecordTooLargeError(
-                f"the record of a boundary takes {(len(head) + blob_bytes) >> 20} MiB, more than record_limit_mib "
-                f"= {self._slot_bytes >> 20} allows"
-            )
-        at = HEADER_BYTES + slot * self._slot_bytes
-        _SLOT.pack_into(self._map, slot * _SLOT.size, NO_BOUNDARY, 0, 0)
-        self._map[at : at + len(head)] = head
-        return at + len(head)
-
-    def _end_slot(self, slot: int, boundary: int, head: bytes, blob_bytes: int) -> None:
-        _SLOT.pack_into(self._map, slot * _SLOT.size, boundary, len(head), blob_bytes)
+        cells[cell + 1] = head_bytes
+        cells[cell + 2] = blob_bytes
+        cells[cell] = boundary
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
         """Copies of (head, blobs) of a boundary's record, None if it is not there."""
@@ -123,7 +125,8 @@ class Recorder:
         return self._read(FIRST)
 
     def _read(self, slot: int) -> tuple[int, bytes, bytes] | None:
-        boundary, head_bytes, blob_bytes = _SLOT.unpack_from(self._map, slot * _SLOT.size)
+        cell = slot * _SLOT_CELLS
+        boundary, head_bytes, blob_bytes = self._cells[cell : cell + _SLOT_CELLS]
         if boundary == NO_BOUNDARY:
             return None
         at = HEADER_BYTES + slot * self._slot_bytes
@@ -167,9 +170,7 @@ class Recorder:
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
         newest = [(record[0] % SLOTS, record) for record in exported["records"]]
         for slot, (boundary, head, blobs) in [(FIRST, exported["first"]), *newest]:
-            at = self._begin_slot(slot, head, len(blobs))
-            self._view[at : at + len(blobs)] = blobs
-            self._end_slot(slot, boundary, head, len(blobs))
+            self._write(slot, boundary, head, [torch.frombuffer(bytearray(blobs), dtype=torch.uint8)] if blobs else [])
         for entry in exported["log"]:
             self.append_log(entry)
         for offset, part in exported["workers"]:

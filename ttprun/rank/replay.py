@@ -166,7 +166,8 @@ class Replay:
             return loops.Loop(site, None, ())
         if isinstance(token, dict) and "site" in token:
             assert self._before is not None
-            site.has_steps = site.has_steps or token["lead"] > 0
+            if token["lead"] > 0:
+                site.note_step()
             site.is_outer = token["item_rng"] is not None
             self._jumps += 1
             placed = partial(self._placed, token["lead"], self._jumps, loaders.positioned())
@@ -348,7 +349,8 @@ class Replay:
         files.unmute(session, self._target["files"], self.boundary)
         session.results.begin_step(self.boundary)
         for site in loops.sites:
-            site.has_steps = site.has_steps or site.key in self._target["has_steps"]
+            if site.key in self._target["has_steps"]:
+                site.note_step()
         session.kept_weights.is_kept = self._target["kept"]
         session.kept_weights.note(self.boundary)
         session.replay = None

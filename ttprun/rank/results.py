@@ -33,7 +33,7 @@ class Results:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._lock = threading.Lock()
-        self._of_step: dict[int, list[Result]] = {}
+        self._newest: list[Result] = []  # of this step
         self._visits: defaultdict[str, tuple[int, int]] = defaultdict(lambda: (-1, 0))  # last step, steps
         self.step = 0
 
@@ -44,7 +44,7 @@ class Results:
         outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
         with self._lock:
             result = (self.step, entry.place, outputs)
-            self._of_step.setdefault(self.step, []).append(result)
+            self._newest.append(result)
             last, steps = self._visits[entry.place]
             if last != self.step:
                 steps += 1
@@ -55,10 +55,9 @@ class Results:
     def begin_step(self, step: int) -> list[Result]:
         """A boundary has been reached; returns the results of the step that it ends."""
         with self._lock:
-            ended = self._of_step.pop(self.step, [])
-            self._of_step.clear()
+            ended, self._newest = self._newest, []
             self.step = step
-            return ended
+        return ended
 
 
 class Answers:

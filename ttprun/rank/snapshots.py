@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from ttprun.board import LEADER, Board, Field, Phase
+from ttprun.board import LEADER, ROW_FIELDS, Board, Field, Phase
 from ttprun.rank import replicated, shares, trained
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
@@ -24,6 +24,10 @@ from ttprun.rank.open_boundaries import MOST_PUT_OFF
 if TYPE_CHECKING:
     from ttprun.channel import Channel
     from ttprun.rank.session import Session
+
+# Looked at in each step.
+_ASKED = LEADER * ROW_FIELDS + Field.SNAPSHOT_ASKED
+_TAKEN_AT = LEADER * ROW_FIELDS + Field.SNAPSHOT_AT
 
 
 class Snapshots:
@@ -48,26 +52,25 @@ class Snapshots:
                 channel.send({"op": "snapshot_size", "bytes": self._whole_bytes() // self._board.n_ranks})
 
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
-        """Before the record of `boundary` is announced: the first rank says whether a snapshot is taken there.
+        """The first rank, before the record of `boundary` is announced: say whether a snapshot is taken there.
 
         It is not if there is no memory for all ranks' parts; then the agent is told. At an open boundary it is put off
         to one of the next.
         """
-        if self._is_leader and (not self._every or self._put_off or boundary % self._every == 0):
-            asked = self._board.get(LEADER, Field.SNAPSHOT_ASKED)
-            if asked == self._seen:
-                return
-            if is_open and self._put_off < MOST_PUT_OFF:
-                self._put_off += 1
-                return
-            self._put_off = 0
-            self._seen = asked
-            why_not = self._why_no_room(asked)
-            if why_not:
-                channel.send({"op": "snapshot", "number": asked, "boundary": boundary, "why_not": why_not})
-                return
-            self._board.set(LEADER, Field.SNAPSHOT_NUMBER, asked)
-            self._board.set(LEADER, Field.SNAPSHOT_AT, boundary)
+        asked = self._board.cells[_ASKED]
+        if asked == self._seen or (self._every and not self._put_off and boundary % self._every):
+            return
+        if is_open and self._put_off < MOST_PUT_OFF:
+            self._put_off += 1
+            return
+        self._put_off = 0
+        self._seen = asked
+        why_not = self._why_no_room(asked)
+        if why_not:
+            channel.send({"op": "snapshot", "number": asked, "boundary": boundary, "why_not": why_not})
+            return
+        self._board.set(LEADER, Field.SNAPSHOT_NUMBER, asked)
+        self._board.set(LEADER, Field.SNAPSHOT_AT, boundary)
 
     def _why_no_room(self, number: int) -> str:
         """Why a snapshot cannot be taken for want of memory, "" if it can. The ranks' shares are of about one size."""
@@ -88,7 +91,7 @@ class Snapshots:
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; to be asked when all have recorded it."""
-        return self._board.get(LEADER, Field.SNAPSHOT_AT) == boundary
+        return self._board.cells[_TAKEN_AT] == boundary
 
     def take(self, session: Session, boundary: int, frame: FrameType) -> None:
         """Copy what this rank keeps of the boundary that it has just come to, and tell the agent.
@@ -106,11 +109,7 @@ class Snapshots:
             for_records.fill(len(records), [memoryview(records)])
             told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
             # Where nothing else compares the ranks, all that they should hold alike is looked at.
-            told["weights"] = (
-                replicated.digest()
-                if trained.are_sharded()
-                else trained.weights_sample(boundary, trained.optimizers()).hex()
-            )
+            told["weights"] = replicated.digest() if trained.are_sharded() else trained.newest().sample(boundary).hex()
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"

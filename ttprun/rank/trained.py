@@ -44,13 +44,20 @@ def forget() -> None:
     global _stepped
     _optimizers.clear()
     _wrapped_models.clear()
-    _stepped = (None, {}, [], False)
-    _samples.clear()
+    _stepped = None
+
+
+# What is asked for at each boundary is gathered in plain loops: to call a comprehension takes longer than all its work.
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
     """All living optimizers, in the order in which they were made."""
-    return [found for ref in _optimizers if (found := ref()) is not None]
+    living = []
+    for ref in _optimizers:
+        found = ref()
+        if found is not None:
+            living.append(found)
+    return living
 
 
 def wrapped_models() -> list[Any]:
@@ -58,23 +65,94 @@ def wrapped_models() -> list[Any]:
     return [found for ref in _wrapped_models if (found := ref()) is not None]
 
 
-_stepped: tuple[Any, dict[int, int], list[torch.Tensor], bool] = (None, {}, [], False)
-# Of each living optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it.
-_counts: list[list[int]] = []
+def rebuilt() -> list[bool]:
+    """Of each living wrapped model, whether it has ordered its buckets anew."""
+    have = []
+    for ref in _wrapped_models:
+        found = ref()
+        if found is not None:
+            have.append(bool(found._has_rebuilt_buckets))
+    return have
 
 
-def stepped_storages(living: list[torch.optim.Optimizer]) -> dict[int, int]:
-    """Data pointers of what the living optimizers update, see `places`, each with its place in `stepped_tensors`.
+class Stepped:
+    """What the living optimizers update, as of a boundary.
 
-    The very same object as before as long as nothing shows that they have changed.
+    seen        what would show it if it were not so any more, see `stepped`
+    storages    data pointers of the tensors, see `places`, each with its place in `stepped_tensors`
+    weights     the parameters of all optimizers
+    counts      of each optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it
+    is_sharded  some parameter is sharded over the ranks
+    held        of each optimizer's groups, the list of its parameters
     """
-    global _stepped, _counts
-    seen = [entry for optimizer in living for entry in _signature(optimizer)]
-    if seen != _stepped[0]:
-        _samples.clear()
-        _stepped = (seen, places(stepped_tensors()), list(parameters()), are_any(parameters()))
-        _counts = list(map(_count, living))
-    return _stepped[1]
+
+    def __init__(self, seen: list[int], held: list[list[torch.Tensor]]) -> None:
+        self.seen = seen
+        self.storages = places(stepped_tensors())
+        self.weights = list(parameters())
+        self.counts = counts_now()
+        self.is_sharded = are_any(self.weights)
+        self.held = held
+        places_held = [(of_group, at) for of_group, group in enumerate(held) for at in range(len(group))]
+        # Of each parameter: its group and place there; and if it was asked for: itself, where it lies, and its sample.
+        self._samples: list[tuple[int, int, Any, int, Any]] = [(*place, None, 0, b"") for place in places_held]
+
+    def sample(self, boundary: int) -> bytes:
+        """A hash of the beginning of what this rank holds of one parameter, another one at each boundary."""
+        samples = self._samples
+        if not samples:
+            return b""
+        number = boundary % len(samples)
+        of_group, at, known, address, sample = samples[number]
+        group = self.held[of_group]
+        parameter = group[at] if at < len(group) else self.weights[number]
+        if self.is_sharded:
+            parameter = local_of(parameter)
+        if parameter is not known or parameter.data_ptr() != address or not parameter.is_contiguous():
+            parameter = local_of(parameter)
+            sample = bytes_of(parameter.detach())[:_SAMPLE_BYTES]
+            if parameter.is_contiguous() and parameter.device.type == "cpu":
+                samples[number] = (of_group, at, parameter, parameter.data_ptr(), sample)
+        return xxhash.xxh3_64_digest(sample)
+
+
+_stepped: Stepped | None = None
+_SAMPLE_BYTES = 4096
+
+
+def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
+    """What these optimizers, all that are living, update now.
+
+    The very same object as before as long as nothing shows that it has changed, as it does when parameters are added or
+    when the state is loaded anew: counts, and where the ends of each group and of their state lie.
+    """
+    global _stepped
+    known = _stepped
+    is_sharded = known is not None and known.is_sharded
+    seen: list[int] = []
+    held: list[list[torch.Tensor]] = []
+    for optimizer in living:
+        state = optimizer.state
+        seen.append(len(state))
+        for group in optimizer.param_groups:
+            in_group = group["params"]
+            held.append(in_group)
+            seen.append(len(in_group))
+            for end in (in_group[0], in_group[-1]) if in_group else ():
+                seen.append((local_of(end) if is_sharded else end).data_ptr())
+                of_end = state.get(end)
+                for value in of_end.values() if isinstance(of_end, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        seen.append((local_of(value) if is_sharded else value).data_ptr())
+    if known is None or seen != known.seen:
+        known = _stepped = Stepped(seen, held)
+    known.held = held
+    return known
+
+
+def newest() -> Stepped:
+    """The same as of the newest boundary; as of now if there was none."""
+    return _stepped or stepped(optimizers())
 
 
 def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -90,16 +168,9 @@ def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     return found
 
 
-def weights() -> list[torch.Tensor]:
-    """The parameters of all optimizers, as they were when they were asked for their storages last."""
-    if _stepped[0] is None:
-        stepped_storages(optimizers())
-    return _stepped[2]
-
-
 def are_sharded() -> bool:
-    """Whether some parameter is sharded over the ranks, as of when their storages were asked for last."""
-    return _stepped[3]
+    """Whether some parameter is sharded over the ranks, as of the newest boundary."""
+    return _stepped is not None and _stepped.is_sharded
 
 
 def stepped_tensors() -> list[torch.Tensor]:
@@ -108,23 +179,6 @@ def stepped_tensors() -> list[torch.Tensor]:
     An optimizer has its state from its first step on; a replacement's may not have come to that yet.
     """
     return [*parameters(), *(tensor for optimizer in optimizers() for tensor in _state(optimizer))]
-
-
-def _signature(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Changes when parameters are added or when the state is loaded anew: counts, and where the ends of them lie."""
-    seen = [len(optimizer.state)]
-    is_sharded = _stepped[3]
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        seen.append(len(parameters))
-        for parameter in (*parameters[:1], *parameters[-1:]):
-            seen.append((local_of(parameter) if is_sharded else parameter).data_ptr())
-            state = optimizer.state.get(parameter)
-            if isinstance(state, dict):
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        seen.append((local_of(value) if is_sharded else value).data_ptr())
-    return seen
 
 
 def _count(optimizer: torch.optim.Optimizer) -> list[int]:
@@ -138,7 +192,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def counts_now() -> list[list[int]]:
-    """`counts`, as they are now."""
+    """`counts` of `Stepped`, as they are now."""
     return list(map(_count, optimizers()))
 
 
@@ -152,38 +206,3 @@ def parameters() -> Iterator[torch.Tensor]:
 def replicated_weights() -> Iterator[torch.Tensor]:
     """The parameters of all optimizers that all ranks hold alike."""
     return (parameter for parameter in parameters() if not is_distributed(parameter))
-
-
-def counts() -> list[list[int]]:
-    """Of each living optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it."""
-    return _counts
-
-
-_samples: dict[tuple[int, int], memoryview] = {}
-_SAMPLE_BYTES = 4096
-
-
-def weights_sample(boundary: int, living: list[torch.optim.Optimizer]) -> bytes:
-    """A hash of the beginning of what this rank holds of one parameter, another one at each boundary."""
-    groups = [group["params"] for optimizer in living for group in optimizer.param_groups]
-    count = sum(map(len, groups))
-    if not count:
-        return b""
-    at = boundary % count
-    for parameters in groups:
-        if at < len(parameters):
-            break
-        at -= len(parameters)
-    parameter = local_of(parameters[at])
-    key = (id(parameter), parameter.data_ptr())  # the same memory as when it was first asked for
-    sample = _samples.get(key)
-    if sample is None or not parameter.is_contiguous():
-        sample = bytes_of(parameter.detach())[:_SAMPLE_BYTES]
-        if parameter.is_contiguous() and parameter.device.type == "cpu":
-            _samples[key] = sample
-    return xxhash.xxh3_64_digest(sample)
-
-
-def common_sample(sample: bytes) -> bytes:
-    """The part of a sample by which ranks can see whether they hold the same weights: nothing if these are sharded."""
-    return b"" if are_sharded() else sample

@@ -41,6 +41,8 @@ _regions = (ctypes.c_uint64 * (3 * _REGIONS))()
 class Watched:
     """A range of memory that is watched from now on.
 
+    is_over   it is not watched any more, and never known to be untouched
+
     Raises OSError if the kernel does not watch it.
     """
 
@@ -48,7 +50,7 @@ class Watched:
         self._at, self._end = at, at + size
         self._begin_pages = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
         self._end_pages = self._end // mmap.PAGESIZE * mmap.PAGESIZE
-        self._is_over = False
+        self.is_over = False
         if self._begin_pages >= self._end_pages or not _is_private(self._begin_pages, self._end_pages):
             raise OSError("not memory of this process alone")
         if any(begin < self._end_pages and self._begin_pages < end for begin, end in _watched):
@@ -75,16 +77,16 @@ class Watched:
         """Whether nothing has been written to it since `note`."""
         if not self._is_touched:
             self._is_touched = self._has_written_pages() or self._edges_now() != self._edges
-        return not (self._is_touched or self._is_over)
+        return not (self._is_touched or self.is_over)
 
     def _has_written_pages(self) -> bool:
         """Whether a page was written; those that are found are protected again."""
-        if self._is_over:
+        if self.is_over:
             return False
         try:
             return bool(fcntl.ioctl(self._pagemap, _SCAN, bytearray(self._ask)))
         except OSError:  # it is mapped otherwise by now
-            self._is_over = True
+            self.is_over = True
             return False
 
     def _edges_now(self) -> bytes:
@@ -96,10 +98,10 @@ class Watched:
     def end(self) -> None:
         """It is not watched any more; its memory may be gone."""
         pages = (self._begin_pages, self._end_pages)
-        if pages not in _watched:
+        if not _watched or pages not in _watched:  # in a forked child, and when the interpreter ends, there are none
             return
         _watched.remove(pages)
-        self._is_over = True
+        self.is_over = True
         with contextlib.suppress(OSError):
             fcntl.ioctl(self._faults, _UNREGISTER, struct.pack("<2Q", pages[0], pages[1] - pages[0]))
 
@@ -123,6 +125,16 @@ def forget() -> None:
         os.close(file)
     _watched.clear()
     _files, _is_refused = None, False
+
+
+def _leave_to_parent() -> None:
+    """A forked child has other memory, and must not end what its parent watches by the same file."""
+    global _files, _is_refused
+    _watched.clear()
+    _files, _is_refused = None, True
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _open() -> tuple[int, int]:

@@ -217,7 +217,7 @@ def _places_of_parameters(has_stepped: bool) -> list[int]:
         parameter.grad = torch.ones(2)
         if has_stepped:
             optimizer.step()
-    found = trained.stepped_storages(trained.optimizers())
+    found = trained.stepped(trained.optimizers()).storages
     return [found[one.data_ptr()] for one in parameters]
 
 

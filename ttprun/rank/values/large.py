@@ -89,6 +89,9 @@ class _Met:
             self.at, self.end, self.looks = at, at + size, 0
         elif self.watched is not None:
             self.watched.note()
+            if self.watched.is_over:  # its memory was mapped anew
+                self.unwatch()
+                self.looks = 0
         return has_moved
 
     def note_change(self, has_changed: bool) -> None:
