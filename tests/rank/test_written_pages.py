@@ -108,12 +108,12 @@ def test_a_forked_child_changes_its_own_memory_and_not_ours() -> None:
 
 def test_a_process_that_ends_while_it_watches_says_nothing() -> None:
     source = """
-import numpy as np, weakref
-from ttprun.rank import written_pages
-array = np.zeros(1 << 20)
-watched = written_pages.watch(array.ctypes.data, array.nbytes)
-kept = weakref.ref(array, lambda _: watched.end())
-print(watched.is_untouched())
+import builtins, numpy as np
+from ttprun.rank.values import large
+builtins.array = np.zeros(1 << 20)  # lives longer than all modules
+for _ in range(9):
+    large.follow_array(array)
+print(large._arrays[id(array)].watched.is_untouched())
 """
 
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
