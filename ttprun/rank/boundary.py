@@ -90,8 +90,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         session.verifier.look(boundary, trained.replicated_weights)
         if _write_record(session, boundary, sys._getframe(1), optimizer):
             commit(session, boundary)
-    for name, group in list(session.groups.items()):
-        group.buckets.end_step(session.journal.of_group(name))
+    for group in list(session.groups.values()):
+        group.buckets.end_step()
     session.journal.clear()
     with session.changed:
         session.is_applying = True

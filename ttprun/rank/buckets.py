@@ -7,14 +7,16 @@ and nothing is issued again. Either way no copy is needed, which is most of what
 
 What lies where in a bucket is in DDP's own log. It is compared with the journal's copies for some steps before it is
 relied on, and whatever DDP does otherwise with its gradients (hooks, views, parameters without a gradient) is left to
-the copies. An input that is made again is compared with what was noted of it. Begin with `Buckets.hold`.
+the copies. An input that is made again is compared with what was noted of it. Whether it has a NaN is asked of the
+gradients too, while the bucket is on its way. Begin with `Buckets.hold`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +24,20 @@ import torch.distributed as dist
 
 from ttprun.rank import trained
 from ttprun.rank.replicated import NotRepairableError
-from ttprun.rank.tensor_bytes import bytes_of
-from ttprun.rank.verification import told_nans
+from ttprun.rank.verification import nans_in
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
 
-FROM_BYTES = 1 << 20  # a smaller bucket is copied in less time than it takes to note what is in it
+# Below these a bucket is copied: that takes less time than to note what is in it.
+FROM_BYTES = 256 << 10
+FROM_BYTES_A_GRADIENT = 32 << 10  # on average
 TRUSTED_AFTER = 3  # steps
-SAMPLES = 1024
+SAMPLES = 128
 # Steps for which DDP's log is looked at; it tells what is in the buckets from the third one on.
 _LOOKS = 16
+_WORD_BYTES = 8
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 Noted = tuple[list[int], bytes]
 
 
@@ -58,14 +63,24 @@ class Held:
 
     def put_back(self) -> None:
         """Make the input of the gradients again. Raises NotRepairableError if that does not give what was noted."""
-        if not (self.bucket.fill(self.flat) and self.bucket.note(self.flat) == self.noted):
+        if not (self.bucket.fill(self.flat) and self.bucket.note() == self.noted):
             raise NotRepairableError("a gradient was changed behind its all-reduce, whose input is not known any more")
         self.version = self.flat._version
+
+    def told_nans(self) -> str:
+        """How many elements of the input are NaN, in words; "" if none is.
+
+        To be asked in the backward pass, up to whose end the gradients are what the bucket was made of. The bucket
+        itself is being reduced.
+        """
+        found = sum([nans_in(gradient) for gradient in self.bucket.gradients() if gradient is not None])
+        return f"{found} of {self.flat.numel()} elements" if found else ""
 
 
 class Bucket:
     """Where the gradients of some parameters lie in one flat tensor.
 
+    size_bytes  of its tensor
     agreed      steps in which they were found there
     is_refused  they were not, or something else speaks against relying on it
     is_used     it has been reduced since the newest boundary
@@ -76,16 +91,32 @@ class Bucket:
         self._model = weakref.ref(model)
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._factor = 1.0 / world_size
-        self.size = sum(parameter.numel() for parameter in parameters)
+        self.size_bytes = sum(parameter.nbytes for parameter in parameters)
         self.agreed = 0
         self.is_refused = False
         self.is_used = False
         self.pointer = 0
+        self._sampled = memoryview(b"")
 
     @property
     def is_alive(self) -> bool:
         """Whether its model is there."""
         return self._model() is not None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it takes less time to note what is in it than to copy it."""
+        return self.size_bytes >= max(FROM_BYTES, FROM_BYTES_A_GRADIENT * len(self._parameters))
+
+    def lies_in(self, flat: torch.Tensor) -> None:
+        """This is its tensor, from now on: DDP keeps it as long as the model."""
+        self.pointer = flat.data_ptr()
+        words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
+        self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of each parameter; None where there is none."""
+        return [None if (parameter := ref()) is None else parameter.grad for ref in self._parameters]
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """(gradient, where it lies in `flat`), each of the parameter's shape; None if one of them cannot be told."""
@@ -112,11 +143,13 @@ class Bucket:
         parts = self.parts(flat)
         return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
 
-    def note(self, flat: torch.Tensor) -> Noted:
-        """How often each gradient has been written (-1: there is none), and some elements of the bucket [n]."""
-        gradients = [None if (parameter := ref()) is None else parameter.grad for ref in self._parameters]
-        written = [-1 if gradient is None else gradient._version for gradient in gradients]
-        return written, bytes(bytes_of(flat[:: max(1, self.size // SAMPLES)]))
+    def note(self) -> Noted:
+        """How often each gradient has been written (-1: there is none), and some words of its tensor, which is alive.
+
+        Not by operations of torch: in front of the reduction each takes as long as all of this does.
+        """
+        written = [-1 if gradient is None else gradient._version for gradient in self.gradients()]
+        return written, self._sampled.tobytes()
 
     def may_be_held(self) -> bool:
         """Whether nothing speaks against it, now that it is about to be reduced."""
@@ -124,7 +157,7 @@ class Bucket:
         if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
             return False
         # Such a hook may change a gradient behind DDP's copying it.
-        return not any(getattr(ref(), "_post_accumulate_grad_hooks", None) for ref in self._parameters)
+        return not any(map(_HOOKS, [parameter for ref in self._parameters if (parameter := ref()) is not None]))
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
@@ -154,7 +187,8 @@ def buckets_of(model: Any, world_size: int) -> list[Bucket]:
         rows = [[parameters[int(word)] for word in words.split()] for words in told.split(",") if words]
     except (AttributeError, IndexError, ValueError):  # of another version of torch
         return []
-    return [Bucket(model, row, world_size) for row in rows]
+    found = [Bucket(model, row, world_size) for row in rows]
+    return [bucket for bucket in found if bucket.is_worth_it]
 
 
 class Buckets:
@@ -163,30 +197,35 @@ class Buckets:
     def __init__(self, group: Any) -> None:
         self._group = weakref.ref(group)
         self._buckets: list[Bucket] = []
+        self._held: list[Held] = []  # since the newest boundary
+        self._is_to_look = False  # something has come that lies in no bucket that is known
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def hold(self, entry: Entry) -> bool:
-        """Note the input of an operation that is about to be issued; False if it must be copied."""
-        flat = _reduced(entry)
-        bucket = None if flat is None else self._find(flat)
-        if flat is None or bucket is None or not bucket.may_be_held():
-            return False
+    def hold(self, flat: torch.Tensor) -> Held | None:
+        """Note the input of an operation that is about to be issued; None if it must be copied.
+
+        flat   its only tensor, see `flat_of`
+        """
+        bucket = self._find(flat)
+        if bucket is None or not bucket.may_be_held():
+            return None
         if bucket.is_used:  # what the first one has given is lost
             bucket.is_refused = True
-            return False
+            return None
         bucket.is_used = True
-        entry.nan = told_nans(flat)
-        entry.held = Held(bucket, flat, bucket.note(flat), flat._version)
-        return True
+        held = Held(bucket, flat, bucket.note(), flat._version)
+        self._held.append(held)
+        return held
 
-    def compare(self, entry: Entry) -> None:
-        """The input of an operation has been copied: see whether that would have been needed."""
-        flat = _reduced(entry)
-        if flat is None:
-            return
+    def compare(self, flat: torch.Tensor) -> None:
+        """The input of an operation has been copied: see whether that would have been needed.
+
+        flat   its only tensor, see `flat_of`
+        """
         bucket = self._find(flat)
         known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
-        likely = [one for one in known if one.size == flat.numel() and not one.is_refused]
+        likely = [one for one in known if one.size_bytes == flat.nbytes and not one.is_refused]
+        self._is_to_look = self._is_to_look or not likely
         if not likely or bool(flat.isnan().any()):  # nothing equals NaN
             return
         found = next((one for one in likely if one.is_in(flat)), None)
@@ -194,24 +233,29 @@ class Buckets:
             for one in likely:
                 one.is_refused = True
             return
-        found.pointer = flat.data_ptr()
+        found.lies_in(flat)
         found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # then something speaks against holding it
         found.is_used = True
         found.agreed += 1
 
-    def end_step(self, entries: Iterable[Entry]) -> None:
-        """Nothing of the step will be issued again. Called where no backward pass is under way.
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient, where it lies in `flat`), as Bucket.parts; [] if this is no bucket that is known."""
+        bucket = self._find(flat)
+        return [] if bucket is None else bucket.parts(flat) or []
 
-        entries   what this group has issued in it
-        """
-        for entry in entries:
-            if entry.held is not None and not entry.held.is_kept:
-                entry.held.bucket.is_refused = True
+    def end_step(self) -> None:
+        """Nothing of the step will be issued again. Called where no backward pass is under way."""
+        for held in self._held:
+            if not held.is_kept:
+                held.bucket.is_refused = True
+        self._held.clear()
         for bucket in self._buckets:
             bucket.is_used = False
-        for model in trained.wrapped_models():
-            if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
-                self._look_at(model)
+        if self._is_to_look:
+            self._is_to_look = False
+            for model in trained.wrapped_models():
+                if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
+                    self._look_at(model)
 
     def _look_at(self, model: Any) -> None:
         if not (is_plain(model) and model._has_rebuilt_buckets):
@@ -221,14 +265,17 @@ class Buckets:
         self._looks[model] = _LOOKS if found else self._looks.get(model, 0) + 1
 
     def _find(self, flat: torch.Tensor) -> Bucket | None:
-        alike = (one for one in self._buckets if one.pointer == flat.data_ptr() and one.size == flat.numel())
-        return next(alike, None)
+        pointer, size_bytes = flat.data_ptr(), flat.nbytes
+        for bucket in self._buckets:
+            if bucket.pointer == pointer and bucket.size_bytes == size_bytes:
+                return bucket
+        return None
 
 
-def _reduced(entry: Entry) -> torch.Tensor | None:
-    """The tensor of an operation that can be the reduction of a bucket."""
+def flat_of(entry: Entry) -> torch.Tensor | None:
+    """The tensor of an operation that can be the reduction of a bucket; None of any other."""
     if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
         return None
     flat = entry.outputs[0]
-    is_flat = flat.dim() == 1 and flat.is_contiguous() and flat.nbytes >= FROM_BYTES and flat.is_cpu
+    is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous() and flat.is_cpu
     return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
 from ttprun.rank import broken_links, faults, reduce_scatter, sharded
-from ttprun.rank.buckets import Buckets
+from ttprun.rank.buckets import Buckets, flat_of
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.issue_once import issue_once
@@ -303,11 +303,15 @@ class ManagedGroup(ProcessGroup):
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Make sure that the inputs can be had again; False if the journal's limit is reached."""
-        if self._communicator is None and self.buckets.hold(entry):
-            return True
+        flat = flat_of(entry)
+        if flat is not None and self._communicator is None:
+            entry.held = self.buckets.hold(flat)
+            if entry.held is not None:
+                return True
         if not self._session.journal.save(entry, inputs):
             return False
-        self.buckets.compare(entry)
+        if flat is not None:
+            self.buckets.compare(flat)
         return True
 
     def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
