@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -157,6 +159,22 @@ def test_a_nan_that_a_fault_puts_into_a_bucket_is_in_the_gradient_too() -> None:
 
     assert of_one == (2, "", 0)
     assert of_other == (2, f"allreduce number 0 of the step, 1 of {WIDTH * WIDTH + WIDTH} elements", 1)
+
+
+def begin_again_with_another_model(rank: int) -> tuple[bool, list[int]]:
+    """Whether a first model's weights are gone behind the steps of a second one, and what of these was not copied."""
+    training = Training(rank)
+    for _ in range(STEPS):
+        training.step()
+    weight = weakref.ref(next(iter(training.model.parameters())))
+    del training
+    held, _ = train(rank)
+    gc.collect()
+    return weight() is None, held
+
+
+def test_a_model_is_not_kept_by_what_is_known_of_its_buckets() -> None:
+    assert run_world(begin_again_with_another_model) == [(True, [0] * BEGINS_AT + [2] * 2)] * 2
 
 
 def train_with_comm_hook(rank: int) -> list[int]:

@@ -13,10 +13,12 @@ gradients too, while the bucket is on its way. Begin with `Buckets.hold`.
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 import weakref
 from dataclasses import dataclass
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,6 @@ import torch.distributed as dist
 
 from ttprun.rank import trained
 from ttprun.rank.replicated import NotRepairableError
-from ttprun.rank.verification import nans_in
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
@@ -37,7 +38,7 @@ SAMPLES = 128
 # Steps for which DDP's log is looked at; it tells what is in the buckets from the third one on.
 _LOOKS = 16
 _WORD_BYTES = 8
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+_GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
 Noted = tuple[list[int], bytes]
 
 
@@ -73,7 +74,11 @@ class Held:
         To be asked in the backward pass, up to whose end the gradients are what the bucket was made of. The bucket
         itself is being reduced.
         """
-        found = sum([nans_in(gradient) for gradient in self.bucket.gradients() if gradient is not None])
+        gradients = self.bucket.gradients()
+        # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+        if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
+            return ""
+        found = sum([int(gradient.isnan().sum()) for gradient in gradients])
         return f"{found} of {self.flat.numel()} elements" if found else ""
 
 
@@ -88,8 +93,8 @@ class Bucket:
     """
 
     def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
-        self._model = weakref.ref(model)
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._parameters = parameters
+        self._model = weakref.ref(model, lambda _: parameters.clear())  # which must not outlive it
         self._factor = 1.0 / world_size
         self.size_bytes = sum(parameter.nbytes for parameter in parameters)
         self.agreed = 0
@@ -114,21 +119,20 @@ class Bucket:
         words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
         self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
 
-    def gradients(self) -> list[torch.Tensor | None]:
+    def gradients(self) -> list[Any]:
         """Of each parameter; None where there is none."""
-        return [None if (parameter := ref()) is None else parameter.grad for ref in self._parameters]
+        return list(map(_GRADIENT, self._parameters))
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """(gradient, where it lies in `flat`), each of the parameter's shape; None if one of them cannot be told."""
         found, at = [], 0
-        for ref in self._parameters:
-            parameter = ref()
-            gradient = None if parameter is None else parameter.grad
-            if parameter is None or gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter):
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter):
                 return None
             found.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
             at += parameter.numel()
-        return found
+        return found if self.is_alive else None
 
     def fill(self, flat: torch.Tensor) -> bool:
         """Write all gradients as DDP does; False if one cannot be told."""
@@ -144,12 +148,12 @@ class Bucket:
         return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
 
     def note(self) -> Noted:
-        """How often each gradient has been written (-1: there is none), and some words of its tensor, which is alive.
+        """How often each gradient has been written, and some words of the tensor.
 
-        Not by operations of torch: in front of the reduction each takes as long as all of this does.
+        None of the gradients may be missing, and the tensor must be alive. Nothing is asked of torch: in front of the
+        reduction, one operation of its would take as long as all of this.
         """
-        written = [-1 if gradient is None else gradient._version for gradient in self.gradients()]
-        return written, self._sampled.tobytes()
+        return list(map(_VERSION, self.gradients())), self._sampled.tobytes()
 
     def may_be_held(self) -> bool:
         """Whether nothing speaks against it, now that it is about to be reduced."""
@@ -157,7 +161,7 @@ class Bucket:
         if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
             return False
         # Such a hook may change a gradient behind DDP's copying it.
-        return not any(map(_HOOKS, [parameter for ref in self._parameters if (parameter := ref()) is not None]))
+        return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
 
 
 def _is_dense(parameter: torch.Tensor) -> bool:
