@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.faults import parse_fault
 from ttprun.rank import faults
-from ttprun.rank.buckets import TRUSTED_AFTER
+from ttprun.rank.buckets import TRUSTED_AFTER, Bucket
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.session import current
 from ttprun.rank.verification import nan_in
@@ -161,20 +161,27 @@ def test_a_nan_that_a_fault_puts_into_a_bucket_is_in_the_gradient_too() -> None:
     assert of_other == (2, f"allreduce number 0 of the step, 1 of {WIDTH * WIDTH + WIDTH} elements", 1)
 
 
-def begin_again_with_another_model(rank: int) -> tuple[bool, list[int]]:
-    """Whether a first model's weights are gone behind the steps of a second one, and what of these was not copied."""
-    training = Training(rank)
-    for _ in range(STEPS):
-        training.step()
-    weight = weakref.ref(next(iter(training.model.parameters())))
-    del training
-    held, _ = train(rank)
+def train_one_after_the_other(rank: int) -> list[list[int]]:
+    first, _ = train(rank)
     gc.collect()
-    return weight() is None, held
+    return [first, train(rank)[0]]
+
+
+def test_the_buckets_of_a_second_model_are_learnt_as_those_of_the_first() -> None:
+    assert run_world(train_one_after_the_other) == [[[0] * BEGINS_AT + [2] * 2] * 2] * 2
 
 
 def test_a_model_is_not_kept_by_what_is_known_of_its_buckets() -> None:
-    assert run_world(begin_again_with_another_model) == [(True, [0] * BEGINS_AT + [2] * 2)] * 2
+    layer = nn.Linear(2, 2)
+    weight = weakref.ref(layer.weight)
+    bucket = Bucket(layer, list(layer.parameters()), world_size=2)
+
+    del layer
+    gc.collect()
+
+    assert weight() is None
+    assert not bucket.is_alive
+    assert not bucket.fill(torch.zeros(6))
 
 
 def train_with_comm_hook(rank: int) -> list[int]:

@@ -205,27 +205,28 @@ class Buckets:
         self._is_to_look = False  # something has come that lies in no bucket that is known
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    def hold(self, flat: torch.Tensor) -> Held | None:
-        """Note the input of an operation that is about to be issued; None if it must be copied.
-
-        flat   its only tensor, see `flat_of`
-        """
+    def hold(self, entry: Entry) -> bool:
+        """Note the input of an operation that is about to be issued; False if it must be copied."""
+        if entry.op != "allreduce" or len(entry.outputs) != 1:
+            return False
+        flat = entry.outputs[0]
+        # What is reduced in the memory of a plain model's bucket is that bucket, with the operation that was compared.
         bucket = self._find(flat)
         if bucket is None or not bucket.may_be_held():
-            return None
+            return False
         if bucket.is_used:  # what the first one has given is lost
             bucket.is_refused = True
-            return None
+            return False
         bucket.is_used = True
-        held = Held(bucket, flat, bucket.note(), flat._version)
-        self._held.append(held)
-        return held
+        entry.held = Held(bucket, flat, bucket.note(), flat._version)
+        self._held.append(entry.held)
+        return True
 
-    def compare(self, flat: torch.Tensor) -> None:
-        """The input of an operation has been copied: see whether that would have been needed.
-
-        flat   its only tensor, see `flat_of`
-        """
+    def compare(self, entry: Entry) -> None:
+        """The input of an operation has been copied: see whether that would have been needed."""
+        flat = _reduced(entry)
+        if flat is None:
+            return
         bucket = self._find(flat)
         known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
         likely = [one for one in known if one.size_bytes == flat.nbytes and not one.is_refused]
@@ -276,10 +277,10 @@ class Buckets:
         return None
 
 
-def flat_of(entry: Entry) -> torch.Tensor | None:
-    """The tensor of an operation that can be the reduction of a bucket; None of any other."""
+def _reduced(entry: Entry) -> torch.Tensor | None:
+    """The tensor of an operation that can be the reduction of a bucket."""
     if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
         return None
     flat = entry.outputs[0]
-    is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous() and flat.is_cpu
+    is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous()
     return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None

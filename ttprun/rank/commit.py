@@ -21,16 +21,17 @@ def commit(
     The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
     stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
     """
-    session.touch(Phase.COMMITTING)
     while True:
         with session.lock:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
+                session.touch(Phase.COMMITTING)
                 held()
                 session.changed.wait(look_again_s)
                 continue
             if session.unprotected or session.settle_at >= boundary or min(session.recorded) >= boundary:
                 session.is_applying = True
                 return
+        session.touch(Phase.COMMITTING)
         _wait_for_records(session, boundary, held, look_again_s)
 
 

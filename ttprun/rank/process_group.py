@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
 from ttprun.rank import broken_links, faults, reduce_scatter, sharded
-from ttprun.rank.buckets import Buckets, flat_of
+from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.issue_once import issue_once
@@ -304,16 +304,12 @@ class ManagedGroup(ProcessGroup):
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Make sure that the inputs can be had again; if the journal's limit is reached, protection ends: False."""
-        flat = flat_of(entry)
-        if flat is not None and self._communicator is None:
-            entry.held = self.buckets.hold(flat)
-            if entry.held is not None:
-                return True
+        if self._communicator is None and self.buckets.hold(entry):
+            return True
         if not self._session.journal.save(entry, inputs):
             self._session.give_up_protection("the journal of one step has reached journal_limit_mib")
             return False
-        if flat is not None:
-            self.buckets.compare(flat)
+        self.buckets.compare(entry)
         return True
 
     def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
@@ -328,6 +324,8 @@ class ManagedGroup(ProcessGroup):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
         try:
+            if not self._session.journal.givers:
+                return self.call(entry.op, entry.args)
             return call_or_take(self._session, entry, entry.args)
         except Exception as error:
             diagnosis = self._session.diagnose(error)

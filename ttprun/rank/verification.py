@@ -73,11 +73,13 @@ class Verifier:
                 )
         self._had_nan = bool(where)
         is_proof = boundary <= self._prove_until
+        if not (is_proof or self._every):
+            return
         if is_proof and not self._is_idle.wait(_HASH_LIMIT_S):
             self._note_unproved(boundary, "the weights of an earlier step are still being hashed")
         elif is_proof and self._why_off:
             self._note_unproved(boundary, self._why_off)
-        is_due = is_proof or (self._every and (boundary == 1 or boundary % self._every == 0))
+        is_due = is_proof or boundary == 1 or boundary % self._every == 0
         if is_due and self._is_idle.is_set() and not self._why_off:
             self._begin_hash(boundary, weights)
 
