@@ -184,6 +184,30 @@ def test_a_model_is_not_kept_by_what_is_known_of_its_buckets() -> None:
     assert not bucket.fill(torch.zeros(6))
 
 
+def break_off(*_: Any) -> None:
+    raise ValueError("broken off")
+
+
+def break_a_backward_pass_off(rank: int) -> tuple[int, str]:
+    """Behind the first reduction of two; the gradients are thrown away, and something else is reduced."""
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    training.optimizer.zero_grad()
+    training.model.module[0].register_full_backward_pre_hook(break_off)
+    with pytest.raises(ValueError, match="broken off"):
+        training.backward()
+    training.optimizer.zero_grad()
+    torch.distributed.all_reduce(torch.ones(1))
+    session = current()
+    assert session is not None
+    return len(held_entries()), nan_in(session.journal)
+
+
+def test_a_backward_pass_that_is_broken_off_does_not_disturb_the_next_collective() -> None:
+    assert run_world(break_a_backward_pass_off) == [(1, "")] * 2
+
+
 def train_with_comm_hook(rank: int) -> list[int]:
     training = Training(rank)
     training.model.register_comm_hook(None, default_hooks.allreduce_hook)

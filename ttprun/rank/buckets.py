@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ttprun.rank import trained
+from ttprun.rank import trained, verification
 from ttprun.rank.replicated import NotRepairableError
 
 if TYPE_CHECKING:
@@ -74,7 +74,8 @@ class Held:
         To be asked in the backward pass, up to whose end the gradients are what the bucket was made of. The bucket
         itself is being reduced.
         """
-        gradients = self.bucket.gradients()
+        # None is left of a backward pass that was broken off, if the script has thrown its gradients away.
+        gradients = [gradient for gradient in self.bucket.gradients() if gradient is not None]
         # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
         if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
             return ""
@@ -89,6 +90,7 @@ class Bucket:
     agreed      steps in which they were found there
     is_refused  they were not, or something else speaks against relying on it
     is_used     it has been reduced since the newest boundary
+    is_last     of its model's, which DDP reduces in the same order in each backward pass
     pointer     address of its tensor; 0 if not known yet
     """
 
@@ -100,6 +102,7 @@ class Bucket:
         self.agreed = 0
         self.is_refused = False
         self.is_used = False
+        self.is_last = True
         self.pointer = 0
         self._sampled = memoryview(b"")
 
@@ -192,6 +195,8 @@ def buckets_of(model: Any, world_size: int) -> list[Bucket]:
     except (AttributeError, IndexError, ValueError):  # of another version of torch
         return []
     found = [Bucket(model, row, world_size) for row in rows]
+    for bucket in found[:-1]:
+        bucket.is_last = False
     return [bucket for bucket in found if bucket.is_worth_it]
 
 
@@ -202,6 +207,7 @@ class Buckets:
         self._group = weakref.ref(group)
         self._buckets: list[Bucket] = []
         self._held: list[Held] = []  # since the newest boundary
+        self._unseen: list[Entry] = []  # which have not been looked at for NaN
         self._is_to_look = False  # something has come that lies in no bucket that is known
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -243,6 +249,20 @@ class Buckets:
         found.is_used = True
         found.agreed += 1
 
+    def look_for_nan(self, entry: Entry) -> None:
+        """Note whether the input of an operation that has been issued has a NaN, or leave that to the next one.
+
+        A bucket's gradients are left: as long as there is another one to come, all ranks wait for what this thread has
+        yet to compute, while behind the last one it has nothing to do. They stay what they are till then.
+        """
+        if entry.held is not None and not entry.held.bucket.is_last:
+            self._unseen.append(entry)
+            return
+        for unseen in self._unseen:
+            verification.look_for_nan(unseen)
+        self._unseen.clear()
+        verification.look_for_nan(entry)
+
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(gradient, where it lies in `flat`), as Bucket.parts; [] if this is no bucket that is known."""
         bucket = self._find(flat)
@@ -254,6 +274,7 @@ class Buckets:
             if not held.is_kept:
                 held.bucket.is_refused = True
         self._held.clear()
+        self._unseen.clear()
         for bucket in self._buckets:
             bucket.is_used = False
         if self._is_to_look:

@@ -38,7 +38,6 @@ from ttprun.rank.operations import (
 )
 from ttprun.rank.reissue import call_or_take
 from ttprun.rank.session import Session
-from ttprun.rank.verification import look_for_nan
 from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
@@ -297,7 +296,7 @@ class ManagedGroup(ProcessGroup):
             if not journal.is_frozen:
                 entry.inner = self._begin(entry)
         if is_kept:
-            look_for_nan(entry)
+            self.buckets.look_for_nan(entry)
         if faults.waiting:
             faults.reached("collective")
         return ManagedWork(journal, entry)
