@@ -14,7 +14,7 @@ import enum
 import mmap
 import os
 import sys
-import time
+from typing import Any
 
 ROW_FIELDS = 32
 LEADER = 0  # local rank whose row has the node's own fields
@@ -99,6 +99,16 @@ FUTEX_WAKE = 1
 SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine, 202)
 
 
+_FUTEX_ARGUMENTS: Any = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_int,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_int,
+)
+
+
 class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
@@ -117,7 +127,9 @@ class Board:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._sleep = ctypes.CDLL(None).syscall
         self._wake = ctypes.PyDLL(None).syscall  # keeps the GIL: waking is quicker than giving it away
-        self._sleep.restype = self._wake.restype = ctypes.c_long
+        for call in (self._sleep, self._wake):
+            call.restype = ctypes.c_long
+            call.argtypes = _FUTEX_ARGUMENTS
 
     @staticmethod
     def size_bytes(n_ranks: int) -> int:
@@ -143,21 +155,14 @@ class Board:
         """Write one field and wake whoever waits for it."""
         cell = rank * ROW_FIELDS + field
         self.cells[cell] = value
-        self._wake(SYS_FUTEX, ctypes.c_void_p(self._address + cell * 8), FUTEX_WAKE, 1 << 30, None, None, 0)
+        self._wake(SYS_FUTEX, self._address + cell * 8, FUTEX_WAKE, 1 << 30, None, None, 0)
 
     def wait_for_change(self, rank: int, field: int, seen: int, limit_s: float) -> None:
         """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early."""
         cell = rank * ROW_FIELDS + field
         limit = _Timespec(int(limit_s), int((limit_s % 1.0) * 1e9))
-        self._sleep(
-            SYS_FUTEX,
-            ctypes.c_void_p(self._address + cell * 8),
-            FUTEX_WAIT,
-            ctypes.c_int(_low_word(seen)),
-            ctypes.byref(limit),
-            None,
-            0,
-        )
+        address = self._address + cell * 8
+        self._sleep(SYS_FUTEX, address, FUTEX_WAIT, _low_word(seen), ctypes.byref(limit), None, 0)
 
     def forget_process(self, rank: int) -> None:
         """A process has ended: the next one in this row has given no sign of life yet. Its progress is left."""
@@ -168,11 +173,13 @@ class Board:
         """Where a field lies in this process's memory."""
         return self._address + (rank * ROW_FIELDS + field) * 8
 
-    def touch(self, rank: int, phase: Phase) -> None:
-        """Note a phase and a sign of life."""
-        base = rank * ROW_FIELDS
-        self.cells[base + Field.PHASE] = phase
-        self.cells[base + Field.SEEN_NS] = time.monotonic_ns()
+    def row(self, rank: int) -> memoryview:
+        """The fields of one rank, to read and to write: nobody is woken."""
+        return self.cells[rank * ROW_FIELDS : (rank + 1) * ROW_FIELDS]
+
+    def column(self, field: int) -> memoryview:
+        """One field of every rank."""
+        return self.cells[field::ROW_FIELDS]
 
 
 def _low_word(value: int) -> int:

@@ -104,11 +104,14 @@ def test_a_rank_that_waits_lets_other_threads_run(board_fd: int) -> None:
     assert time.monotonic() - began_s < LIMIT_S / 2
 
 
-def test_a_touch_notes_the_phase_and_the_time(board_fd: int) -> None:
+def test_a_ranks_row_is_its_own_and_a_column_is_of_all_ranks(board_fd: int) -> None:
     board = Board(board_fd, 3)
-    before_ns = time.monotonic_ns()
+    row, column = board.row(1), board.column(Field.PHASE)
 
-    board.touch(1, Phase.STEPPING)
+    row[Field.PHASE] = Phase.STEPPING
+    board.set(2, Field.PHASE, Phase.COLLECTIVE)
+    board.set(2, Field.APPLIED, 7)
 
+    assert list(column) == [Phase.STARTING, Phase.STEPPING, Phase.COLLECTIVE]
+    assert row[Field.APPLIED] == 0
     assert board.get(1, Field.PHASE) == Phase.STEPPING
-    assert before_ns <= board.get(1, Field.SEEN_NS) <= time.monotonic_ns()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
-from ttprun.rank.buckets import TRUSTED_AFTER
+from ttprun.faults import parse_fault
+from ttprun.rank import faults
+from ttprun.rank.buckets import TRUSTED_AFTER, Bucket
 from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.session import current
+from ttprun.rank.verification import nan_in
 
 WIDTH = 520  # more than a megabyte of weights
 BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and tells of it behind the third
@@ -66,6 +71,141 @@ def train(rank: int, **options: Any) -> tuple[list[int], float]:
 def test_from_the_seventh_step_on_the_gradients_are_not_copied_any_more() -> None:
     for held, _ in run_world(train):
         assert held == [0] * BEGINS_AT + [2] * 2
+
+
+def train_small_layers(rank: int, width: int, depth: int) -> int:
+    """How many of the reductions of the last step were not copied: gradients of width x width, and of width, elements."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = 0
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.ones(1, width)).sum().backward()
+        held = len(held_entries())
+        optimizer.step()
+    return held
+
+
+def test_gradients_are_copied_where_that_is_quicker_than_to_note_each() -> None:
+    assert run_world(train_small_layers, 256, 2) == [1] * 2  # half a megabyte in 4 gradients
+    assert run_world(train_small_layers, 64, 40) == [0] * 2  # more, in 80
+    assert run_world(train_small_layers, 128, 2) == [0] * 2  # 129 KiB in 4
+
+
+def put(values: list[float], gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with these values at its end, as the backward pass may give it."""
+    return torch.cat([gradient.flatten()[: -len(values)], torch.tensor(values)]).view_as(gradient)
+
+
+def look_for_nans(rank: int, values: list[float]) -> list[str]:
+    """What is known in front of the step, for each of the parameters in which rank 1 gets these values."""
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    found: list[str] = []
+    for weight in training.model.parameters():
+        removed: Any = weight.register_hook(functools.partial(put, values)) if rank == 1 else None
+        training.optimizer.zero_grad()
+        training.backward()
+        assert len(held_entries()) == 2
+        session = current()
+        found += [] if session is None else [nan_in(session.journal)]
+        for known in training.model.parameters():
+            assert known.grad is not None
+            known.grad.zero_()
+        training.optimizer.step()
+        if removed is not None:
+            removed.remove()
+    return found
+
+
+def test_one_nan_in_any_gradient_is_named_in_the_rank_that_made_it_and_in_no_other() -> None:
+    of_one, of_other = run_world(look_for_nans, [float("nan")])
+
+    second = f"allreduce number 1 of the step, 1 of {WIDTH * WIDTH + WIDTH} elements"
+    assert of_one == [""] * 4
+    assert of_other == [second, second, second.replace("number 1", "number 0"), second.replace("number 1", "number 0")]
+
+
+def test_infinities_of_both_signs_in_a_gradient_are_no_nan() -> None:
+    assert run_world(look_for_nans, [float("inf"), float("-inf")]) == [[""] * 4] * 2
+
+
+def be_given_a_nan(rank: int) -> tuple[int, str, int]:
+    """A fault puts a NaN into what the first reduction of a step is given: what is known, and seen, of it then."""
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    if rank == 1:
+        faults.arm(1, parse_fault("nan:rank=1,phase=backward"))
+    training.optimizer.zero_grad()
+    seen: list[int] = []
+    training.model.module[0].register_full_backward_pre_hook(
+        lambda *_: seen.append(count_nans(training.model.module[2]))
+    )
+    training.backward()
+    session = current()
+    assert session is not None
+    return len(held_entries()), nan_in(session.journal), seen[0]
+
+
+def count_nans(layer: nn.Module) -> int:
+    return sum(int(weight.grad.isnan().sum()) for weight in layer.parameters() if weight.grad is not None)
+
+
+def test_a_nan_that_a_fault_puts_into_a_bucket_is_in_the_gradient_too() -> None:
+    of_one, of_other = run_world(be_given_a_nan)
+
+    assert of_one == (2, "", 0)
+    assert of_other == (2, f"allreduce number 0 of the step, 1 of {WIDTH * WIDTH + WIDTH} elements", 1)
+
+
+def train_one_after_the_other(rank: int) -> list[list[int]]:
+    first, _ = train(rank)
+    gc.collect()
+    return [first, train(rank)[0]]
+
+
+def test_the_buckets_of_a_second_model_are_learnt_as_those_of_the_first() -> None:
+    assert run_world(train_one_after_the_other) == [[[0] * BEGINS_AT + [2] * 2] * 2] * 2
+
+
+def test_a_model_is_not_kept_by_what_is_known_of_its_buckets() -> None:
+    layer = nn.Linear(2, 2)
+    weight = weakref.ref(layer.weight)
+    bucket = Bucket(layer, list(layer.parameters()), world_size=2)
+
+    del layer
+    gc.collect()
+
+    assert weight() is None
+    assert not bucket.is_alive
+    assert not bucket.fill(torch.zeros(6))
+
+
+def break_off(*_: Any) -> None:
+    raise ValueError("broken off")
+
+
+def break_a_backward_pass_off(rank: int) -> tuple[int, str]:
+    """Behind the first reduction of two; the gradients are thrown away, and something else is reduced."""
+    training = Training(rank)
+    for _ in range(BEGINS_AT):
+        training.step()
+    training.optimizer.zero_grad()
+    training.model.module[0].register_full_backward_pre_hook(break_off)
+    with pytest.raises(ValueError, match="broken off"):
+        training.backward()
+    training.optimizer.zero_grad()
+    torch.distributed.all_reduce(torch.ones(1))
+    session = current()
+    assert session is not None
+    return len(held_entries()), nan_in(session.journal)
+
+
+def test_a_backward_pass_that_is_broken_off_does_not_disturb_the_next_collective() -> None:
+    assert run_world(break_a_backward_pass_off) == [(1, "")] * 2
 
 
 def train_with_comm_hook(rank: int) -> list[int]:

@@ -42,7 +42,7 @@ class FakeWork:
 
 def test_a_collective_that_completes_in_the_moment_in_which_a_look_at_it_ends_is_no_failure() -> None:
     journal = Journal(limit_bytes=1)
-    entry = Entry(FakeGroup(), "allreduce", ())  # type: ignore[arg-type]
+    entry = Entry(FakeGroup(), "allreduce", (), [])  # type: ignore[arg-type]
     entry.inner = FakeWork(ends_well=True)
 
     journal.wait(entry)
@@ -52,7 +52,7 @@ def test_a_collective_that_completes_in_the_moment_in_which_a_look_at_it_ends_is
 
 def test_a_collective_that_has_failed_raises_its_error_if_no_recovery_will_answer_it() -> None:
     journal = Journal(limit_bytes=1)
-    entry = Entry(FakeGroup(), "allreduce", ())  # type: ignore[arg-type]
+    entry = Entry(FakeGroup(), "allreduce", (), [])  # type: ignore[arg-type]
     entry.inner = FakeWork(ends_well=False)
 
     with pytest.raises(RuntimeError, match="timed out"):
@@ -64,4 +64,4 @@ def test_an_operation_that_was_not_kept_is_issued_and_given_by_nobody() -> None:
     journal = Journal(1 << 20)
     journal.givers = {("world", 0): 1}
 
-    assert journal.giver_of(Entry(FakeGroup(), "barrier", ())) is None  # type: ignore[arg-type]
+    assert journal.giver_of(Entry(FakeGroup(), "barrier", (), [])) is None  # type: ignore[arg-type]

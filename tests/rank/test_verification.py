@@ -20,7 +20,7 @@ def journal_of(*steps_inputs: list[torch.Tensor]) -> Journal:
     """A journal in which each collective was given such inputs, and has been looked at."""
     journal = Journal(limit_bytes=1 << 30)
     for inputs in steps_inputs:
-        entry: Any = Entry(None, "allreduce", ())  # type: ignore[arg-type]
+        entry: Any = Entry(None, "allreduce", (), [])  # type: ignore[arg-type]
         journal.save(entry, inputs)
         journal.entries.append(entry)
         look_for_nan(entry)

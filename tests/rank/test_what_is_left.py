@@ -131,8 +131,8 @@ def test_counts_of_more_files_than_there_is_room_for_are_not_mixed(recorder: Rec
 
 
 def kept(results: Results, place: str, *outputs: torch.Tensor) -> None:
-    entry = Entry(None, "broadcast", ())  # type: ignore[arg-type]
-    entry.place, entry.outputs = place, list(outputs)
+    entry = Entry(None, "broadcast", (), list(outputs))  # type: ignore[arg-type]
+    entry.place = place
     results.keep(entry)
 
 

@@ -70,7 +70,8 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     if session.replay is not None:
         session.replay.before_step(sys._getframe(1))
         return
-    faults.reached("before_step")
+    if faults.waiting:
+        faults.reached("before_step")
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(
             session.channel,
@@ -82,19 +83,22 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         for entry in session.journal.unfinished():
             session.touch(Phase.WAITING)
             session.journal.wait(entry)
-        _check_what_was_given(session)
+        if session.journal.givers:
+            _check_what_was_given(session)
         boundary = session.applied + 1
         session.verifier.look(boundary, trained.replicated_weights)
         if _write_record(session, boundary, sys._getframe(1), optimizer):
             commit(session, boundary)
-    for name, group in list(session.groups.items()):
-        group.buckets.end_step(session.journal.of_group(name))
+    for group in list(session.groups.values()):
+        group.buckets.end_step()
     session.journal.clear()
-    with session.changed:
-        session.is_applying = True
+    if not session.is_applying:  # no commit has said so
+        with session.lock:
+            session.is_applying = True
     session.updates.begin()
     session.touch(Phase.STEPPING)
-    faults.reached("in_step")
+    if faults.waiting:
+        faults.reached("in_step")
 
 
 def _check_what_was_given(session: Session) -> None:
@@ -123,7 +127,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session.snapshots.take(session, session.applied + 1, sys._getframe(1))
     pass_boundary(session)
     session.verifier.step_aside_if_odd()
-    faults.reached("after_step")
+    if faults.waiting:
+        faults.reached("after_step")
 
 
 def _note_weights(session: Session) -> None:
@@ -135,12 +140,13 @@ def _note_weights(session: Session) -> None:
 
 def pass_boundary(session: Session) -> None:
     """The optimizer step has run to its end."""
-    with session.changed:
+    with session.lock:
         session.applied += 1
         session.is_applying = False
-        session.board.set(session.local_rank, Field.APPLIED, session.applied)
-        session.board.set(session.local_rank, Field.MEETINGS, 0)
-        session.changed.notify_all()
+        session.row[Field.APPLIED] = session.applied
+        session.row[Field.MEETINGS] = 0
+        if session.is_holding:  # then a recovery waits for the end of the step
+            session.changed.notify_all()
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True

@@ -5,12 +5,15 @@ leaves a trace: no version counter moves.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ttprun.rank.tensor_bytes import bytes_of
+
+if TYPE_CHECKING:
+    from ttprun.rank.buckets import Buckets
 
 _REDUCING = (
     "allreduce",
@@ -24,10 +27,12 @@ _REDUCING = (
 )
 
 
-def put_nan(op: str, inputs: Any) -> str:
+def put_nan(op: str, inputs: Any, buckets: Iterable[Buckets] = ()) -> str:
     """Make the middle element of the first floating tensor NaN, if these are gradients; returns what was done, or "".
 
-    inputs   the operation's argument: a tensor, or nested lists of tensors
+    inputs    the operation's argument: a tensor, or nested lists of tensors
+    buckets   what is known of where gradients lie in DDP's tensors: there the gradient itself becomes NaN too, as it is
+              where it has come out of the backward pass so
     """
     if op not in _REDUCING:
         return ""
@@ -36,6 +41,8 @@ def put_nan(op: str, inputs: Any) -> str:
             flat = tensor.detach().view(-1)
             at = flat.numel() // 2
             flat.numpy()[at] = float("nan")
+            for gradient, place in [part for known in buckets for part in known.parts(flat)]:
+                gradient.numpy()[place.isnan().numpy()] = float("nan")
             return f"element {at} of {flat.numel()} in tensor {index} of {op}"
     return ""
 

@@ -83,7 +83,7 @@ def _gradients(session: Session) -> Iterator[torch.Tensor]:
     busy = {
         tensor.untyped_storage().data_ptr()
         for entry in session.journal.unfinished()
-        for tensor in tensors_in(list(entry.args))
+        for tensor in tensors_in(entry.args)
     }
     for optimizer in trained.optimizers():
         for group in optimizer.param_groups:

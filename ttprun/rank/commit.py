@@ -21,16 +21,18 @@ def commit(
     The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
     stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
     """
-    session.touch(Phase.COMMITTING)
     while True:
-        _wait_for_records(session, boundary, held, look_again_s)
-        with session.changed:
+        with session.lock:
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
+                session.touch(Phase.COMMITTING)
                 held()
                 session.changed.wait(look_again_s)
-            elif _is_recorded_by_all(session, boundary):
+                continue
+            if session.unprotected or session.settle_at >= boundary or min(session.recorded) >= boundary:
                 session.is_applying = True
                 return
+        session.touch(Phase.COMMITTING)
+        _wait_for_records(session, boundary, held, look_again_s)
 
 
 def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
@@ -68,10 +70,3 @@ def _where(board: Board, row: int) -> tuple[int, int, int]:
     phase = board.get(row, Field.PHASE)
     beats = 0 if phase == Phase.WAITING else board.get(row, Field.MAIN_BEATS)
     return phase, board.get(row, Field.COLLECTIVES), beats
-
-
-def _is_recorded_by_all(session: Session, boundary: int) -> bool:
-    board = session.board
-    if session.unprotected or session.settle_at >= boundary:
-        return True
-    return all(board.get(row, Field.RECORDED) >= boundary for row in range(board.n_ranks))

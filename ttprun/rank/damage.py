@@ -213,7 +213,7 @@ def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) ->
 
     detail = ""
     with contextlib.suppress(Exception):
-        detail = broken_data.put_nan(op, inputs)
+        detail = broken_data.put_nan(op, inputs, [group.buckets for group in session.groups.values()])
     if detail:
         tell(session.channel, armed, phase, session.applied, detail)
     return bool(detail)

@@ -1,6 +1,7 @@
 """Carry out the faults that `ttprun inject-fault` asks for, at the moment that they name.
 
-The hooks call `reached(phase)`; with no fault armed that is one comparison. A fault strikes once: the agent is told
+The hooks call `reached(phase)`; with no fault armed that is one comparison, and the busiest make it themselves. A fault
+strikes once: the agent is told
 when it strikes, and does not hand it to the replacement. What each kind does is in `damage.py`.
 """
 
@@ -16,7 +17,7 @@ from ttprun.rank import damage
 from ttprun.rank.damage import Armed
 from ttprun.rank.session import Session, current
 
-_armed: list[Armed] = []
+waiting: list[Armed] = []  # for their moment, in this rank
 _known: set[int] = set()
 _C_CALLS_INTO_STEP = 12
 # These need a collective in their hands, so they strike where one is about to be issued.
@@ -28,12 +29,12 @@ def arm(number: int, fault: Fault) -> None:
     """A fault waits for its moment from now on; the agent may say so twice."""
     if number not in _known:
         _known.add(number)
-        _armed.append(Armed(number, fault))
+        waiting.append(Armed(number, fault))
 
 
 def reached(phase: str) -> None:
     """The main thread (or autograd's, or the recovery's) has come to a moment that a fault may wait for."""
-    if _armed:
+    if waiting:
         _strike_if_due(phase)
 
 
@@ -59,7 +60,7 @@ def _due(session: Session, phase: str) -> Iterator[Armed]:
     step = damage.step_of(session, phase)
     if is_recovery and session.replay is not None:
         step = session.replay.boundary
-    for armed in list(_armed):
+    for armed in list(waiting):
         fault = armed.fault
         if (fault.step is None or fault.step <= step) and (
             fault.phase == phase or (not fault.phase and not is_recovery)
@@ -70,7 +71,7 @@ def _due(session: Session, phase: str) -> Iterator[Armed]:
 def _take(armed: Armed) -> bool:
     """Disarm a fault that is about to strike; False if another thread was quicker."""
     try:
-        _armed.remove(armed)
+        waiting.remove(armed)
     except ValueError:
         return False
     return True
@@ -115,7 +116,7 @@ def reached_collective(op: str, inputs: Any) -> bool:
     returns  whether the rank is to leave it out
     """
     session = current()
-    if not _armed or session is None:
+    if not waiting or session is None:
         return False
     phase = _phase_of_collective(session, op)
     for armed in (*_due(session, phase), *_due(session, "collective")):

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -54,47 +54,31 @@ class Entry:
     nan         how many elements of an input are NaN, in words; "" if none is
     """
 
-    __slots__ = (
-        "args",
-        "error",
-        "failed",
-        "future",
-        "group",
-        "held",
-        "inner",
-        "is_done",
-        "nan",
-        "op",
-        "outputs",
-        "place",
-        "promise",
-        "saved",
-        "size_bytes",
-    )
+    # What most entries keep as it is: not written for each of them.
+    saved: Sequence[tuple[Tensor, Tensor]] = ()
+    held: Held | None = None
+    inner: Any = None
+    future: torch.futures.Future[Any] | None = None
+    promise: Any = None
+    size_bytes = 0
+    is_done = False
+    error: BaseException | None = None
+    failed: Any = None
+    place = ""
+    nan = ""
 
-    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...]) -> None:
+    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         self.group = group
         self.op = op
         self.args = args
-        self.outputs: list[Tensor] = []
-        self.saved: list[tuple[Tensor, Tensor]] = []
-        self.held: Held | None = None
-        self.inner: Any = None
-        self.future: torch.futures.Future[Any] | None = None
-        self.promise: torch.futures.Future[Any] | None = None
-        self.size_bytes = 0
-        self.is_done = False
-        self.error: BaseException | None = None
-        self.failed: Any = None
-        self.place = ""
-        self.nan = ""
+        self.outputs = outputs
 
     def make_future(self) -> torch.futures.Future[Any]:
         """The future of the outputs.
 
         Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
         """
-        self.promise = torch.futures.Future()
+        self.promise = torch._C.Future([])  # what torch.futures.Future is but for the types that it tells
         self.future = self.promise.then(_value_or_raise)
         return self.future
 
@@ -109,7 +93,7 @@ class Entry:
         return signature_of(self.op, self.args)
 
 
-def _value_or_raise(promise: torch.futures.Future[Any]) -> Any:
+def _value_or_raise(promise: Any) -> Any:
     result = promise.value()
     if isinstance(result, BaseException):
         raise result
@@ -169,14 +153,15 @@ class Journal:
             return False
         self.held_bytes += size
         entry.size_bytes = size
-        for tensor in inputs:
-            source = tensor.detach()
-            spare = self._spare[source.shape, source.dtype]
-            self._shapes_used.add((source.shape, source.dtype))
-            copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
-            copy.copy_(source)
-            entry.saved.append((source, copy))
+        entry.saved = [self._copied(tensor.detach()) for tensor in inputs]
         return True
+
+    def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        kind = source.shape, source.dtype
+        spare = self._spare[kind]
+        self._shapes_used.add(kind)
+        copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        return source, copy.copy_(source)
 
     def drop(self, entry: Entry) -> None:
         """Take back an entry whose operation was refused by the backend (the script's own mistake)."""
@@ -185,12 +170,17 @@ class Journal:
                 self.entries.remove(entry)
                 self.held_bytes -= entry.size_bytes
                 self._recycle(entry)
+                entry.held = None
+                entry.args = ()
 
     def clear(self) -> None:
         """Every rank has recorded the boundary: nothing older will be issued again."""
         with self.lock:
             for entry in self.entries:
-                self._recycle(entry)
+                if entry.saved:
+                    self._recycle(entry)
+                entry.held = None
+                entry.args = ()
             self.entries.clear()
             self.givers.clear()
             self.held_bytes = 0
@@ -208,9 +198,7 @@ class Journal:
     def _recycle(self, entry: Entry) -> None:
         for source, copy in entry.saved:
             self._spare[source.shape, source.dtype].append(copy)
-        entry.saved.clear()
-        entry.held = None
-        entry.args = ()
+        entry.saved = ()
 
     def of_group(self, name: str) -> list[Entry]:
         """The entries of one group, oldest first."""
@@ -228,10 +216,10 @@ class Journal:
         number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
         return None if number is None else self.givers.get((name, number))
 
-    def unfinished(self) -> Iterator[Entry]:
+    def unfinished(self) -> list[Entry]:
         """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
         with self.lock:
-            return iter([entry for entry in self.entries if not entry.is_done])
+            return [entry for entry in self.entries if not entry.is_done]
 
     def attach(self, entry: Entry, inner: Any) -> None:
         """The entry has been issued (again): whoever waits for it waits for `inner` now."""

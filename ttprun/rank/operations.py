@@ -6,7 +6,6 @@ a leading underscore. OPERATIONS holds both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,13 +45,15 @@ POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
 }
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors in an operation's argument (a tensor, or nested lists of tensors)."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
+        return [value]
+    if not isinstance(value, (list, tuple)):
+        return []
+    if len(value) == 1:  # most often
+        return tensors_in(value[0])
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
@@ -68,7 +69,7 @@ def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> A
 
 def positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Arguments in the backend's order; a single tensor stands for a list of one, as in torch's own bindings."""
-    full = args + tuple(kwargs.values())
+    full = args + tuple(kwargs.values()) if kwargs else args
     if op in ("allreduce", "broadcast", "reduce") and isinstance(full[0], torch.Tensor):
         if op == "allreduce":
             options: Any = dist.AllreduceOptions()

@@ -38,7 +38,6 @@ from ttprun.rank.operations import (
 )
 from ttprun.rank.reissue import call_or_take
 from ttprun.rank.session import Session
-from ttprun.rank.verification import look_for_nan
 from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
@@ -257,20 +256,19 @@ class ManagedGroup(ProcessGroup):
         """Write an operation into the journal and issue it; the way of every collective."""
         session = self._session
         journal = session.journal
-        first = next(tensors_in(args[:1]), None)
-        if first is not None and not first.is_cpu and session.framework is None:
-            return self._hand_over(op, args, first.device)
         inputs_at, outputs_at = OPERATIONS[op]
-        is_left_out = faults.reached_collective(op, () if inputs_at is None else args[inputs_at])
+        outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
+        if outputs and not outputs[0].is_cpu and session.framework is None:
+            return self._hand_over(op, args, outputs[0].device)
+        given = () if inputs_at is None else args[inputs_at]
+        is_left_out = bool(faults.waiting) and faults.reached_collective(op, given)
         if not is_left_out:
             session.meet(OPERATION_NUMBERS[op], self._size)
-        entry = Entry(self, op, args)
-        outputs = [] if outputs_at is None else list(tensors_in(args[outputs_at]))
-        entry.outputs = outputs
+        entry = Entry(self, op, args, outputs)
         if session.framework is not None:
             return issue_once(session.framework, journal, entry, is_left_out)
         is_kept = session.is_repairable()
-        is_small = is_kept and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= SMALL_RESULT_BYTES
+        is_small = is_kept and sum([t.nbytes for t in outputs if t.layout is torch.strided]) <= SMALL_RESULT_BYTES
         if is_small and not (op in GATHERING and sharded.is_gathering()):
             entry.place = location_key()
         if session.replay is not None and session.is_replaying_alone():
@@ -287,25 +285,28 @@ class ManagedGroup(ProcessGroup):
         if inputs_at is None or self._input_is_ignored(op, args):
             inputs = []
         else:
-            inputs = outputs if inputs_at == outputs_at else list(tensors_in(args[inputs_at]))
-        if any(tensor.layout is not torch.strided for tensor in (*outputs, *inputs)):
+            inputs = outputs if inputs_at == outputs_at else tensors_in(given)
+        tensors = outputs if inputs is outputs else (*outputs, *inputs)
+        if [tensor for tensor in tensors if tensor.layout is not torch.strided]:
             session.give_up_protection("collectives of sparse tensors are not repaired")
         with journal.lock:
-            if session.is_repairable() and not self._keep(entry, inputs):
-                session.give_up_protection("the journal of one step has reached journal_limit_mib")
-            if session.is_repairable() or journal.is_frozen:
+            is_kept = session.is_repairable() and self._keep(entry, inputs)
+            if is_kept or journal.is_frozen:
                 journal.entries.append(entry)
             if not journal.is_frozen:
                 entry.inner = self._begin(entry)
-        look_for_nan(entry)
-        faults.reached("collective")
+        if is_kept:
+            self.buckets.look_for_nan(entry)
+        if faults.waiting:
+            faults.reached("collective")
         return ManagedWork(journal, entry)
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
-        """Make sure that the inputs can be had again; False if the journal's limit is reached."""
+        """Make sure that the inputs can be had again; if the journal's limit is reached, protection ends: False."""
         if self._communicator is None and self.buckets.hold(entry):
             return True
         if not self._session.journal.save(entry, inputs):
+            self._session.give_up_protection("the journal of one step has reached journal_limit_mib")
             return False
         self.buckets.compare(entry)
         return True
@@ -322,6 +323,8 @@ class ManagedGroup(ProcessGroup):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
         try:
+            if not self._session.journal.givers:
+                return self.call(entry.op, entry.args)
             return call_or_take(self._session, entry, entry.args)
         except Exception as error:
             diagnosis = self._session.diagnose(error)
@@ -339,7 +342,7 @@ class ManagedGroup(ProcessGroup):
                 return reduce_scatter.ReduceScatter(self._native, self._rank, self._size, args)
             return getattr(self._native, op)(*args)
         inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
-        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else list(tensors_in(args[inputs_at]))
+        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else tensors_in(args[inputs_at])
         return self._communicator.issue(self._native, op, args, inputs)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
@@ -365,7 +368,8 @@ class ManagedGroup(ProcessGroup):
             if entry.is_done or entry.inner is not inner:
                 return
             entry.is_done = True
-        self._session.results.keep(entry)
+        if entry.place:
+            self._session.results.keep(entry)
         entry.settle(entry.outputs)
 
 
@@ -380,8 +384,7 @@ def _operation(op: str) -> Callable[..., Work]:
 def _point_to_point(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
         if self._session.framework is not None:
-            entry = Entry(self, op, args + tuple(kwargs.values()))
-            entry.outputs = [] if op == "send" else list(args[0])
+            entry = Entry(self, op, args + tuple(kwargs.values()), [] if op == "send" else list(args[0]))
             return issue_once(self._session.framework, self._session.journal, entry)
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:

@@ -34,7 +34,7 @@ def issue_again(session: Session, entry: Entry) -> Any:
         raise NotRepairableError(f"nobody has the input or the result of {entry.signature} any more")
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
-    for tensor in tensors_in(list(entry.args)):
+    for tensor in tensors_in(entry.args):
         scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else torch.empty_like(tensor)
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
 

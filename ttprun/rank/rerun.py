@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 import traceback
 
 from ttprun.board import Field, Phase
@@ -116,7 +117,8 @@ def _leave(
     session.is_over = True
     session.board.set(session.local_rank, Field.LEAVING, 0)
     session.board.set(session.local_rank, Field.MEETINGS, 0)
-    session.board.touch(session.local_rank, Phase.REPAIRING)
+    session.row[Field.PHASE] = Phase.REPAIRING
+    session.row[Field.SEEN_NS] = time.monotonic_ns()
     presence.take_back()
     recovery.retire()
     detail = "".join(traceback.format_exception(error))

@@ -38,8 +38,8 @@ class Results:
         self.step = 0
 
     def keep(self, entry: Entry) -> None:
-        """Keep the outputs of a completed operation if they are small."""
-        if not entry.place or any(tensor.layout is not torch.strided for tensor in entry.outputs):
+        """Keep the outputs of a completed operation, which are small."""
+        if any(tensor.layout is not torch.strided for tensor in entry.outputs):
             return
         outputs = [bytes_of(tensor).tobytes() for tensor in entry.outputs]
         with self._lock:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,9 @@ class Session:
     is_over       this run of the script has ended with an exception
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script has last stepped an optimizer
+    row           this rank's fields on the board
+    recorded      of each local rank, the newest boundary whose record is complete
+    lock          that of `changed`, quicker to take by itself
     away          ranks without which the others train on (--mindio)
     """
 
@@ -82,8 +86,13 @@ class Session:
     framework: Framework | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: Any = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition(self.lock)
+        self.recorded = self.board.column(Field.RECORDED)
+        self.row = self.board.row(self.local_rank)
 
     def is_repairable(self) -> bool:
         """Whether another rank could be repaired from what this one keeps."""
@@ -111,7 +120,9 @@ class Session:
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""
-        self.board.touch(self.local_rank, Phase.REPLAYING if self.replay is not None else phase)
+        row = self.row
+        row[Field.PHASE] = phase if self.replay is None else Phase.REPLAYING
+        row[Field.SEEN_NS] = time.monotonic_ns()
 
     def meet(self, operation: int, size: int) -> None:
         """The main thread comes to a collective, or to the making of a group.
@@ -119,11 +130,11 @@ class Session:
         operation   its place in board.OPERATION_NAMES
         size        ranks that take part; only where all do can it be told who has not come
         """
-        board, row = self.board, self.local_rank
-        board.set(row, Field.COLLECTIVES, board.get(row, Field.COLLECTIVES) + 1)
-        board.set(row, Field.OPERATION, operation)
+        row = self.row
+        row[Field.COLLECTIVES] += 1
+        row[Field.OPERATION] = operation
         if size == self.world_size - len(self.away):
-            board.set(row, Field.MEETINGS, board.get(row, Field.MEETINGS) + 1)
+            row[Field.MEETINGS] += 1
         self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
 
     def diagnose(self, error: BaseException) -> Diagnosis:

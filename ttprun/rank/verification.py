@@ -73,11 +73,13 @@ class Verifier:
                 )
         self._had_nan = bool(where)
         is_proof = boundary <= self._prove_until
+        if not (is_proof or self._every):
+            return
         if is_proof and not self._is_idle.wait(_HASH_LIMIT_S):
             self._note_unproved(boundary, "the weights of an earlier step are still being hashed")
         elif is_proof and self._why_off:
             self._note_unproved(boundary, self._why_off)
-        is_due = is_proof or (self._every and (boundary == 1 or boundary % self._every == 0))
+        is_due = is_proof or boundary == 1 or boundary % self._every == 0
         if is_due and self._is_idle.is_set() and not self._why_off:
             self._begin_hash(boundary, weights)
 
@@ -153,22 +155,32 @@ class Verifier:
 
 
 def look_for_nan(entry: Entry) -> None:
-    """Note which of a collective's inputs has a NaN. One pass over the journal's copies, just made."""
-    entry.nan = next((told for _, copy in entry.saved if (told := told_nans(copy))), entry.nan)
+    """Note which of a collective's inputs has a NaN, now that it is on its way.
+
+    One pass over the journal's copies, just made, or over the gradients that a bucket was made of.
+    """
+    if entry.held is not None:
+        entry.nan = entry.held.told_nans()
+        return
+    for _, copy in entry.saved:
+        found = nans_in(copy)
+        if found:
+            entry.nan = f"{found} of {copy.numel()} elements"
+            return
 
 
-def told_nans(tensor: torch.Tensor) -> str:
-    """How many elements are NaN, in words; "" if none is."""
+def nans_in(tensor: torch.Tensor) -> int:
+    """How many elements are NaN."""
     # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
-    if tensor.is_floating_point() and math.isnan(tensor.sum().item()) and bool(tensor.isnan().any()):
-        return f"{int(tensor.isnan().sum())} of {tensor.numel()} elements"
-    return ""
+    if tensor.is_floating_point() and math.isnan(tensor.sum().item()):
+        return int(tensor.isnan().sum())
+    return 0
 
 
 def nan_in(journal: Journal) -> str:
     """Which of the step's collectives this rank has given a NaN; "" if none."""
     with journal.lock:
-        for number, entry in enumerate(journal.entries):
+        for entry in journal.entries:
             if entry.nan:
-                return f"{entry.op} number {number} of the step, {entry.nan}"
+                return f"{entry.op} number {journal.entries.index(entry)} of the step, {entry.nan}"
     return ""

@@ -130,7 +130,7 @@ class CallbackRecovery(Recovery):
     def _leave_collectives(self, has_new_peers: bool = False) -> None:
         """Fail whatever waits for a collective, and begin a new set of names for groups made from now on."""
         session = self._session
-        unfinished = list(session.journal.unfinished())
+        unfinished = session.journal.unfinished()
         self._break_connections(has_new_peers)
         for entry in unfinished:
             if not entry.is_done:

@@ -1,0 +1,51 @@
+"""What a rank notes of itself on the board."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.rank.fakes import make_session
+from ttprun.board import OPERATION_NAMES, Field, Phase
+from ttprun.rank.session import Session
+
+ALLREDUCE = OPERATION_NAMES.index("allreduce")
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    """Of the second of two ranks."""
+    made = make_session(rank=1, local_rank=1)
+    yield made
+    made.channel.close()
+
+
+def test_what_the_main_thread_does_is_noted_with_the_time_in_its_own_row(session: Session) -> None:
+    before_ns = time.monotonic_ns()
+
+    session.touch(Phase.STEPPING)
+
+    board = session.board
+    assert [board.get(row, Field.PHASE) for row in range(2)] == [Phase.STARTING, Phase.STEPPING]
+    assert before_ns <= board.get(1, Field.SEEN_NS) <= time.monotonic_ns()
+
+
+def test_in_a_replay_it_is_replaying_whatever_it_does(session: Session) -> None:
+    replay: Any = SimpleNamespace()
+    session.replay = replay
+
+    session.touch(Phase.COMPUTING)
+
+    assert session.board.get(1, Field.PHASE) == Phase.REPLAYING
+
+
+def test_only_collectives_of_all_ranks_count_as_meetings(session: Session) -> None:
+    session.meet(ALLREDUCE, 2)
+    session.meet(ALLREDUCE, 1)
+
+    fields = (Field.COLLECTIVES, Field.MEETINGS, Field.OPERATION, Field.PHASE)
+    assert [session.board.get(1, field) for field in fields] == [2, 1, ALLREDUCE, Phase.COLLECTIVE]
