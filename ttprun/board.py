@@ -21,8 +21,8 @@ LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
 
 
-class Field(enum.IntEnum):
-    """Columns of a rank's row; all are int64."""
+class Field:
+    """Columns of a rank's row; all are int64. No enum, whose members Python 3.11 takes a while to find."""
 
     RECORDED = 0  # newest boundary whose record is complete
     APPLIED = 1  # boundaries passed: optimizer steps that have run to their end
@@ -46,6 +46,9 @@ class Field(enum.IntEnum):
     ENDED_BY = 27  # leader: the signal that the agent passes on to all ranks to end them; the agent writes it
     STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.open_boundaries`), 0: none so far
+
+
+FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())
 
 
 class Phase(enum.IntEnum):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.board import FINISHED, Board, Field, Phase
+from ttprun.board import FIELDS, FINISHED, Board, Field, Phase
 
 LIMIT_S = 10.0
 
@@ -24,7 +24,7 @@ def board_fd() -> Iterator[int]:
 def test_a_new_board_is_empty(board_fd: int) -> None:
     board = Board(board_fd, 3)
 
-    assert [board.get(rank, field) for rank in range(3) for field in Field] == [0] * 3 * len(Field)
+    assert [board.get(rank, field) for rank in range(3) for field in FIELDS] == [0] * 3 * len(FIELDS)
 
 
 def test_what_one_process_writes_another_reads(board_fd: int) -> None:
@@ -47,7 +47,7 @@ def test_a_field_holds_any_number_of_64_bits_and_its_neighbours_stay(board_fd: i
 
     board.set(1, Field.APPLIED, value)
 
-    everything = {(rank, field): board.get(rank, field) for rank in range(3) for field in Field}
+    everything = {(rank, field): board.get(rank, field) for rank in range(3) for field in FIELDS}
     assert {place for place, found in everything.items() if found} == ({(1, Field.APPLIED)} if value else set())
     assert board.get(1, Field.APPLIED) == value
 

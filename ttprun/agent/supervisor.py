@@ -42,7 +42,7 @@ from ttprun.agent.status import StatusPublisher
 from ttprun.agent.stored import Stored
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
-from ttprun.board import LEADER, Board, Field
+from ttprun.board import FIELDS, LEADER, Board, Field
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
@@ -363,7 +363,7 @@ class Supervisor:
 
     def board_row(self, seat: Seat) -> list[int]:
         """A rank's row of the board."""
-        return [self.board.get(seat.local_rank, field) for field in Field]
+        return [self.board.get(seat.local_rank, field) for field in FIELDS]
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""

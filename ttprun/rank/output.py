@@ -22,7 +22,7 @@ _OUT, _ERR = map(int, _FIELDS.values())  # to look into the enumeration takes lo
 class _CountedRaw(io.RawIOBase):
     """A stream to a descriptor, which counts lines and can pass over some."""
 
-    def __init__(self, stream: Any, field: Field) -> None:
+    def __init__(self, stream: Any, field: int) -> None:
         self._stream = stream  # were it forgotten, it might close the descriptor
         self._fd: int = stream.fileno()
         self._field = field

@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import struct
+from typing import Any
 
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}.get(os.uname().machine)
 _USER_MODE_ONLY = 1  # what anybody may ask for
@@ -47,14 +48,16 @@ class Watched:
     """
 
     def __init__(self, at: int, size: int) -> None:
-        self._at, self._end = at, at + size
         self._begin_pages = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._end_pages = self._end // mmap.PAGESIZE * mmap.PAGESIZE
+        self._end_pages = (at + size) // mmap.PAGESIZE * mmap.PAGESIZE
         self.is_over = False
         if self._begin_pages >= self._end_pages or not _is_private(self._begin_pages, self._end_pages):
             raise OSError("not memory of this process alone")
         if any(begin < self._end_pages and self._begin_pages < end for begin, end in _watched):
             raise OSError("watched already: what one has asked for, the other would not be told any more")
+        # In front of the first whole page and behind the last one lies others' memory too.
+        ends = ((at, self._begin_pages), (self._end_pages, at + size))
+        self._edges: Any = [(ctypes.c_char * (end - begin)).from_address(begin) for begin, end in ends]
         self._faults, self._pagemap = _open()
         length = self._end_pages - self._begin_pages
         fcntl.ioctl(self._faults, _REGISTER, struct.pack("<4Q", self._begin_pages, length, _WRITE_PROTECTION, 0))
@@ -70,13 +73,13 @@ class Watched:
         for _ in range(_ROUNDS):  # a thread of the script's may write all the time
             if not self._has_written_pages():
                 break
-        self._edges = self._edges_now()
+        self._seen_beside = [edge.raw for edge in self._edges]
         self._is_touched = False
 
     def is_untouched(self) -> bool:
         """Whether nothing has been written to it since `note`."""
         if not self._is_touched:
-            self._is_touched = self._has_written_pages() or self._edges_now() != self._edges
+            self._is_touched = self._has_written_pages() or [edge.raw for edge in self._edges] != self._seen_beside
         return not (self._is_touched or self.is_over)
 
     def _has_written_pages(self) -> bool:
@@ -88,12 +91,6 @@ class Watched:
         except OSError:  # it is mapped otherwise by now
             self.is_over = True
             return False
-
-    def _edges_now(self) -> bytes:
-        """What lies in front of the first whole page and behind the last one: others' memory is there too."""
-        return ctypes.string_at(self._at, self._begin_pages - self._at) + ctypes.string_at(
-            self._end_pages, self._end - self._end_pages
-        )
 
     def end(self) -> None:
         """It is not watched any more; its memory may be gone."""
