@@ -167,3 +167,15 @@ def test_what_is_watched_is_watched_by_one_alone() -> None:
 
     assert beside_it is None
     assert _watched(half).is_untouched()
+
+
+def test_no_more_is_watched_than_can_be_asked_for_in_each_step() -> None:
+    array = np.empty(written_pages._MOST_BYTES // 2, np.uint8)
+    half, more = array[: array.size // 2], np.empty(written_pages._MOST_BYTES, np.uint8)
+    watched = _watched(half)
+
+    refused = watch(more.ctypes.data, more.nbytes)
+    watched.end()
+
+    assert refused is None
+    assert _watched(array).is_untouched()

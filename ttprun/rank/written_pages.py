@@ -30,6 +30,7 @@ _IS_WRITTEN = 1 << 1  # category of a page
 # of any, returned.
 _SCAN_ARGUMENTS = struct.Struct("<12Q")
 _MOST = 64  # ranges; to begin takes milliseconds
+_MOST_BYTES = 512 << 20  # of all ranges: to ask takes half a microsecond a MiB
 
 _files: tuple[int, int] | None = None  # userfaultfd, pagemap
 _is_refused = False
@@ -55,6 +56,8 @@ class Watched:
             raise OSError("not memory of this process alone")
         if any(begin < self._end_pages and self._begin_pages < end for begin, end in _watched):
             raise OSError("watched already: what one has asked for, the other would not be told any more")
+        if sum(end - begin for begin, end in _watched) + self._end_pages - self._begin_pages > _MOST_BYTES:
+            raise OSError("to watch that much would take too long")
         # In front of the first whole page and behind the last one lies others' memory too.
         ends = ((at, self._begin_pages), (self._end_pages, at + size))
         self._edges: Any = [(ctypes.c_char * (end - begin)).from_address(begin) for begin, end in ends]
