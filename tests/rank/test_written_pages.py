@@ -98,7 +98,9 @@ def test_a_forked_child_changes_its_own_memory_and_not_ours() -> None:
     if not child:
         array[:] = 1
         watched.end()
-        os._exit(0 if watch(array.ctypes.data, SIZE) is None else 1)
+        own = watch(array.ctypes.data, SIZE)  # as a copy of a standby does, which becomes a rank
+        array[0] = 2
+        os._exit(0 if own is not None and not own.is_untouched() else 1)
     _, status = os.waitpid(child, 0)
     is_untouched = watched.is_untouched()
     array[SIZE // 2] = 1
@@ -176,6 +178,16 @@ def test_no_more_is_watched_than_can_be_asked_for_in_each_step() -> None:
 
     refused = watch(more.ctypes.data, more.nbytes)
     watched.end()
+
+    assert refused is None
+    assert _watched(array).is_untouched()
+
+
+def test_what_cannot_be_watched_is_no_reason_to_watch_nothing() -> None:
+    written_pages.forget()
+    shared, array = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8), np.zeros(SIZE, np.uint8)
+
+    refused = watch(shared.ctypes.data, SIZE)
 
     assert refused is None
     assert _watched(array).is_untouched()

@@ -1,8 +1,8 @@
 """Carry out the faults that `ttprun inject-fault` asks for, at the moment that they name.
 
 The hooks call `reached(phase)`; with no fault armed that is one comparison, and the busiest make it themselves. A fault
-strikes once: the agent is told
-when it strikes, and does not hand it to the replacement. What each kind does is in `damage.py`.
+strikes once: the agent is told when it strikes, and does not hand it to the replacement. What each kind does is in
+`damage.py`.
 """
 
 from __future__ import annotations

@@ -12,11 +12,10 @@ import os
 import sys
 from typing import Any
 
-from ttprun.board import ROW_FIELDS, Field
+from ttprun.board import Field
 from ttprun.rank.session import Session, current
 
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
-_OUT, _ERR = map(int, _FIELDS.values())  # to look into the enumeration takes longer than to read the board
 
 
 class _CountedRaw(io.RawIOBase):
@@ -73,11 +72,10 @@ def count_lines() -> None:
 
 def lines_said(session: Session) -> list[int]:
     """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
-    cells, row = session.board.cells, session.local_rank * ROW_FIELDS
     out, err = _streams.get("stdout"), _streams.get("stderr")
     return [
-        cells[row + _OUT] - (0 if out is None else out.skip_lines),
-        cells[row + _ERR] - (0 if err is None else err.skip_lines),
+        session.row[Field.LINES_OUT] - (0 if out is None else out.skip_lines),
+        session.row[Field.LINES_ERR] - (0 if err is None else err.skip_lines),
     ]
 
 

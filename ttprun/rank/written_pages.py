@@ -112,9 +112,13 @@ def watch(at: int, size: int) -> Watched | None:
     if _is_refused or len(_watched) >= _MOST:
         return None
     try:
+        _open()
+    except OSError:
+        _is_refused = True  # nothing can
+        return None
+    try:
         return Watched(at, size)
     except OSError:
-        _is_refused = _files is None
         return None
 
 
@@ -128,10 +132,10 @@ def forget() -> None:
 
 
 def _leave_to_parent() -> None:
-    """A forked child has other memory, and must not end what its parent watches by the same file."""
-    global _files, _is_refused
+    """A forked child has other memory, and must not end what its parent watches by the same files."""
+    global _files
     _watched.clear()
-    _files, _is_refused = None, True
+    _files = None
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -60,16 +60,16 @@ _before: dict[tuple[int, int], Kept] = {}
 class _Attributes:
     """What is known of the dictionary of an object's attributes.
 
+    versions  of that dictionary, which keeps its address its own
     without   names that have no node
-    nodes     of the others, all of them settled; None if they are not, or are not known any more
+    nodes     of the others, all of them settled
     """
 
-    __slots__ = ("nodes", "scope", "versions", "without")
+    __slots__ = ("nodes", "versions", "without")
 
-    def __init__(self, scope: dict[str, Any], without: frozenset[str], nodes: dict[str, Any] | None) -> None:
-        self.scope = scope
-        self.without = without
+    def __init__(self, scope: dict[str, Any], without: frozenset[str], nodes: dict[str, Any]) -> None:
         self.versions = Versions((scope,))
+        self.without = without
         self.nodes = nodes
 
 
