@@ -28,12 +28,11 @@ def leave_us_alone() -> None:
 
 
 def _add_rules() -> None:
+    # By files: `rules.add` compiles one pattern of all that is not traced, each time, which takes a second in all.
     rules: Any = sys.modules[_RULES]
-    for name, module in list(sys.modules.items()):
-        # The rule for a package would be one for all that lies below it.
-        is_traced = name in (loops.__name__, __name__) or hasattr(module, "__path__")
-        if name.startswith("ttprun.") and not is_traced:
-            rules.add(name)
+    traced = (loops.__name__, __name__)
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("ttprun.") and name not in traced]
+    rules.FORCE_SKIP_FILES.update(module.__file__ for module in ours if module.__file__ is not None)
 
 
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:

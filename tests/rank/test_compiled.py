@@ -1,0 +1,20 @@
+"""What torch.compile does with our own functions."""
+
+import torch._dynamo.trace_rules as rules
+
+from ttprun.rank import boundary, compiled, loops
+
+
+def test_dynamo_traces_no_function_of_ours_but_those_that_stand_in_the_middle_of_the_users_code() -> None:
+    compiled.leave_us_alone()
+
+    skipped = {module: rules.check_file(module.__file__).skipped for module in (boundary, loops, compiled)}
+    assert skipped == {boundary: True, loops: False, compiled: False}
+
+
+def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_for_each_of_our_modules() -> None:
+    pattern = rules.SKIP_DIRS_RE
+
+    compiled.leave_us_alone()
+
+    assert rules.SKIP_DIRS_RE is pattern
