@@ -1,5 +1,8 @@
 """What torch.compile does with our own functions."""
 
+import subprocess
+import sys
+
 import torch._dynamo.trace_rules as rules
 
 from ttprun.rank import boundary, compiled, loops
@@ -18,3 +21,11 @@ def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_fo
     compiled.leave_us_alone()
 
     assert rules.SKIP_DIRS_RE is pattern
+
+
+def test_a_script_without_an_optimizer_does_not_wait_for_dynamo_to_be_imported() -> None:
+    code = "import sys, ttprun.rank.hooks, ttprun.agent.launch; print('torch._dynamo' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "False\n"

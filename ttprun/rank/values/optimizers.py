@@ -12,8 +12,16 @@ from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 
 _PARAMS = frozenset({"params"})
+
+
+class _Empty(torch.optim.SGD):
+    """An optimizer of nothing: to add a group would import Dynamo, which takes a second."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None: ...
+
+
 # What torch itself keeps in an optimizer; `step` is there if a scheduler has wrapped it.
-_INTERNALS = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
+_INTERNALS = frozenset(vars(_Empty([torch.zeros(1)], lr=0.1))) | {"step", "_opt_called", "_step_count"}
 
 
 def record_optimizer(snapshot: Snapshot, value: torch.optim.Optimizer, depth: int) -> Any:
