@@ -5,4 +5,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 prepare_venv test
+# The tests start some thousand interpreters: where none may write bytecode, each would compile all of ttprun.
+.venv/bin/python -m compileall -q ttprun
 exec .venv/bin/python -m pytest "$@"
