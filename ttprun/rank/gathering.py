@@ -7,7 +7,9 @@ a generator expression tells of any other that asks it for its items.
 
 from __future__ import annotations
 
+import ast
 import dis
+import functools
 import itertools
 from types import CodeType, FrameType
 
@@ -18,6 +20,12 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})  # in fra
 _COMPREHENSION = "a comprehension"
 _GENERATOR = "<genexpr>"
 _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})
+_GATHER = frozenset({
+    "all", "any", "dict", "frozenset", "functools.reduce", "list", "max", "min", "reduce", "set", "sorted", "sum",
+    "tuple",
+})  # fmt: skip
+# First line, last line, first column, last column.
+Position = tuple[int | None, int | None, int | None, int | None]
 Gathering = tuple[str, int]  # what its instruction alone tells; how many loops are under way there
 
 
@@ -53,5 +61,16 @@ def _stands_in_loop(frame: FrameType) -> bool:
 def _call_at(code: CodeType, instruction: int) -> str:
     """Which call of what gathers items an instruction is; "" if it is none."""
     where = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    name = rewrite.gathering.get((code.co_filename, *where))
+    name = _calls_in(rewrite.followed.get(code.co_filename, b"")).get(where)
     return "" if name is None else f"a call of {name}"
+
+
+@functools.cache
+def _calls_in(source: bytes) -> dict[Position, str]:
+    """The calls in a module of functions that take all items of what they are given: where, and the function's name."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return {
+        (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset): name
+        for call in calls
+        if isinstance(call.func, ast.Name | ast.Attribute) and (name := ast.unparse(call.func)) in _GATHER
+    }

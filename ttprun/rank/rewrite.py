@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -24,63 +27,69 @@ ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
 
 
-class _ForLoops(ast.NodeTransformer):
-    """Wraps each `for` statement; comprehensions and `async for` are left alone."""
+_BODIES = ("body", "orelse", "finalbody")
 
-    def __init__(self, filename: str) -> None:
-        self.filename = filename
-        self._is_in_class_body = False
 
-    def visit_For(self, node: ast.For) -> ast.For | list[ast.stmt]:
-        self.generic_visit(node)
-        if self._is_in_class_body:  # the loop's variable would become an attribute
-            return node
-        number = loops.new_site(self.filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
-        variable = f"{loops.VARIABLE_PREFIX}{number}__"
-        entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
-        begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
-        begin = ast.Assign([ast.Name(variable, ast.Store())], begun)
-        node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
-        end = ast.Assign([ast.Name(variable, ast.Store())], ast.Constant(None))
-        for statement in (begin, end):
-            ast.copy_location(statement, node)
-        return [begin, node, end]
+def _follow(statements: list[ast.stmt], filename: str, is_class_body: bool = False) -> list[ast.stmt]:
+    """The statements with each `for` statement wrapped; comprehensions and `async for` are left alone.
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._visit_scope(node, is_class_body=True)
+    What stands in expressions is not looked at: no statement can be there, and there are ten times as many.
+    """
+    found: list[ast.stmt] = []
+    for statement in statements:
+        is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_inside_class = isinstance(statement, ast.ClassDef) or (is_class_body and not is_function)
+        parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+        for part, name in itertools.product(parts, _BODIES):
+            if body := getattr(part, name, None):
+                setattr(part, name, _follow(body, filename, is_inside_class))
+        if isinstance(statement, ast.For) and not is_class_body:  # there its variable would become an attribute
+            found += _wrapped(statement, filename)
+        else:
+            found.append(statement)
+    return found
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._visit_scope(node, is_class_body=False)
 
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
-        return self._visit_scope(node, is_class_body=False)
+def _wrapped(node: ast.For, filename: str) -> list[ast.stmt]:
+    number = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
+    variable = f"{loops.VARIABLE_PREFIX}{number}__"
+    entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
+    begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
+    begin = ast.Assign([ast.Name(variable, ast.Store())], begun)
+    node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
+    end = ast.Assign([ast.Name(variable, ast.Store())], ast.Constant(None))
+    return [_located(begin, node), node, _located(end, node)]
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        self.generic_visit(node)
-        is_name = isinstance(node.func, ast.Name) or getattr(node.func, "attr", "") == "reduce"
-        name = ast.unparse(node.func) if is_name else ""
-        if name in _GATHER:
-            where = (self.filename, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-            gathering[where] = name
-        return node
 
-    def _visit_scope(self, node: ast.AST, is_class_body: bool) -> ast.AST:
-        outside, self._is_in_class_body = self._is_in_class_body, is_class_body
-        self.generic_visit(node)
-        self._is_in_class_body = outside
-        return node
+def _located(statement: ast.stmt, where: ast.stmt) -> ast.stmt:
+    return ast.fix_missing_locations(ast.copy_location(statement, where))
 
 
 def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
     """Compile a user's module with its loops followed. Raises SyntaxError as compile() does."""
-    followed_files.add(filename)
+    followed[filename] = source
+    known = _prepared.get(filename)
+    if known is not None and known[0] == source and not is_script:
+        return known[1]
+    return _compile(source, filename, is_script)
+
+
+def prepare(filenames: Sequence[str]) -> None:
+    """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
+    for filename in filenames:
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            source = Path(filename).read_bytes()
+            _prepared[filename] = (source, _compile(source, filename, is_script=False))
+
+
+def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
     tree = ast.parse(source, filename)
-    tree = _ForLoops(filename).visit(tree)
+    tree.body = _follow(tree.body, filename)
     if is_script:
         # A script has no spec (multiprocessing's spawn looks there to find the main module again) and no package.
         reset = ast.parse("__spec__ = __package__ = None").body[0]
         tree.body.insert(_first_statement(tree), ast.copy_location(reset, tree.body[0]) if tree.body else reset)
-    return compile(ast.fix_missing_locations(tree), filename, "exec", dont_inherit=True)
+    return compile(tree, filename, "exec", dont_inherit=True)
 
 
 def _first_statement(tree: ast.Module) -> int:
@@ -96,15 +105,11 @@ def _first_statement(tree: ast.Module) -> int:
 
 # Names of the user's modules, the script's among them, in the order in which they were loaded.
 loaded: list[str] = ["__main__"]
-# Files whose loops are followed; a user's frame of any other file cannot be replayed.
-followed_files: set[str] = set()
-# Their calls of functions that take all items of what they are given: (file, first line, last line, first column, last
-# column) and the function's name.
-gathering: dict[tuple[str, int | None, int | None, int | None, int | None], str] = {}
-_GATHER = frozenset({
-    "all", "any", "dict", "frozenset", "functools.reduce", "list", "max", "min", "reduce", "set", "sorted", "sum",
-    "tuple",
-})  # fmt: skip
+# Files whose loops are followed, and their source; a user's frame of any other file cannot be replayed.
+followed: dict[str, bytes] = {}
+_prepared: dict[
+    str, tuple[bytes, CodeType]
+] = {}  # of files that may come to be followed: their source, and it compiled
 
 
 class FollowedLoader(importlib.machinery.SourceFileLoader):

@@ -56,7 +56,7 @@ class _Way:
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
         self.foreign = foreign.loop_around(stack[0])
-        self.is_compiled = all(stack[index].f_code.co_filename in rewrite.followed_files for index in indexes)
+        self.is_compiled = all(stack[index].f_code.co_filename in rewrite.followed for index in indexes)
 
 
 _ways: dict[tuple[int, ...], _Way] = {}
