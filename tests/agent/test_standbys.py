@@ -75,15 +75,31 @@ TOLD = f"['--lr', '1'] mine {os.getcwd()} __main__\n"
 def test_a_standby_becomes_the_rank_that_it_is_told_to_be(
     standby: Standby, become_rank: Callable[..., tuple[int, str]]
 ) -> None:
-    standby.warm_up(["json", "there_is_no_such_module"])
+    standby.warm_up(["json", "there_is_no_such_module"], [])
 
     assert become_rank(standby, TELL) == (0, TOLD)
+
+
+def test_a_copy_of_a_standby_has_the_users_modules_compiled_already(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
+    tell = "from ttprun.rank import rewrite\nprint([*rewrite._prepared], [*rewrite.followed])\n"
+    (tmp_path / "script.py").write_text(tell)
+    (tmp_path / "broken.py").write_text("for\n")
+    files = [str(tmp_path / name) for name in ("script.py", "broken.py", "there_is_none.py")]
+
+    ready.warm_up([], files)
+    wait_until_ready(ready)
+    copy = ready.copy()
+    assert copy is not None
+
+    assert become_rank(copy, tell) == (0, f"{files[:1]} {files[:1]}\n")
 
 
 def test_copies_of_a_standby_become_ranks_one_after_the_other_and_it_stays(
     ready: Standby, become_rank: Callable[..., tuple[int, str]]
 ) -> None:
-    ready.warm_up(["there_is_no_such_module"])
+    ready.warm_up(["there_is_no_such_module"], [])
     wait_until_ready(ready)
     draw = TELL + "import random, numpy\nprint(random.random(), numpy.random.random(), flush=True)\n"
 
@@ -155,7 +171,7 @@ def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
     (tmp_path / "module_with_more.py").write_text(module)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
-    standbys.warm_up(["module_with_more"])
+    standbys.warm_up(["module_with_more"], [])
     standbys.refill(watched.append)
     wait_until_ready(watched[0])
 
@@ -221,14 +237,14 @@ def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_
     (tmp_path / "module_that_kills.py").write_text("import os; os._exit(3)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
-    standbys.warm_up(["module_that_kills"])
+    standbys.warm_up(["module_that_kills"], [])
     standbys.refill(watched.append)
     with pytest.raises(EOFError):
         wait_until_ready(watched[0])
     has_started = watched[0].has_started
     watched[0].bury()
 
-    standbys.forget_modules()
+    standbys.forget_warmth()
     standbys.refill(watched.append)
     wait_until_ready(watched[1])
 

@@ -442,3 +442,19 @@ def test_standard_input_reaches_the_script(folder: Path) -> None:
 
     assert result.printed.split() == ["hello"]
     assert os.path.exists(folder / "reads.py")
+
+
+def test_a_module_that_was_compiled_beforehand_is_compiled_again_only_if_it_has_changed(folder: Path) -> None:
+    file = folder / "module.py"
+    file.write_text("for x in [1, 2]:\n    pass\n")
+    source = file.read_bytes()
+
+    rewrite.prepare([str(file)])
+    assert str(file) not in rewrite.followed
+
+    code = rewrite.compile_followed(source, str(file))
+    assert rewrite.compile_followed(source, str(file)) is code
+    changed = rewrite.compile_followed(b"x = 7\n", str(file))
+    values: dict[str, Any] = {}
+    exec(changed, values)
+    assert values["x"] == 7

@@ -145,7 +145,7 @@ class Standby:
 
     @property
     def is_ready(self) -> bool:
-        """It has imported all that it was to import."""
+        """It has imported and compiled all that it was to."""
         return self._answers_due == 0
 
     def read(self) -> None:
@@ -155,10 +155,10 @@ class Standby:
             self.has_started = True
             self.is_copyable = message["is_copyable"]
 
-    def warm_up(self, modules: list[str]) -> None:
-        """Have it import modules; it is not ready until it says so again."""
+    def warm_up(self, modules: list[str], files: list[str]) -> None:
+        """Have it import modules, and compile the user's; it is not ready until it says so again."""
         self._answers_due += 1
-        self.channel.send({"op": "warm", "modules": modules})
+        self.channel.send({"op": "warm", "modules": modules, "files": files})
 
     def copy(self) -> Copy | None:
         """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""

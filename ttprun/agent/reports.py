@@ -54,7 +54,7 @@ class Reports:
         elif op == "ready":
             pass  # a standby that was needed before it was ready
         elif op == "modules":
-            self._supervisor.standbys.warm_up(message["modules"])
+            self._supervisor.standbys.warm_up(message["modules"], message["files"])
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()

@@ -14,17 +14,20 @@ class Standbys:
         self._wanted = wanted
         self._run_dir = run_dir
         self._waiting: list[Standby] = []
-        self._modules: list[str] = []
+        self._warmth: tuple[list[str], list[str]] = ([], [])
 
-    def warm_up(self, modules: list[str]) -> None:
-        """Have the standbys import what the ranks have imported of torch by their first step."""
-        self._modules = modules
+    def warm_up(self, modules: list[str], files: list[str]) -> None:
+        """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.
+
+        files   of the user's modules
+        """
+        self._warmth = (modules, files)
         for standby in self._waiting:
-            standby.warm_up(modules)
+            standby.warm_up(modules, files)
 
-    def forget_modules(self) -> None:
-        """A standby has ended while it imported them: the next ones do without."""
-        self._modules = []
+    def forget_warmth(self) -> None:
+        """A standby has ended while it did so: the next ones do without."""
+        self._warmth = ([], [])
 
     @property
     def ready(self) -> int:
@@ -36,8 +39,8 @@ class Standbys:
         self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
         while len(self._waiting) < self._wanted:
             standby = Standby(self._run_dir)
-            if self._modules:
-                standby.warm_up(self._modules)
+            if any(self._warmth):
+                standby.warm_up(*self._warmth)
             self._waiting.append(standby)
             watch(standby)
 

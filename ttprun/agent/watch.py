@@ -179,7 +179,7 @@ class Watch:
                 supervisor.log("standby_lost", pid=standby.process.pid, was_ready=standby.has_started)
                 standby.bury()
                 if not standby.is_ready:
-                    supervisor.standbys.forget_modules()
+                    supervisor.standbys.forget_warmth()
                 if standby.has_started:  # one that could not start would not start the next time either
                     self.refill_standbys()
             supervisor.orders.spawn_those_that_wait()

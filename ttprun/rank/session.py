@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ttprun.board import OPERATION_NAMES, Board, Field, Phase
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
+from ttprun.rank import rewrite
 
 CONNECT = OPERATION_NAMES.index("connect")
 
@@ -113,10 +114,10 @@ class Session:
         return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
 
     def tell_modules(self) -> None:
-        """Say once, after the first step, what a standby should have imported."""
+        """Say once, after the first step, what a standby should have imported, and compiled."""
         if self.local_rank == 0:
             modules = [name for name in sys.modules if name.startswith("torch.")]
-            self.channel.send({"op": "modules", "modules": modules})
+            self.channel.send({"op": "modules", "modules": modules, "files": list(rewrite.followed)})
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""

@@ -54,6 +54,7 @@ def main() -> None:
             fds += came  # one read may bring several messages, and then the descriptors come with the first
             if message["op"] == "warm":
                 warm_up(message["modules"])
+                rewrite.prepare(message["files"])
                 channel.send({"op": "ready", "is_copyable": is_copyable()})
             elif message["op"] == "copy":
                 channel = give_copy(channel, fds.pop(), agent)
