@@ -50,6 +50,14 @@ class FakeSupervisor:
 
     def log(self, event: str, **fields: object) -> None: ...
 
+    @property
+    def watch(self) -> FakeSupervisor:
+        return self
+
+    injections = watch
+
+    def greeted(self, seat: Seat) -> None: ...
+
 
 @pytest.fixture
 def supervisor() -> FakeSupervisor:
@@ -88,6 +96,26 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
     assert survivors == (0, 1, 2)
     assert told_once == [{"op": "stand_aside"}]
     assert line.told == [{"op": "stand_aside"}] * 2
+
+
+def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_there_was_no_process(
+    supervisor: FakeSupervisor, reports: Reports
+) -> None:
+    teller, seat, line = supervisor.seats[1], supervisor.seats[0], supervisor.handlers[0]
+    put = {"op": "put", "key": "port 1", "value": ""}
+    reports.take(teller, put | {"generation": 0})
+    line.told.clear()
+
+    seat.leave(-9, supervisor.board, lambda number, pid: "")
+    supervisor.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+    reports.take(teller, put | {"generation": 1})
+    reports.take(seat, put | {"generation": 1})  # of its own, for the others
+    before = list(line.told)
+    reports.take(seat, {"op": "present", "pid": 200, "main_thread": 1})
+
+    assert supervisor.job.generation == 1
+    assert before == []
+    assert line.told == [put | {"generation": 1}]
 
 
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(

@@ -41,16 +41,14 @@ class Reports:
         self._supervisor = supervisor
         self._replicas = Replicas(world_size=1)
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
+        self._told: list[tuple[int, Message]] = []  # what each rank has told all others in the present generation
         self._nan_step = -2
 
     def take(self, seat: Seat, message: Message) -> None:
         """A message has come from the process of a seat."""
         op = message["op"]
         if op == "put":
-            seat.told_in = message["generation"]
-            for other in self._supervisor.seats:
-                if other is not seat:
-                    other.pass_on(message)
+            self._pass_on(seat, message)
         elif op == "ready":
             pass  # a standby that was needed before it was ready
         elif op == "modules":
@@ -58,6 +56,9 @@ class Reports:
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()
+            for teller, put in self._told:
+                if teller != seat.rank:
+                    seat.tell_news(put)
             self._supervisor.watch.greeted(seat)
             self._supervisor.injections.greeted(seat)
         elif op == "broken":
@@ -192,6 +193,15 @@ class Reports:
             self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training goes on (on_nan: warn)", told)
+
+    def _pass_on(self, seat: Seat, put: Message) -> None:
+        """Pass on what a rank tells all others; one that has no process now hears it when it has greeted."""
+        seat.told_in = put["generation"]
+        present = self._supervisor.job.generation
+        self._told = [told for told in [*self._told, (seat.rank, put)] if told[1]["generation"] >= present]
+        for other in self._supervisor.seats:
+            if other is not seat:
+                other.tell_news(put)
 
     def _on_report(self, seat: Seat, op: str, message: Message) -> None:
         """A message that is an event of the state machine."""

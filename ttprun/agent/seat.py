@@ -31,7 +31,6 @@ class Seat:
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be told things
     held            an order that waits for the greeting; a newer one takes its place
-    held_puts       what other ranks have told all meanwhile
     device_fault    what has happened to its device, if that has ended its script
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
@@ -51,7 +50,6 @@ class Seat:
     is_buried: bool = False
     spawn: Callable[[], None] | None = None
     held: Message | None = None
-    held_puts: list[Message] = field(default_factory=list)
     script_error: str = ""
     device_fault: str = ""
     traceback: str = ""
@@ -69,7 +67,6 @@ class Seat:
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.spawn = None
         self.held = None
-        self.held_puts = []
         self.script_error = self.device_fault = self.traceback = ""
         self.main_thread = 0
         self.told_in = -1
@@ -82,12 +79,10 @@ class Seat:
         else:
             self.held = message
 
-    def pass_on(self, put: Message) -> None:
-        """Pass on what another rank tells all."""
+    def tell_news(self, put: Message) -> None:
+        """Send what another rank tells all, if there is a process that has greeted."""
         if self.is_present:
             self.handler.channel.send(put)
-        elif not self.is_lost and not self.is_finished:
-            self.held_puts.append(put)
 
     def greet(self) -> None:
         """The process has greeted."""
@@ -95,9 +90,6 @@ class Seat:
         if self.held is not None:
             self.handler.channel.send(self.held)
             self.held = None
-        for put in self.held_puts:
-            self.handler.channel.send(put)
-        self.held_puts = []
 
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
