@@ -119,7 +119,7 @@ def test_a_standby_that_cannot_be_started_is_told_and_done_without(
     make: Callable[..., Supervisor], started: Callable[..., RankHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = make(standbys=1)
-    handlers = [started("-c", "") for _ in range(2)]
+    handlers = [started("-c", "import torch") for _ in range(2)]
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     begin(supervisor, handlers)

@@ -220,6 +220,9 @@ class Reports:
             return
         if op == "protected":
             seat.is_protected = True
+            if all(other.is_protected for other in self._supervisor.seats):
+                # Not before: the ranks need the processors themselves to import torch.
+                self._supervisor.watch.refill_standbys()
             self._supervisor.advance(recovery.RankProtected(**fields))
             return
         fields["generation"] = message["generation"]

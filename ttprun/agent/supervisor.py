@@ -182,7 +182,6 @@ class Supervisor:
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
-            self.watch.refill_standbys()
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would tell them where to go on
