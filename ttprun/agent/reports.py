@@ -220,8 +220,10 @@ class Reports:
             return
         if op == "protected":
             seat.is_protected = True
-            if all(other.is_protected for other in self._supervisor.seats):
-                # Not before: the ranks need the processors themselves to import torch.
+            # Not before all are: they need the processors themselves to import torch. Nor in an incident, behind which
+            # the standbys are refilled anyway.
+            is_quiet = self._supervisor.job.incident is None
+            if is_quiet and all(other.is_protected for other in self._supervisor.seats):
                 self._supervisor.watch.refill_standbys()
             self._supervisor.advance(recovery.RankProtected(**fields))
             return
