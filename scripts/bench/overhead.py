@@ -233,7 +233,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=positive, default=5, help="runs of each launcher at each size (default 5)")
     parser.add_argument("--ranks", type=positive, default=2, help="default 2")
     parser.add_argument("--sizes", nargs="+", default=["50ms", "5ms"], choices=["50ms", "5ms"], help="default both")
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of steps before measuring (default 5)")
+    parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of steps before measuring (default 8)")
     parser.add_argument("--measured", type=float, default=10.0, help="seconds of steps to measure (default 10)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs' logs there; must not exist")
