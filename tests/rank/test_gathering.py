@@ -12,7 +12,7 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import boundary, frames, loops, rewrite, whereabouts
+from ttprun.rank import boundary, frames, gathering, loops, rewrite, whereabouts
 
 GATHERS = {
     "list comprehension": ("losses = [train(b) for b in [1, 2]]", "a comprehension"),
@@ -112,3 +112,7 @@ def test_the_record_of_such_a_step_says_why_no_replacement_can_use_it_and_what_t
         "and what that has gathered so far is in no variable: a for loop in its place is followed"
     )
     assert found == [why, why, ""]
+
+
+def test_to_look_for_calls_in_a_module_does_not_warn_of_it_again() -> None:
+    assert list(gathering._calls_in(b"x = '\\d'\nsum(x)\n").values()) == ["sum"]  # warnings are errors in tests

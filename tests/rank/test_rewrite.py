@@ -458,3 +458,14 @@ def test_a_module_that_was_compiled_beforehand_is_compiled_again_only_if_it_has_
     values: dict[str, Any] = {}
     exec(changed, values)
     assert values["x"] == 7
+
+
+def test_what_python_warns_of_in_a_module_is_not_said_again_by_the_standby_that_compiles_it_beforehand(
+    folder: Path,
+) -> None:
+    file = folder / "module.py"
+    file.write_text("assert (1, 'always true')\nx = '\\d'\n")
+
+    rewrite.prepare([str(file)])  # a warning is an error in the tests, which would leave the module to the script
+
+    assert rewrite.compile_followed(file.read_bytes(), str(file)).co_filename == str(file)

@@ -11,6 +11,7 @@ import ast
 import dis
 import functools
 import itertools
+import warnings
 from types import CodeType, FrameType
 
 from ttprun.rank import rewrite
@@ -68,7 +69,10 @@ def _call_at(code: CodeType, instruction: int) -> str:
 @functools.cache
 def _calls_in(source: bytes) -> dict[Position, str]:
     """The calls in a module of functions that take all items of what they are given: where, and the function's name."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python has said it when the module was compiled
+        tree = ast.parse(source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {
         (call.lineno, call.end_lineno, call.col_offset, call.end_col_offset): name
         for call in calls

@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -76,10 +77,12 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
 
 def prepare(filenames: Sequence[str]) -> None:
     """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
-    for filename in filenames:
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            source = Path(filename).read_bytes()
-            _prepared[filename] = (source, _compile(source, filename, is_script=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks have said it
+        for filename in filenames:
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                source = Path(filename).read_bytes()
+                _prepared[filename] = (source, _compile(source, filename, is_script=False))
 
 
 def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
@@ -107,9 +110,8 @@ def _first_statement(tree: ast.Module) -> int:
 loaded: list[str] = ["__main__"]
 # Files whose loops are followed, and their source; a user's frame of any other file cannot be replayed.
 followed: dict[str, bytes] = {}
-_prepared: dict[
-    str, tuple[bytes, CodeType]
-] = {}  # of files that may come to be followed: their source, and it compiled
+# Of files that may come to be followed: their source, and what it was compiled to.
+_prepared: dict[str, tuple[bytes, CodeType]] = {}
 
 
 class FollowedLoader(importlib.machinery.SourceFileLoader):
