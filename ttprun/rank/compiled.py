@@ -29,10 +29,10 @@ def leave_us_alone() -> None:
 
 def _add_rules() -> None:
     # By files: `rules.add` compiles one pattern of all that is not traced, each time, which takes a second in all.
-    rules: Any = sys.modules[_RULES]
+    skipped: Any = getattr(sys.modules[_RULES], "FORCE_SKIP_FILES", set())  # another torch may have none
     traced = (loops.__name__, __name__)
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("ttprun.") and name not in traced]
-    rules.FORCE_SKIP_FILES.update(module.__file__ for module in ours if module.__file__ is not None)
+    skipped.update(module.__file__ for module in ours if module.__file__ is not None)
 
 
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
