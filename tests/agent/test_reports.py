@@ -37,6 +37,7 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.board = Board.create(N_RANKS)[1]
+        self.refills = 0
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
@@ -57,6 +58,9 @@ class FakeSupervisor:
     injections = watch
 
     def greeted(self, seat: Seat) -> None: ...
+
+    def refill_standbys(self) -> None:
+        self.refills += 1
 
 
 @pytest.fixture
@@ -116,6 +120,21 @@ def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_the
     assert supervisor.job.generation == 1
     assert before == []
     assert line.told == [put | {"generation": 1}]
+
+
+def test_standbys_are_started_when_all_ranks_have_torch_and_not_in_the_middle_of_an_incident(
+    supervisor: FakeSupervisor, reports: Reports
+) -> None:
+    refills = []
+    for seat in supervisor.seats:
+        reports.take(seat, {"op": "protected"})
+        refills.append(supervisor.refills)
+
+    supervisor.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+    reports.take(supervisor.seats[0], {"op": "protected"})
+
+    assert refills == [0, 0, 1]
+    assert supervisor.refills == 1
 
 
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
