@@ -69,6 +69,14 @@ def a_log_that_is_opened_for_appending_each_line(path: str) -> Iterator[None]:
 
 
 @habit
+def a_log_that_is_closed_by_being_dropped(path: str) -> Iterator[None]:
+    for step in range(STEPS):
+        open(path, "a").write(line(step))  # noqa: SIM115 - as people write it
+        assert line(step) in pathlib.Path(path).read_text()
+        yield
+
+
+@habit
 def a_log_that_is_opened_by_pathlib(path: str) -> Iterator[None]:
     for step in range(STEPS):
         with pathlib.Path(path).open("a") as log:
@@ -251,6 +259,20 @@ def test_a_file_holds_after_a_replacement_what_it_would_hold_without(name: str, 
 
     assert found == expected
     assert codes == [0, *[9] * (len(codes) - 2), 0]
+
+
+def drop(directory: str) -> tuple[str, int]:
+    """What people write in one line; returns what can be read behind it, and descriptors left open."""
+    frames.add_user_directory(os.path.dirname(__file__))
+    patches.apply_all(with_replay=False)
+    become(make_session())
+    before = len(os.listdir("/proc/self/fd"))
+    json.dump({"lr": 0.1}, open(f"{directory}/settings.json", "w"))  # noqa: SIM115
+    return read(f"{directory}/settings.json"), len(os.listdir("/proc/self/fd")) - before
+
+
+def test_a_file_that_the_script_drops_is_closed_as_python_does_it(tmp_path: Any) -> None:
+    assert run_alone(drop, str(tmp_path)) == ('{"lr": 0.1}', 0)
 
 
 def share(directory: str) -> list[str]:

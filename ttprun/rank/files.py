@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 import threading
+import weakref
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -39,7 +40,8 @@ _ON_BEHALF_OF_OTHERS = frozenset(
     }
 )
 _real_open = builtins.open
-_tracked: list[tuple[str, Any]] = []  # (absolute path, file opened for writing by the user's code)
+# (absolute path, file opened for writing by the user's code); one that the script drops is closed by Python
+_tracked: list[tuple[str, weakref.ref[Any]]] = []
 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
@@ -77,9 +79,13 @@ def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **k
         opened = _open_followed(session, file, is_muted, mode, *args, **kwargs)
     else:
         opened = _real_open(file, mode, *args, **kwargs)
-    _tracked[:] = [known for known in _tracked if not known[1].closed]
-    _tracked.append((path, opened))
+    _tracked[:] = [(path, weakref.ref(opened)) for path, opened in (*_open_files(), (path, opened))]
     return opened
+
+
+def _open_files() -> list[tuple[str, Any]]:
+    found = [(path, known()) for path, known in _tracked]
+    return [(path, opened) for path, opened in found if opened is not None and not opened.closed]
 
 
 class _FollowedFile(io.FileIO):
@@ -139,7 +145,7 @@ def _open_followed(
 
 def forget() -> None:
     """The run of the script is over: nothing of it may be written later than now."""
-    for _, opened in _tracked:
+    for _, opened in _open_files():
         with contextlib.suppress(OSError, ValueError):
             opened.close()
     _tracked.clear()
@@ -148,28 +154,27 @@ def forget() -> None:
 def positions() -> list[list[Any]]:
     """[path, bytes written] of each file that is open for writing now; what was buffered is flushed."""
     found = []
-    for path, opened in _tracked:
-        if not opened.closed:
-            try:
-                opened.flush()
-                found.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
-            except (OSError, ValueError):
-                continue
+    for path, opened in _open_files():
+        try:
+            opened.flush()
+            found.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
+        except (OSError, ValueError):
+            continue
     return found
 
 
 def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
     """The same while another run's files are muted: where they stood at its boundary, and the ends of all others."""
     where = dict(map(tuple, recorded))
-    return [[path, where.get(path, os.path.getsize(path))] for path, opened in _tracked if not opened.closed]
+    return [[path, where.get(path, os.path.getsize(path))] for path, opened in _open_files()]
 
 
 def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
     """The replay is over: set each file to where it stood at the boundary."""
     where = dict(map(tuple, recorded))
-    for path, opened in _tracked:
+    for path, opened in _open_files():
         raw = getattr(getattr(opened, "buffer", opened), "raw", opened)
-        if opened.closed or not isinstance(raw, _FollowedFile) or not raw.is_muted:
+        if not isinstance(raw, _FollowedFile) or not raw.is_muted:
             continue
         opened.flush()
         raw.is_muted = False
