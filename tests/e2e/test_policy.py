@@ -21,6 +21,7 @@ def test_an_error_of_the_script_that_comes_back_at_the_same_step_ends_the_job_wi
     assert "rank 1" in run.status["reason"], run.story()
     assert "ValueError: the fifth batch has no labels" in run.status["reason"], run.story()
     assert "at boundary 5" in run.status["reason"], run.story()
+    assert "[rank1]: ValueError: the fifth batch has no labels" in run.stderr[1], run.story()
 
 
 def test_a_job_that_may_not_replace_ranks_restarts_them_all_as_torchrun_does(run_ttprun: RunTtprun) -> None:

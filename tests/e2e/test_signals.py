@@ -12,6 +12,7 @@ from tests.e2e.harness import (
 )
 
 WAITS = "waits.py"
+INTERRUPTED = "interrupted.py"
 LOST = "kill:rank=1,step=3,phase=backward"  # its replacement then stays in its replay, and the recovery with it
 
 
@@ -34,6 +35,26 @@ def test_a_signal_ends_the_job_with_its_exit_code_in_every_state(
     assert run.status["state"] == "failed", run.story()
     assert run.status["reason"].startswith(f"ended by {number.name}"), run.story()
     assert [incident["outcome"] for incident in run.incidents] == (["failed"] if place == "replay" else [])
+    assert_no_orphans(run)
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "script_args", "last_words"),
+    [(signal.SIGINT, 130, [], "interrupted"), (signal.SIGTERM, 143, ["--handles-term"], "stopped by itself")],
+    ids=["INT", "TERM handled"],
+)
+def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
+    start_ttprun: StartTtprun, number: signal.Signals, exit_code: int, script_args: list[str], last_words: str
+) -> None:
+    """Also in a rank that waits for gradients in native code, where Python calls no handler."""
+    launch = start_ttprun(INTERRUPTED, 2, script_args=script_args)
+    launch.wait_for_file("out/trains-1")
+
+    launch.process.send_signal(number)
+    run = launch.finish(limit_s=15)  # torch kills after 30 s who has not ended
+
+    assert run.exit_code == exit_code, run.story()
+    assert run.stdout == {0: [last_words], 1: [last_words]}, run.story()
     assert_no_orphans(run)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+
+import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.rank.recovery import Recovery
@@ -18,4 +21,20 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
     assert channel.sent == [{"op": "dumped", "generation": 4, "why_not": why_not, "is_handled": False}]
+    channel.close()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT"])
+def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then(tmp_path: Path, name: str) -> None:
+    """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that stands still as well."""
+    channel = FakeChannel()
+    recovery = Recovery(make_session(channel=channel, rank=1))
+    order = {"op": "dump", "generation": 4, "path": str(tmp_path / "gone" / "x"), "share": 0, "of": 1}
+
+    recovery._on_dump(order)
+    old = signal.signal(signal.Signals[name], lambda number, frame: None)
+    recovery._on_dump(order)
+    signal.signal(signal.Signals[name], old)
+
+    assert [message["is_handled"] for message in channel.sent] == [False, True]
     channel.close()

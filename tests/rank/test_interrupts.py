@@ -11,6 +11,7 @@ import pytest
 from tests.rank.fakes import OPTIONS, FakeChannel
 from ttprun.board import Board, Field
 from ttprun.rank import install
+from ttprun.rank.journal import EndedError
 from ttprun.rank.presence import Presence
 
 
@@ -43,6 +44,26 @@ def test_an_interrupt_that_the_launcher_has_passed_on_is_kept_in_a_file_and_not_
 
     assert printed == []
     assert "KeyboardInterrupt: here" in (tmp_path / "logs" / "interrupted-rank1.log").read_text()
+
+
+def test_what_fails_because_the_job_is_ended_is_kept_in_that_file_too(presence: Presence, tmp_path: Path) -> None:
+    """As torch hands it on from a future: in words."""
+    Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 15)
+
+    printed = shown(RuntimeError(f"Got the following error when running the callback: {EndedError.__name__}: ..."))
+
+    assert printed == []
+    assert EndedError.__name__ in (tmp_path / "logs" / "interrupted-rank1.log").read_text()
+
+
+def test_an_error_of_the_scripts_own_handler_is_printed_and_not_told_to_an_agent_that_ends_the_job(
+    presence: Presence,
+) -> None:
+    Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 15)
+    error = TypeError("handler() takes 0 positional arguments but 2 were given")
+
+    assert shown(error) == [error]
+    assert presence.channel.sent == []  # type: ignore[attr-defined]
 
 
 def test_an_interrupt_from_elsewhere_is_printed(presence: Presence) -> None:

@@ -74,9 +74,14 @@ class RankHandler(SubprocessHandler):
         )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the rank and its children; one that is gone already is no error."""
+        """Signal the rank, and tell it that it is meant to end; one that is gone already is no error.
+
+        It hears of it behind the signal, so that the script's handler has its turn first.
+        """
         with contextlib.suppress(ProcessLookupError):
             super().close(death_sig)
+        with contextlib.suppress(OSError):
+            self.channel.send({"op": "ended"})
         for log in (self._stdout, self._stderr):
             if log is not None:
                 log.close()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from ttprun.board import Board, Field, Phase
+from ttprun.rank.journal import EndedError
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 1.0
@@ -18,6 +19,8 @@ def commit(
 
     held   called now and then while a recovery holds this rank back; what it raises ends the wait
 
+    Raises EndedError if this process is told to end while it is held back.
+
     The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
     stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
     """
@@ -26,9 +29,11 @@ def commit(
             if session.is_holding and session.settle_at < boundary and not session.unprotected:
                 session.touch(Phase.COMMITTING)
                 held()
+                if session.journal.is_ended:
+                    raise EndedError
                 session.changed.wait(look_again_s)
                 continue
-            if session.unprotected or session.settle_at >= boundary or min(session.recorded) >= boundary:
+            if min(session.recorded) >= boundary or _is_free(session, boundary):
                 session.is_applying = True
                 return
         session.touch(Phase.COMMITTING)
@@ -40,7 +45,7 @@ def _wait_for_records(session: Session, boundary: int, held: Callable[[], None],
     stuck_since = 0.0
     for row in range(board.n_ranks):
         while (recorded := board.get(row, Field.RECORDED)) < boundary:
-            if session.unprotected or session.settle_at >= boundary:
+            if _is_free(session, boundary):
                 return
             if session.is_holding:
                 held()
@@ -59,6 +64,11 @@ def _wait_for_records(session: Session, boundary: int, held: Callable[[], None],
                     f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
                     "collective: the ranks do not step together"
                 )
+
+
+def _is_free(session: Session, boundary: int) -> bool:
+    """Whether this rank may step though others have not recorded the boundary."""
+    return bool(session.unprotected) or session.journal.is_ended or session.settle_at >= boundary
 
 
 def _where(board: Board, row: int) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun.board import Board
 from ttprun.channel import Channel
-from ttprun.device.errors import DeviceErrors, DeviceFault, Diagnosis, diagnosis_of, in_one_line
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
 from ttprun.rank import damage, heartbeat, life, rewrite, stack
 from ttprun.rank.after_import import after_import
@@ -104,21 +105,19 @@ def tell_before(previous: Any) -> Any:
 
     def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
-        diagnosis = diagnosis_of(DeviceFault.UNKNOWN)
-        if presence is not None and not issubclass(kind, KeyboardInterrupt):
-            error, diagnosis = _run_again(presence, error, trace)
-            kind, trace = type(error), error.__traceback__
-        if presence is not None:
-            presence.has_script_failed = True
         if presence is None:
             previous(kind, error, trace)
             return
-        if issubclass(kind, KeyboardInterrupt):
-            if not presence.is_ended_by_agent() or presence.welcome["options"]["prints_traceback"]:
-                previous(kind, error, trace)
-            else:
+        if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
+            presence.has_script_failed = True
+            if _is_of_end(presence, error) and not presence.welcome["options"]["prints_traceback"]:
                 _keep_interrupted(presence, error)
+            else:
+                previous(kind, error, trace)
             return
+        error, diagnosis = _run_again(presence, error, trace)
+        kind, trace = type(error), error.__traceback__
+        presence.has_script_failed = True
         session = sys.modules.get("ttprun.rank.session")
         found = session.current() if session is not None else None
         if found is not None:
@@ -136,23 +135,36 @@ def tell_before(previous: Any) -> Any:
         is_live = found is not None and found.applied > 0 and found.is_repairable()
         is_on_its_way = presence.is_rerun and (found is None or found.replay is not None)
         if (is_live or is_on_its_way) and presence.welcome["options"]["is_replaced"]:
-            _leave_at_once()
+            _leave_at_once(presence.welcome["rank"])
 
     return tell
 
 
+def _is_of_end(presence: Presence, error: BaseException) -> bool:
+    """Whether a script has failed because the agent has told its process to end, and not by its own doing.
+
+    torch hands our error on in words only.
+    """
+    is_of_end = isinstance(error, KeyboardInterrupt) or "EndedError" in f"{type(error).__name__}: {error}"
+    return is_of_end and presence.is_ended_by_agent()
+
+
 def _keep_interrupted(presence: Presence, error: BaseException) -> None:
-    """Where a Ctrl-C at the launcher has met the script: not for the terminal, on which each rank would say so."""
+    """Where a signal to the launcher has met the script: not for the terminal, on which each rank would say so."""
     name = f"interrupted-rank{presence.welcome['rank']}.log"
     with contextlib.suppress(OSError), open(os.path.join(presence.welcome["run_dir"], "logs", name), "w") as log:
         log.write("".join(traceback.format_exception(error)))
 
 
-def _leave_at_once() -> None:
+def _leave_at_once(rank: int) -> None:
     """End a rank that is going to be replaced, as a kill would: torch takes seconds to leave an interpreter.
 
-    What the script would do at its exit is its replacement's to do.
+    What the script would do at its exit is its replacement's to do. torch's own hook, which has called ours, keeps what
+    Python prints of the exception, to put the rank in front of each line: it does not come to that.
     """
+    if isinstance(sys.stderr, io.StringIO):
+        for line in sys.stderr.getvalue().splitlines():
+            os.write(2, f"[rank{rank}]: {line}\n".encode(errors="backslashreplace"))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -37,6 +37,13 @@ _LOOK_AGAIN = timedelta(seconds=0.25)
 _TRIM_EVERY = 16
 
 
+class EndedError(RuntimeError):
+    """This process has been told to end: what was waited for will not come."""
+
+    def __init__(self) -> None:
+        super().__init__("the job is being ended: nothing takes up what was under way")
+
+
 class Entry:
     """One collective of one group.
 
@@ -123,6 +130,7 @@ class Journal:
     diagnose      what an operation's error says of the device or the connection
     givers        (group, number of a collective since the boundary) -> rank that has its result, and gives it to the
                   others in the place of the collective
+    is_ended      this process has been told to end, and nobody takes up any more what has failed
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -131,6 +139,7 @@ class Journal:
         self.entries: list[Entry] = []
         self.givers: dict[tuple[str, int], int] = {}
         self.is_frozen = False
+        self.is_ended = False
         self.tell_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
         self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
@@ -221,6 +230,18 @@ class Journal:
         with self.lock:
             return [entry for entry in self.entries if not entry.is_done]
 
+    def end(self) -> None:
+        """This process has been told to end: whatever waits for a recovery, or would, fails.
+
+        A signal's handler must have its turn, and Python gives it none while DDP waits for a future in C++.
+        """
+        with self.news:
+            self.is_ended = True
+            pending = [entry for entry in self.entries if not entry.is_done] if self.is_frozen else []
+            self.news.notify_all()
+        for entry in pending:
+            entry.settle(EndedError())
+
     def attach(self, entry: Entry, inner: Any) -> None:
         """The entry has been issued (again): whoever waits for it waits for `inner` now."""
         with self.news:
@@ -276,6 +297,8 @@ class Journal:
         is_told = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
+            if self.is_ended:
+                raise EndedError
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
             elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
@@ -311,7 +334,7 @@ class Journal:
                 failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
                 waited_s = time.monotonic() - started
                 is_over = waited_s > PATIENCE_S or any(not entry.group.is_protected() for entry in failed)
-                if not failed or (is_over and not self.is_frozen):
+                if not failed or (is_over and not self.is_frozen) or self.is_ended:
                     self._is_watching = False
                     break
                 must_tell = not self.is_frozen and not is_told and waited_s > TELL_AFTER_S

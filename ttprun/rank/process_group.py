@@ -28,7 +28,7 @@ from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
 from ttprun.rank.issue_once import issue_once
-from ttprun.rank.journal import SMALL_RESULT_BYTES, Entry
+from ttprun.rank.journal import SMALL_RESULT_BYTES, EndedError, Entry
 from ttprun.rank.operations import (
     GATHERING,
     OPERATIONS,
@@ -295,6 +295,8 @@ class ManagedGroup(ProcessGroup):
                 journal.entries.append(entry)
             if not journal.is_frozen:
                 entry.inner = self._begin(entry)
+            elif journal.is_ended:
+                raise EndedError
         if is_kept:
             self.buckets.look_for_nan(entry)
         if faults.waiting:

@@ -91,6 +91,10 @@ class Recovery:
             faults.arm(message["number"], parse_fault(message["fault"]))
         elif op == "fault_done":
             damage.done_by_agent()
+        elif op == "ended":
+            session.journal.end()
+            with session.changed:
+                session.changed.notify_all()
         elif op == "stand_aside":
             session.verifier.stand_aside()
         elif op == "unprotected":
@@ -281,9 +285,8 @@ class Recovery:
         session = self._session
         faults.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1))
         told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
-        told["is_handled"] = any(map(callable, handlers))
+        told["is_handled"] = _does_something_at_its_end()
         try:
             told |= shares.write(message["path"], message["share"], message["of"], main)
         except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
@@ -371,6 +374,13 @@ class Recovery:
         session.journal.givers = givers_of(message)
         session.verifier.prove_from(replay.boundary)
         replay.live.set()
+
+
+def _does_something_at_its_end() -> bool:
+    """Whether the script handles a signal that ends jobs by more than an exception or the end of the process."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {signal.getsignal(number) for number in numbers} - {signal.default_int_handler}
+    return any(map(callable, handlers))
 
 
 def givers_of(message: Message) -> dict[tuple[str, int], int]:

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from ttprun.board import Phase
-from ttprun.rank.journal import Entry, Journal
+from ttprun.rank.journal import EndedError, Entry, Journal
 from ttprun.rank.session import current
 
 
@@ -58,6 +58,8 @@ class ManagedWork(Work):
         future = entry.make_future()
         if entry.is_done:
             entry.settle(entry.outputs)
+        elif self._journal.is_frozen and self._journal.is_ended:
+            entry.settle(EndedError())
         elif entry.inner is not None:
             entry.group.bridge(entry, entry.inner)
         return future

@@ -1,0 +1,46 @@
+"""A script that trains with DDP till it is interrupted, and says where it stood then.
+
+torchrun --nproc-per-node 2 interrupted.py --out DIR [--handles-term]
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--handles-term", action="store_true", help="stop at the end of the step in which SIGTERM comes")
+args = parser.parse_args()
+
+rank = os.environ["RANK"]
+os.makedirs(args.out, exist_ok=True)
+signals = []
+if args.handles_term:
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+step = 0
+try:
+    while True:
+        is_ended = torch.tensor(len(signals))
+        dist.all_reduce(is_ended)
+        if is_ended:
+            break
+        optimizer.zero_grad()
+        model(torch.ones(8, 64)).square().sum().backward()
+        optimizer.step()
+        step += 1
+        if step == 20:
+            os.close(os.open(os.path.join(args.out, f"trains-{rank}"), os.O_CREAT))
+    print("stopped by itself")
+except KeyboardInterrupt:
+    time.sleep(0.1)  # whoever saves something here is not interrupted again
+    print("interrupted")
+    sys.exit(3)
