@@ -55,6 +55,7 @@ CALLS: dict[str, Call] = {
     "torch.distributed.distributed_c10d.destroy_process_group": ((None,), {}),
     "torch.distributed.distributed_c10d._process_group_name": (([0, 1], True), {}),
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
+    "torch._jit_internal._extract_tensors": (([LINEAR.weight, 1],), {}),
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
     "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
@@ -91,6 +92,18 @@ def pass_through(name: str, is_rank: bool) -> tuple[int, bool, bool]:
     given = [*original.calls[0][0], *original.calls[0][1].values()]
     is_all_given = all(value in given for value in (*args, *kwargs.values()))
     return len(original.calls), is_all_given, returned is original.result
+
+
+def test_what_our_futures_hold_is_given_to_ddp_without_being_pickled() -> None:
+    given = [torch.zeros(2)]
+
+    assert run_alone(extracted, given) == (0, True)
+
+
+def extracted(given: list[torch.Tensor]) -> tuple[int, bool]:
+    original = Original([])
+    found = replacement_for(BY_NAME["torch._jit_internal._extract_tensors"], original)(given)
+    return len(original.calls), found is given
 
 
 def test_every_patch_has_a_test_of_its_own() -> None:

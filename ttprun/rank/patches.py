@@ -63,6 +63,12 @@ PATCHES: tuple[Patch, ...] = (
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
+        "torch._jit_internal",
+        "_extract_tensors",
+        "ttprun.rank.work:wrap_extract_tensors",
+        "DDP takes results out of our futures without pickling them",
+    ),
+    Patch(
         "torch.distributed.algorithms.join",
         "Join.__enter__",
         "ttprun.rank.boundary:wrap_join",

@@ -65,6 +65,20 @@ class ManagedWork(Work):
         return future
 
 
+def wrap_extract_tensors(original: Any) -> Any:
+    """torch._jit_internal._extract_tensors: what is in our futures, a list of tensors, is answered by itself.
+
+    torch pickles it to find the tensors, each time that DDP takes a bucket's result: some 80 us with cold caches.
+    """
+
+    def extract(value: Any) -> Any:
+        if type(value) is list and len(value) == 1 and type(value[0]) is torch.Tensor:
+            return value
+        return original(value)
+
+    return extract
+
+
 class Refused:
     """An operation that the device or the connection has refused: as the backend's work that has failed.
 
