@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.rank.processes import run_alone
 from ttprun.rank.journal import Entry, Journal
+from ttprun.rank.work import ManagedWork
 
 
 class FakeGroup:
@@ -29,15 +35,14 @@ class FakeWork:
         self._ends_well = ends_well
         self._has_ended = False
 
-    def wait(self, limit: Any) -> bool:
+    def wait(self, *limit: Any) -> bool:
+        if self._has_ended and self._ends_well:
+            return True
         self._has_ended = True
         raise RuntimeError("Operation timed out!")
 
     def is_completed(self) -> bool:
         return self._has_ended
-
-    def is_success(self) -> bool:
-        return self._has_ended and self._ends_well
 
 
 def test_a_collective_that_completes_in_the_moment_in_which_a_look_at_it_ends_is_no_failure() -> None:
@@ -65,3 +70,18 @@ def test_an_operation_that_was_not_kept_is_issued_and_given_by_nobody() -> None:
     journal.givers = {("world", 0): 1}
 
     assert journal.giver_of(Entry(FakeGroup(), "barrier", (), [])) is None  # type: ignore[arg-type]
+
+
+def test_to_ask_whether_a_collective_has_completed_says_nothing_to_the_user(tmp_path: Path) -> None:
+    """torch warns of some methods of its works, on the script's standard error."""
+    assert run_alone(what_is_said_of_a_work, str(tmp_path / "said")) == (True, True, "")
+
+
+def what_is_said_of_a_work(path: str) -> tuple[bool, bool, str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    journal, entry = Journal(1 << 20), Entry(FakeGroup(), "allreduce", (), [])  # type: ignore[arg-type]
+    entry.inner = dist.all_reduce(torch.ones(1), async_op=True)
+    entry.inner.wait()
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    work = ManagedWork(journal, entry)
+    return work.is_completed(), work.is_success(), Path(path).read_text()

@@ -108,7 +108,21 @@ def _value_or_raise(promise: Any) -> Any:
 
 
 def _is_over(entry: Entry) -> bool:
-    return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
+    return entry.is_done or (entry.inner is not None and has_succeeded(entry.inner))
+
+
+def has_succeeded(work: Any) -> bool:
+    """Whether an operation of the backend has completed without an error.
+
+    `Work.is_success` would say it too, and warns whoever reads the script's output that it is deprecated.
+    """
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()  # returns at once
+    except Exception:
+        return False
+    return True
 
 
 def has_ended(work: Any, limit_s: float) -> bool:
@@ -269,7 +283,7 @@ class Journal:
                 is_of_device = entry.group.is_on_device and diagnosis.is_known
                 if not (inner.is_completed() or is_of_device):
                     continue
-                if inner.is_success() and not is_of_device:  # it has completed since the look at it was over
+                if has_succeeded(inner) and not is_of_device:  # it has completed since the look at it was over
                     entry.group.complete(entry, inner)
                     continue
                 failed = inner

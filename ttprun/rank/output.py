@@ -26,6 +26,8 @@ class _CountedRaw(io.RawIOBase):
         self._fd: int = stream.fileno()
         self._field = field
         self.skip_lines = 0
+        self.name = stream.name
+        self.mode = "wb"
 
     def writable(self) -> bool:
         return True

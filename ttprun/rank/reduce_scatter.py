@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun.rank.journal import has_succeeded
+
 OPERATIONS = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 
 
@@ -52,7 +54,7 @@ class ReduceScatter:
 
     def is_success(self) -> bool:
         """It has completed."""
-        return bool(self._inner.is_success())
+        return has_succeeded(self._inner)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output."""

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from ttprun.board import Phase
-from ttprun.rank.journal import EndedError, Entry, Journal
+from ttprun.rank.journal import EndedError, Entry, Journal, has_succeeded
 from ttprun.rank.session import current
 
 
@@ -40,7 +40,7 @@ class ManagedWork(Work):
     def is_completed(self) -> bool:
         """Whether the collective has completed."""
         entry = self._entry
-        return entry.is_done or (entry.inner is not None and entry.inner.is_completed() and entry.inner.is_success())
+        return entry.is_done or (entry.inner is not None and has_succeeded(entry.inner))
 
     def is_success(self) -> bool:
         """As is_completed(): an operation that failed is still under way, in the next generation."""
