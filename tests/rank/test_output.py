@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,25 @@ def described(stream: str) -> list[dict[str, Any]]:
         found.append(own | {f"buffer.{asked}": answer_of(live.buffer, asked) for asked in OF_BUFFER})
         output.count_lines()
     return found
+
+
+def test_a_descriptor_that_the_script_has_turned_to_another_file_is_noticed(tmp_path: Path) -> None:
+    """The lines that come out there are not those that are counted, and a replay would write over them."""
+    before, after, behind = run_alone(turned, str(tmp_path / "log"))
+
+    assert before == ""
+    assert after == "the script has put another file in the place of stdout (os.dup2 to descriptor 1)"
+    assert behind == ""
+
+
+def turned(path: str) -> list[str]:
+    output.count_lines()
+    found = [output.why_not_counted()]
+    kept = os.dup(1)
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
+    found.append(output.why_not_counted())
+    os.dup2(kept, 1)
+    return [*found, output.why_not_counted()]
 
 
 def answer_of(thing: Any, asked: str) -> Any:

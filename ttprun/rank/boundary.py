@@ -182,6 +182,9 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """What of this rank's state could not come from a record, another rank, and what is stored; "" if nothing."""
     if _cuda.is_initialized():
         return "what a script keeps on a GPU is not recorded yet"
+    elsewhere = output.why_not_counted()
+    if elsewhere:
+        return elsewhere
     if session.has_stepped:
         return sharded.why_not_at_rest(optimizer) if trained.are_sharded() else ""
     if not sharded.are_any(trained.parameters()):

@@ -26,6 +26,7 @@ class _CountedRaw(io.RawIOBase):
         self._fd: int = stream.fileno()
         self._field = field
         self.skip_lines = 0
+        self._file = _file_of(self._fd)
         self.name = stream.name
         self.mode = "wb"
 
@@ -37,6 +38,10 @@ class _CountedRaw(io.RawIOBase):
 
     def isatty(self) -> bool:
         return os.isatty(self._fd)
+
+    def is_elsewhere(self) -> bool:
+        """Whether the descriptor leads to another file than at first."""
+        return _file_of(self._fd) != self._file
 
     def write(self, data: Any) -> int:
         raw = left = bytes(data)
@@ -52,6 +57,15 @@ class _CountedRaw(io.RawIOBase):
         while left:
             left = left[os.write(self._fd, left) :]
         return len(raw)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    """Names an open file; (0, 0) if there is none."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 _streams: dict[str, _CountedRaw] = {}
@@ -79,6 +93,14 @@ def lines_said(session: Session) -> list[int]:
         session.row[Field.LINES_OUT] - (0 if out is None else out.skip_lines),
         session.row[Field.LINES_ERR] - (0 if err is None else err.skip_lines),
     ]
+
+
+def why_not_counted() -> str:
+    """Why lines would be lost or come out twice if this rank were replaced; "" if they would not."""
+    for name, stream in _streams.items():
+        if stream.is_elsewhere():
+            return f"the script has put another file in the place of {name} (os.dup2 to descriptor {stream.fileno()})"
+    return ""
 
 
 def skip_lines(skip_out: int, skip_err: int) -> None:
