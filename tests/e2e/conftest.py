@@ -14,12 +14,16 @@ from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in this folder, and as slow what slow.txt lists; a test that is new runs."""
+    """Mark everything in this folder, and as slow what slow.txt lists; a test that is new runs.
+
+    One at a time, also where tests run side by side: each whole run keeps several processors busy.
+    """
     here = Path(__file__).parent
     slow = {line for line in (here / "slow.txt").read_text().splitlines() if not line.startswith("#")}
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.xdist_group("e2e"))
             name = f"{item.path.name}::{item.name}"
             if name in slow:
                 item.add_marker(pytest.mark.slow)
