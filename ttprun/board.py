@@ -46,6 +46,7 @@ class Field:
     ENDED_BY = 27  # leader: the signal that the agent passes on to all ranks to end them; the agent writes it
     STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.open_boundaries`), 0: none so far
+    END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
 
 
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import psutil
 import pytest
 
 from tests.e2e.harness import (
@@ -55,6 +56,24 @@ def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
 
     assert run.exit_code == exit_code, run.story()
     assert run.stdout == {0: [last_words], 1: [last_words]}, run.story()
+    assert_no_orphans(run)
+
+
+@pytest.mark.parametrize("workers", [[], ["--workers", "1"]], ids=["", "DataLoader's workers too"])
+def test_a_job_all_of_whose_processes_are_signalled_saves_its_state_first(
+    start_ttprun: StartTtprun, workers: list[str]
+) -> None:
+    """As Slurm's scancel and systemd do it."""
+    launch = start_ttprun(INTERRUPTED, 2, script_args=workers)
+    launch.wait_for_file("out/trains-1")
+
+    launcher = psutil.Process(launch.process.pid)
+    for process in (launcher, *launcher.children(recursive=True)):
+        process.terminate()
+    run = launch.finish(limit_s=15)
+
+    assert run.exit_code == 143, run.story()
+    assert "its state was saved, the same command goes on from there" in run.status["reason"], run.story()
     assert_no_orphans(run)
 
 

@@ -1,6 +1,6 @@
 """A script that trains with DDP till it is interrupted, and says where it stood then.
 
-torchrun --nproc-per-node 2 interrupted.py --out DIR [--handles-term]
+torchrun --nproc-per-node 2 interrupted.py --out DIR [--handles-term] [--workers N]
 """
 
 import argparse
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--handles-term", action="store_true", help="stop at the end of the step in which SIGTERM comes")
+parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
 args = parser.parse_args()
 
 rank = os.environ["RANK"]
@@ -26,15 +27,16 @@ if args.handles_term:
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8))))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+batches = torch.utils.data.DataLoader([torch.ones(64)] * 2**14, batch_size=8, num_workers=args.workers)
 step = 0
 try:
-    while True:
+    for inputs in batches:
         is_ended = torch.tensor(len(signals))
         dist.all_reduce(is_ended)
         if is_ended:
             break
         optimizer.zero_grad()
-        model(torch.ones(8, 64)).square().sum().backward()
+        model(inputs).square().sum().backward()
         optimizer.step()
         step += 1
         if step == 20:

@@ -79,7 +79,9 @@ def _supervise(
     supervisor: Supervisor, launch_config: torch_launcher.LaunchConfig, entrypoint: str, args: list[str]
 ) -> int:
     ReplacingAgent.supervisor = supervisor
-    signals = ReplacingAgent.signals = Signals(launch_config.signals_to_handle, supervisor.end_ranks_at_once)
+    signals = ReplacingAgent.signals = Signals(
+        launch_config.signals_to_handle, supervisor.note_end_asked, supervisor.end_ranks_at_once
+    )
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
     code, reason = 1, "the launcher failed"
     supervisor.start()

@@ -26,15 +26,17 @@ def exit_code_of(number: int) -> int:
 class Signals:
     """Handlers of the launcher's main thread.
 
+    note          called for the first signal, at once
     end_at_once   called for the second signal and any further one
     first         the signal that ends the job, None while there is none
     is_over       the job has ended: a signal has nothing left to interrupt but the clearing up
     """
 
-    def __init__(self, signals_to_handle: str, end_at_once: Callable[[], None]) -> None:
+    def __init__(self, signals_to_handle: str, note: Callable[[], None], end_at_once: Callable[[], None]) -> None:
         names = (name.strip() for name in signals_to_handle.split(","))
         handled = {getattr(signal, name) for name in names if hasattr(signal, name)}
         self._handled = handled | {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
+        self._note = note
         self._end_at_once = end_at_once
         self.first: signal.Signals | None = None
         self.is_over = False
@@ -49,4 +51,5 @@ class Signals:
             self._end_at_once()
             return
         self.first = signal.Signals(number)
+        self._note()
         raise SignalException(f"the launcher got {self.first.name}", sigval=self.first)

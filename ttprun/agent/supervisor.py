@@ -228,6 +228,14 @@ class Supervisor:
         self.call(pause)
         done.wait(10)
 
+    def note_end_asked(self) -> None:
+        """The launcher has got a signal that ends the job; a signal handler calls it.
+
+        Ranks that have got it too, from a scheduler that signals all processes, do not die of it before `end` is over.
+        """
+        if self._board is not None:
+            self._board.set(LEADER, Field.END_ASKED, 1)
+
     def announce_signal(self, number: int) -> None:
         """All ranks are about to get this signal from the agent, on behalf of who has sent it to the launcher."""
         if self._board is not None:

@@ -23,7 +23,7 @@ from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, life, rewrite, stack
+from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack
 from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
@@ -74,6 +74,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     stack.write_when_asked(fds[2])
     board = Board(fds[0], welcome["local_world_size"])
     heartbeat.start(board, welcome["local_rank"])
+    held_signals.hold(board)
     with contextlib.suppress(AttributeError):  # a C library without such locks
         life.hold(board, welcome["local_rank"])
     channel.send({"op": "present", "pid": os.getpid(), "main_thread": threading.main_thread().ident})
@@ -108,6 +109,9 @@ def tell_before(previous: Any) -> Any:
         if presence is None:
             previous(kind, error, trace)
             return
+        if held_signals.is_end_near() and not presence.is_ended_by_agent():
+            # As when a scheduler has signalled the DataLoader's workers too. What there is to save, this process has.
+            held_signals.wait_for_end()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
             if _is_of_end(presence, error) and not presence.welcome["options"]["prints_traceback"]:
@@ -208,6 +212,7 @@ def _leave_in_child() -> None:
                 os.close(fd)
         with contextlib.suppress(OSError):
             os.close(_presence.channel.fileno())
+        held_signals.release_in_child()
         _presence = None
         gc.freeze()  # whatever of a backend is garbage here has threads in the parent only, and must not be destroyed
         if _is_forking_main:

@@ -138,6 +138,27 @@ PATCHES: tuple[Patch, ...] = (
         is_for_frameworks=True,
         is_for_scripts=False,
     ),
+    Patch(
+        "torch.utils.data._utils.signal_handling",
+        "_error_if_any_worker_fails",
+        "ttprun.rank.held_signals:wrap_error_if_any_worker_fails",
+        "the end of a worker that was signalled with the whole job does not break off what is to be saved",
+    ),
+    Patch(
+        "signal",
+        "signal",
+        "ttprun.rank.held_signals:wrap_signal",
+        "a rank that gets SIGTERM or SIGUSR1 together with the launcher lives till the state is saved; the script sees "
+        "the default handler",
+        is_for_frameworks=True,
+    ),
+    Patch(
+        "signal",
+        "getsignal",
+        "ttprun.rank.held_signals:wrap_getsignal",
+        "the same",
+        is_for_frameworks=True,
+    ),
     Patch("os", "urandom", "ttprun.rank.entropy:wrap_urandom", "to notice randomness that cannot be replayed"),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttprun.board import LEADER, Board, Field
 from ttprun.channel import Channel, Message
-from ttprun.rank import damage
+from ttprun.rank import damage, held_signals
 
 
 class Presence:
@@ -73,6 +73,8 @@ class Presence:
 
     def _read(self) -> None:
         for message in self.channel.messages():
+            if message["op"] == "ended":
+                held_signals.tell_to_end()
             with self._lock:
                 heir = self._heir
                 if heir is None:

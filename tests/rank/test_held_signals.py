@@ -1,0 +1,171 @@
+"""A rank that gets a signal by which schedulers end jobs: alone, or together with the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.rank.processes import run_alone
+from ttprun.board import LEADER, Board, Field
+from ttprun.rank import held_signals
+
+LIVES = -1  # in place of the signal that has ended a process
+LIMIT_S = 10.0
+NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["TERM", "USR1"])
+
+
+class Rank:
+    """A process that holds its signals, and does something else meanwhile.
+
+    set_up   called before `does`, behind `hold`
+    """
+
+    def __init__(
+        self, does: Callable[[], object] = lambda: time.sleep(LIMIT_S), set_up: Callable[[], object] = lambda: None
+    ) -> None:
+        self.board = Board.create(1)[1]
+        self.told_r, self.told_w = os.pipe()
+        self._ready_r, ready_w = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            held_signals.hold(self.board)
+            set_up()
+            threading.Thread(target=self._hear, daemon=True).start()
+            os.write(ready_w, b"x")
+            does()
+            os._exit(0)
+        os.read(self._ready_r, 1)
+
+    def _hear(self) -> None:
+        os.read(self.told_r, 1)
+        held_signals.tell_to_end()
+
+    def tell_to_end(self) -> None:
+        """As the agent does it, behind its signal."""
+        os.write(self.told_w, b"x")
+
+    def ended_by(self, within_s: float) -> int:
+        """The signal that ends it; LIVES if none does within that time."""
+        ends_s = time.monotonic() + within_s
+        while time.monotonic() < ends_s:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status) * -1
+            time.sleep(0.01)
+        return LIVES
+
+
+def hit(is_end_asked: bool, number: int) -> list[int]:
+    """What becomes of a rank behind the moment, and once it is told to end."""
+    rank = Rank()
+    rank.board.set(LEADER, Field.END_ASKED, int(is_end_asked))
+    os.kill(rank.pid, number)
+    alone = rank.ended_by(within_s=3 * held_signals.MOMENT_S)
+    if alone != LIVES:
+        return [alone]
+    rank.tell_to_end()
+    return [alone, rank.ended_by(LIMIT_S)]
+
+
+@NUMBERS
+def test_a_rank_that_is_signalled_alone_dies_of_it(number: int) -> None:
+    assert run_alone(hit, False, number) == [number]
+
+
+@NUMBERS
+def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agent_tells_it_to_end(number: int) -> None:
+    assert run_alone(hit, True, number) == [LIVES, number]
+
+
+def told_first(number: int) -> list[int]:
+    rank = Rank()
+    rank.tell_to_end()
+    lives = rank.ended_by(within_s=0.2)
+    os.kill(rank.pid, number)
+    return [lives, rank.ended_by(within_s=held_signals.MOMENT_S)]
+
+
+def test_a_rank_that_has_been_told_to_end_dies_of_the_signal_at_once() -> None:
+    assert run_alone(told_first, signal.SIGTERM) == [LIVES, signal.SIGTERM]
+
+
+handled = threading.Event()
+
+
+def handle_itself() -> None:
+    """A script that does something of its own when its job is ended."""
+    handled.wait(LIMIT_S)
+    time.sleep(2 * held_signals.MOMENT_S)
+    os._exit(0)
+
+
+def hit_with_a_handler() -> int:
+    rank = Rank(handle_itself, lambda: signal.signal(signal.SIGTERM, lambda number, frame: handled.set()))
+    os.kill(rank.pid, signal.SIGTERM)
+    return rank.ended_by(LIMIT_S)
+
+
+def test_a_scripts_own_handler_takes_the_place_of_ours() -> None:
+    assert run_alone(hit_with_a_handler) == 0
+
+
+def end_a_child() -> None:
+    """What a script does with a process that it has forked."""
+    ready_r, ready_w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held_signals.release_in_child()
+        os.write(ready_w, b"x")
+        time.sleep(LIMIT_S)
+        os._exit(0)
+    os.read(ready_r, 1)
+    os.kill(child, signal.SIGTERM)
+    began_s = time.monotonic()
+    _, status = os.waitpid(child, 0)
+    is_at_once = time.monotonic() - began_s < held_signals.MOMENT_S / 2
+    os._exit(0 if os.WIFSIGNALED(status) and is_at_once else 1)
+
+
+def test_what_a_rank_forks_dies_of_its_signals_at_once() -> None:
+    assert run_alone(end_of_a_rank_that_ends_a_child) == 0
+
+
+def end_of_a_rank_that_ends_a_child() -> int:
+    return Rank(end_a_child).ended_by(LIMIT_S)
+
+
+def seen_by_the_script() -> list[bool]:
+    held_signals.hold(Board.create(1)[1])
+    getsignal = held_signals.wrap_getsignal(signal.getsignal)
+    set_handler = held_signals.wrap_signal(signal.signal)
+    found = [getsignal(signal.SIGTERM) is signal.SIG_DFL, set_handler(signal.SIGTERM, print) is signal.SIG_DFL]
+    return [*found, getsignal(signal.SIGTERM) is print]
+
+
+def test_to_the_script_the_signals_have_their_default() -> None:
+    assert run_alone(seen_by_the_script) == [True, True, True]
+
+
+def worker_dies(is_end_asked: bool) -> str:
+    board = Board.create(1)[1]
+    held_signals.hold(board)
+    board.set(LEADER, Field.END_ASKED, int(is_end_asked))
+
+    def found_dead() -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+    try:
+        held_signals.wrap_error_if_any_worker_fails(found_dead)()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_dataloaders_worker_that_is_signalled_with_the_whole_job_breaks_nothing_off() -> None:
+    assert run_alone(worker_dies, True) == ""
+    assert "is killed by signal" in run_alone(worker_dies, False)
