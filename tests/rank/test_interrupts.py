@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.rank.fakes import OPTIONS, FakeChannel
+from tests.rank.processes import run_alone
 from ttprun.board import Board, Field
-from ttprun.rank import install
+from ttprun.rank import held_signals, install
 from ttprun.rank.journal import EndedError
 from ttprun.rank.presence import Presence
 
@@ -79,3 +82,38 @@ def test_a_rank_with_a_log_of_its_own_has_the_traceback_there(presence: Presence
 
     assert shown(error) == [error]
     assert not list((tmp_path / "logs").iterdir())
+
+
+def fail_while_the_job_is_ended(directory: str) -> list[str]:
+    """An exception of the script between the launcher's signal and ours; what is shown of it once the rank is ended."""
+    board_fd, board = Board.create(1)
+    options = OPTIONS | {"prints_traceback": True}
+    line = FakeChannel()
+    welcome = {"rank": 0, "local_world_size": 1, "generation": 0, "run_dir": directory, "options": options}
+    install._presence = Presence(line, welcome, [board_fd])
+    held_signals.hold(board)
+    board.set(0, Field.END_ASKED, 1)
+    is_parked = threading.Event()
+
+    def end() -> None:
+        is_parked.wait()
+        board.set(0, Field.ENDED_BY, signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=end).start()
+    wait_for_end = held_signals.wait_for_end
+
+    def wait() -> None:
+        is_parked.set()
+        wait_for_end()
+
+    held_signals.wait_for_end = wait  # type: ignore[assignment]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    printed = shown(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated."))
+    return [*map(repr, printed), *(message["op"] for message in line.sent)]
+
+
+def test_a_script_that_fails_while_the_job_is_ended_waits_for_its_state_to_be_saved(tmp_path: Path) -> None:
+    shown_and_told = run_alone(fail_while_the_job_is_ended, str(tmp_path))
+
+    assert shown_and_told == ["RuntimeError('DataLoader worker (pid 7) is killed by signal: Terminated.')"]

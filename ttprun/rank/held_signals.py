@@ -29,16 +29,16 @@ _SPREAD_S = 0.1  # between the first process that is signalled and the last one
 _TOLD = 0  # no signal has this number
 
 _set_handler, _handler_of = signal.signal, signal.getsignal
-_write_fd = -1
+_read_fd = _write_fd = -1
 _board: Board | None = None
 _came = False
 
 
 def hold(board: Board) -> None:
     """Hold those signals from now on that have their default; main thread only."""
-    global _write_fd, _board
+    global _read_fd, _write_fd, _board
     _board = board
-    read_fd, _write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    _read_fd, _write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in HELD:
         if _handler_of(number) is signal.SIG_DFL:
             _set_handler(number, _stay)
@@ -46,7 +46,7 @@ def hold(board: Board) -> None:
     others = signal.set_wakeup_fd(_write_fd, warn_on_full_buffer=False)
     if others >= 0:
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read_fd,), name="ttprun-signals", daemon=True).start()
+    threading.Thread(target=_watch, args=(_read_fd,), name="ttprun-signals", daemon=True).start()
 
 
 def tell_to_end() -> None:
@@ -67,7 +67,7 @@ def wait_for_end() -> NoReturn:
 
 def release_in_child() -> None:
     """In a forked child the signals have their default again."""
-    global _write_fd, _came
+    global _read_fd, _write_fd, _came
     if _write_fd < 0:
         return
     for number in HELD:
@@ -76,8 +76,9 @@ def release_in_child() -> None:
     others = signal.set_wakeup_fd(-1)
     if others not in (-1, _write_fd):
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
+    os.close(_read_fd)
     os.close(_write_fd)
-    _write_fd, _came = -1, False
+    _read_fd, _write_fd, _came = -1, -1, False
 
 
 def wrap_getsignal(original: Any) -> Any:

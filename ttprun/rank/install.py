@@ -111,7 +111,8 @@ def tell_before(previous: Any) -> Any:
             return
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
             # As when a scheduler has signalled the DataLoader's workers too. What there is to save, this process has.
-            held_signals.wait_for_end()
+            with contextlib.suppress(KeyboardInterrupt):
+                held_signals.wait_for_end()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
             if _is_of_end(presence, error) and not presence.welcome["options"]["prints_traceback"]:

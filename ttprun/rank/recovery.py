@@ -379,8 +379,8 @@ class Recovery:
 def _does_something_at_its_end() -> bool:
     """Whether the script handles a signal that ends jobs by more than an exception or the end of the process."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {signal.getsignal(number) for number in numbers} - {signal.default_int_handler}
-    return any(map(callable, handlers))
+    handlers = [signal.getsignal(number) for number in numbers]
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
 def givers_of(message: Message) -> dict[tuple[str, int], int]:
