@@ -41,7 +41,7 @@ def test_a_signal_ends_the_job_with_its_exit_code_in_every_state(
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "script_args", "last_words"),
-    [(signal.SIGINT, 130, [], "interrupted"), (signal.SIGTERM, 143, ["--handles-term"], "stopped by itself")],
+    [(signal.SIGINT, 130, ["--stays"], "interrupted"), (signal.SIGTERM, 143, ["--handles-term"], "stopped by itself")],
     ids=["INT", "TERM handled"],
 )
 def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
@@ -49,7 +49,8 @@ def test_what_the_script_does_about_a_signal_it_does_at_once_and_in_all_ranks(
 ) -> None:
     """Also in a rank that waits for gradients in native code, where Python calls no handler."""
     launch = start_ttprun(INTERRUPTED, 2, script_args=script_args)
-    launch.wait_for_file("out/trains-1")
+    for rank in range(2):
+        launch.wait_for_file(f"out/trains-{rank}")
 
     launch.process.send_signal(number)
     run = launch.finish(limit_s=15)  # torch kills after 30 s who has not ended

@@ -84,7 +84,7 @@ def test_a_rank_with_a_log_of_its_own_has_the_traceback_there(presence: Presence
     assert not list((tmp_path / "logs").iterdir())
 
 
-def fail_while_the_job_is_ended(directory: str) -> list[str]:
+def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[str]:
     """An exception of the script between the launcher's signal and ours; what is shown of it once the rank is ended."""
     board_fd, board = Board.create(1)
     options = OPTIONS | {"prints_traceback": True}
@@ -98,7 +98,9 @@ def fail_while_the_job_is_ended(directory: str) -> list[str]:
     def end() -> None:
         is_parked.wait()
         board.set(0, Field.ENDED_BY, signal.SIGINT)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if is_interrupted:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        held_signals.tell_to_end()  # also behind a signal of which the script's own handler makes nothing
 
     threading.Thread(target=end).start()
     wait_for_end = held_signals.wait_for_end
@@ -113,7 +115,10 @@ def fail_while_the_job_is_ended(directory: str) -> list[str]:
     return [*map(repr, printed), *(message["op"] for message in line.sent)]
 
 
-def test_a_script_that_fails_while_the_job_is_ended_waits_for_its_state_to_be_saved(tmp_path: Path) -> None:
-    shown_and_told = run_alone(fail_while_the_job_is_ended, str(tmp_path))
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_script_that_fails_while_the_job_is_ended_waits_for_its_state_to_be_saved(
+    tmp_path: Path, is_interrupted: bool
+) -> None:
+    shown_and_told = run_alone(fail_while_the_job_is_ended, str(tmp_path), is_interrupted)
 
     assert shown_and_told == ["RuntimeError('DataLoader worker (pid 7) is killed by signal: Terminated.')"]

@@ -1,6 +1,6 @@
 """A script that trains with DDP till it is interrupted, and says where it stood then.
 
-torchrun --nproc-per-node 2 interrupted.py --out DIR [--handles-term] [--workers N]
+torchrun --nproc-per-node 2 interrupted.py --out DIR [--handles-term] [--workers N] [--stays]
 """
 
 import argparse
@@ -17,6 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--handles-term", action="store_true", help="stop at the end of the step in which SIGTERM comes")
 parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
+parser.add_argument("--stays", action="store_true", help="rank 1 stays in front of a backward pass")
 args = parser.parse_args()
 
 rank = os.environ["RANK"]
@@ -36,11 +37,14 @@ try:
         if is_ended:
             break
         optimizer.zero_grad()
-        model(inputs).square().sum().backward()
-        optimizer.step()
-        step += 1
+        loss = model(inputs).square().sum()
         if step == 20:
             os.close(os.open(os.path.join(args.out, f"trains-{rank}"), os.O_CREAT))
+        if step == 20 and rank == "1" and args.stays:  # rank 0 goes backward, and waits for it in native code
+            time.sleep(600)
+        loss.backward()
+        optimizer.step()
+        step += 1
     print("stopped by itself")
 except KeyboardInterrupt:
     time.sleep(0.1)  # whoever saves something here is not interrupted again

@@ -80,8 +80,7 @@ class RankHandler(SubprocessHandler):
         """
         with contextlib.suppress(ProcessLookupError):
             super().close(death_sig)
-        with contextlib.suppress(OSError):
-            self.channel.send({"op": "ended"})
+        self.channel.send({"op": "ended"})
         for log in (self._stdout, self._stderr):
             if log is not None:
                 log.close()

@@ -19,19 +19,20 @@ import signal
 import threading
 import time
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ttprun.board import LEADER, Board, Field
 
 HELD = (signal.SIGTERM, signal.SIGUSR1)
 MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds
 _SPREAD_S = 0.1  # between the first process that is signalled and the last one
-_TOLD = 0  # no signal has this number
+_NO_SIGNAL = 0
 
 _set_handler, _handler_of = signal.signal, signal.getsignal
 _read_fd = _write_fd = -1
 _board: Board | None = None
 _came = False
+_told = threading.Event()
 
 
 def hold(board: Board) -> None:
@@ -51,7 +52,8 @@ def hold(board: Board) -> None:
 
 def tell_to_end() -> None:
     """The agent has told this process to end: a signal that is held ends it."""
-    _wake(_TOLD)
+    _told.set()
+    _wake(_NO_SIGNAL)
 
 
 def is_end_near() -> bool:
@@ -59,15 +61,14 @@ def is_end_near() -> bool:
     return _came or _is_end_asked()
 
 
-def wait_for_end() -> NoReturn:
-    """Block till the process is ended; main thread."""
-    while True:
-        signal.pause()
+def wait_for_end() -> None:
+    """Block till the agent has told this process to end, or a signal ends it; the agent kills who does not end."""
+    _told.wait()
 
 
 def release_in_child() -> None:
     """In a forked child the signals have their default again."""
-    global _read_fd, _write_fd, _came
+    global _read_fd, _write_fd, _came, _told
     if _write_fd < 0:
         return
     for number in HELD:
@@ -78,7 +79,7 @@ def release_in_child() -> None:
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
     os.close(_read_fd)
     os.close(_write_fd)
-    _read_fd, _write_fd, _came = -1, -1, False
+    _read_fd, _write_fd, _came, _told = -1, -1, False, threading.Event()
 
 
 def wrap_getsignal(original: Any) -> Any:
@@ -141,18 +142,17 @@ def _is_end_asked() -> bool:
 
 def _watch(read_fd: int) -> None:
     global _came
-    held, is_told = 0, False
+    held = 0
     looks_at_s: float | None = None  # when it is time to see whether the launcher has got one too
     while True:
         wait_s = None if looks_at_s is None else max(0.0, looks_at_s - time.monotonic())
         select.select([read_fd], [], [], wait_s)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read_fd, 256):
-                is_told = is_told or number == _TOLD
                 if number in HELD and not held and _handler_of(number) is _stay:
                     held, looks_at_s, _came = number, time.monotonic() + MOMENT_S, True
         is_late = looks_at_s is not None and time.monotonic() >= looks_at_s
-        if held and (is_told or (is_late and not _is_end_asked())):
+        if held and (_told.is_set() or (is_late and not _is_end_asked())):
             _die_of(held)
         if is_late:
             looks_at_s = None

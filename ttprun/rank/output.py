@@ -27,7 +27,7 @@ class _CountedRaw(io.RawIOBase):
         self._field = field
         self.skip_lines = 0
         self._file = _file_of(self._fd)
-        self.name = stream.name
+        self.name = getattr(stream, "name", self._fd)
         self.mode = "wb"
 
     def writable(self) -> bool:
