@@ -6,13 +6,13 @@ else's only hands a step through (a wrapped optimizer, a context manager), nothi
 
 from __future__ import annotations
 
-import dis
 import os
 import sysconfig
-from types import CodeType, FrameType
+from types import FrameType
 
 import torch
 
+from ttprun.rank import control_flow
 from ttprun.rank.frames import is_user_file
 
 # Their loops are no training loops: they run threads, event loops and hooks.
@@ -35,7 +35,7 @@ def loop_around(frame: FrameType | None) -> str:
     found = ""
     while frame is not None:
         code = frame.f_code
-        if _is_foreign(frame) and any(frame.f_lasti in body for body in _loops_of(code)):
+        if _is_foreign(frame) and control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
             found = f"{code.co_qualname} ({code.co_filename})"
         frame = frame.f_back
     return found
@@ -48,12 +48,3 @@ def _is_foreign(frame: FrameType) -> bool:
         return False
     path = os.path.abspath(filename)
     return not path.startswith(_HARMLESS) or (_SITE in path and not path.startswith(_HARMLESS[2:]))
-
-
-def _loops_of(code: CodeType) -> list[range]:
-    """The instructions of each loop of a code, `while` and `for`: what a jump backward spans."""
-    return [
-        range(step.argval, step.offset)
-        for step in dis.get_instructions(code)
-        if "JUMP" in step.opname and "NO_INTERRUPT" not in step.opname and step.argval <= step.offset
-    ]

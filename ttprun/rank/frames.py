@@ -13,6 +13,7 @@ import site
 import sys
 import sysconfig
 from types import FrameType
+from typing import Any
 
 _INSTALLED = tuple(
     path.rstrip(os.sep) + os.sep
@@ -88,6 +89,12 @@ def location_key() -> str:
     return "|".join(parts)
 
 
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running frame; a module's are the very dictionary that holds them."""
+    scope: Any = frame.f_locals
+    return scope if type(scope) is dict else dict(scope)  # Python 3.13: a function's are looked up one by one
+
+
 def set_local(frame: FrameType, name: str, value: object) -> None:
     """Write a variable of a running frame (module, function or generator)."""
     scope = frame.f_locals
@@ -99,8 +106,8 @@ def set_local(frame: FrameType, name: str, value: object) -> None:
 def unset_local(frame: FrameType, name: str) -> bool:
     """Take a variable of a running frame away, as `del` does; False if this Python cannot do that to a function."""
     scope = frame.f_locals
-    if scope is not frame.f_globals and sys.version_info >= (3, 13):
-        return False
+    if scope is not frame.f_globals and sys.version_info >= (3, 12):
+        return False  # 3.12 writes None, with a warning
     del scope[name]
     if scope is not frame.f_globals:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(1))

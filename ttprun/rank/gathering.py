@@ -15,6 +15,7 @@ import warnings
 from types import CodeType, FrameType
 
 from ttprun.rank import rewrite
+from ttprun.rank.control_flow import instruction_at
 from ttprun.rank.values.suspended import bodies
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})  # in frames of their own, before Python 3.12
@@ -56,7 +57,8 @@ def told(gathering: Gathering, followed: int) -> str:
 
 def _stands_in_loop(frame: FrameType) -> bool:
     """Whether it asks another generator by a loop or `yield from` of its own, which keeps nothing."""
-    return dis.opname[frame.f_code.co_code[frame.f_lasti]] in _ASKED_BY_LOOPS
+    code = frame.f_code
+    return dis.opname[code.co_code[instruction_at(code, frame.f_lasti)]] in _ASKED_BY_LOOPS
 
 
 def _call_at(code: CodeType, instruction: int) -> str:

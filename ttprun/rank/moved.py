@@ -11,11 +11,11 @@ from __future__ import annotations
 import gc
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from types import CellType, GeneratorType
 from typing import Any
 
+from ttprun.rank import iterator_state
 from ttprun.rank.frames import set_local
 
 END = object()
@@ -101,25 +101,25 @@ class Mover:
             if not skip:
                 break
         left: Any = iter(tuple(links))
-        left.__setstate__(at)
+        iterator_state.set_state(left, at)
         made: Any = itertools.chain()
-        made.__setstate__((left,))
+        iterator_state.set_state(made, (left,))
         found: Iterator[Any] = made
         return found
 
     def _sliced(self, items: Any, skip: int) -> Iterator[Any]:
-        (inner, begin, stop, step), count = _reduced(items)[1:]
+        (inner, begin, stop, step), count = iterator_state.reduce(items)[1:]
         begin += skip * step
         made: Any = itertools.islice(
             self.moved(inner, skip * step), begin if stop is None else min(begin, stop), stop, step
         )
-        made.__setstate__(count + skip * step)  # it counts as the lost rank's does
+        iterator_state.set_state(made, count + skip * step)  # it counts as the lost rank's does
         found: Iterator[Any] = made
         return found
 
     def _filtered(self, items: Any, skip: int) -> Iterator[Any]:
         """Nobody knows how many items of its own the filter has dropped: who has found his place knows."""
-        test, inner = _reduced(items)[1]
+        test, inner = iterator_state.reduce(items)[1]
         before = self._positioned()
         begun = self.moved(inner, 0)
         found: Iterator[Any] = filter(test, begun)
@@ -153,19 +153,13 @@ def reaches(items: Any, is_it: Callable[[Any], bool], if_long: bool) -> bool:
     return False
 
 
-def _reduced(items: Any) -> Any:
-    with warnings.catch_warnings():  # Python 3.12: itertools will not tell their state any more from 3.14 on
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return items.__reduce__()
-
-
 def parts_of(items: Any) -> list[Iterator[Any]]:
     """The iterators that an iterator is made of; none if it is made of none, or does not tell."""
     kind = type(items)
     if kind not in (zip, map, filter, enumerate, itertools.islice):
         return []
     try:
-        arguments = _reduced(items)[1]
+        arguments = iterator_state.reduce(items)[1]
     except TypeError:  # Python 3.14: an islice does not tell
         return []
     if kind is zip:
@@ -192,7 +186,7 @@ def _bar_of(items: Any) -> Any:
 def _links_of(items: Any) -> list[Any]:
     """Takes out what a chain that has not begun will run over; none if it has begun, or does not tell."""
     try:
-        state = _reduced(items)[2]
+        state = iterator_state.reduce(items)[2]
     except (TypeError, IndexError):  # Python 3.14, or at its end
         return []
     return list(state[0]) if len(state) == 1 and type(state[0]) is type(iter(())) else []
@@ -206,7 +200,7 @@ def _is_plain(items: Iterator[Any]) -> bool:
 
 def _put_together(items: Any, parts: list[Iterator[Any]], skip: int) -> Iterator[Any]:
     """A zip, map or enumerate like `items`, of these parts."""
-    reduced = _reduced(items)
+    reduced = iterator_state.reduce(items)
     if isinstance(items, zip):
         return zip(*parts, strict=len(reduced) > 2 and bool(reduced[2]))
     if isinstance(items, map):

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ttprun.rank import foreign, gathering, loops, rewrite
-from ttprun.rank.frames import is_user_file, place
+from ttprun.rank.frames import is_user_file, place, variables_of
 
 _MOST_WAYS = 1000
 
@@ -78,7 +78,7 @@ class Whereabouts:
     def __init__(self, way: _Way, stack: list[FrameType]) -> None:
         self.place = way.place
         self.codes = [way.codes[of_user.index] for of_user in way.frames]
-        self.scopes: list[dict[str, Any]] = [stack[of_user.index].f_locals for of_user in way.frames]
+        self.scopes: list[dict[str, Any]] = [variables_of(stack[of_user.index]) for of_user in way.frames]
         self.active: list[list[loops.Loop]] = []
         self.unfollowed: list[loops.Site] = []
         gathers = ""

@@ -10,10 +10,9 @@ from __future__ import annotations
 import collections
 import itertools
 import operator
-import sys
-import warnings
 from typing import Any
 
+from ttprun.rank import iterator_state
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -21,7 +20,6 @@ from ttprun.rank.values.snapshot import Snapshot
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
 _EMPTY: dict[Any, Any] = dict(zip(map(type, map(iter, _EMPTIES)), _EMPTIES, strict=True))
 _REVERSED: Any = type(reversed([]))
-_WARNS = sys.hexversion >= 0x030C0000  # itertools' own __reduce__ does, in Python 3.12 and 3.13
 _BUILT = (
     enumerate, zip, map, filter, reversed, itertools.count, itertools.cycle, itertools.repeat, itertools.chain,
     itertools.islice, itertools.accumulate, itertools.compress, itertools.starmap, itertools.takewhile,
@@ -43,7 +41,7 @@ def record_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if kind not in _TOLD:
         return record_unknown_iterator(snapshot, value, depth)
     number = snapshot.number(value)
-    reduced: Any = _reduce(value)
+    reduced: Any = iterator_state.reduce(value)
     state: Any = reduced[2] if len(reduced) > 2 else None
     if len(reduced) == 2 and (kind in _EMPTY or kind is _REVERSED):
         return [Tag.ITERATOR, number, name_of(kind), [], None]
@@ -52,14 +50,6 @@ def record_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
         parts = [list(parts[0])]
     nodes = [snapshot.node(part, depth + 1) for part in parts]
     return [Tag.ITERATOR, number, name_of(kind), nodes, snapshot.node(state, depth + 1)]
-
-
-def _reduce(value: Any) -> Any:
-    if type(value).__module__ != "itertools" or not _WARNS:
-        return value.__reduce__()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return value.__reduce__()
 
 
 def record_unknown_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -80,7 +70,7 @@ def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) ->
     kind: Any = _KINDS[kind_name]
     if not parts and (kind in _EMPTY or kind is _REVERSED):
         return _at_its_end(restore, live, kind, number)
-    old = _reduce(live) if type(live) is kind else (None, (), None)
+    old = iterator_state.reduce(live) if type(live) is kind else (None, (), None)
     old_state = old[2] if len(old) > 2 else None
     have = [*old[1], *[MISSING] * len(parts)]
     if kind is itertools.cycle and state[1][1]:
@@ -92,13 +82,13 @@ def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) ->
     is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:
-            live.__setstate__(new_state)
+            iterator_state.set_state(live, new_state)
         return live
     if kind in _EMPTY or kind is itertools.cycle:
         new[0] = iter(new[0])
     made = new[0] if kind in _EMPTY else reversed(new[0]) if kind is _REVERSED else kind(*new)
     if new_state is not None:
-        made.__setstate__(new_state)
+        iterator_state.set_state(made, new_state)
     restore.claim(number, made)
     return made
 

@@ -41,7 +41,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
             name
             for base in kind.__mro__
             for name, item in vars(base).items()
-            if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and base.__flags__ & (1 << 9)
+            if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and "__slots__" in vars(base)
         )
     return known
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttprun.rank import looped, loops
+from ttprun.rank.frames import variables_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -64,7 +65,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
     inner = snapshot.node(value.gi_yieldfrom, depth + 1)
-    variables = snapshot.variables(frame.f_locals)
+    variables = snapshot.variables(variables_of(frame))
     stack = [snapshot.node(items, depth + 1) for items in on_stack]
     return [Tag.SUSPENDED, number, _where(value), frame.f_lasti, variables, inner, stack]
 

@@ -1,0 +1,59 @@
+"""What the instructions of a function tell of its loops."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Mapping
+from types import CodeType
+from typing import Any
+
+_CACHE = dis.opmap["CACHE"]
+_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
+_ENDS = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")  # nothing goes on behind these
+
+
+def instruction_at(code: CodeType, offset: int) -> int:
+    """Where the instruction begins that a frame's `f_lasti` is in: for some calls it tells the end of their cache."""
+    instructions = code.co_code
+    while offset > 0 and instructions[offset] == _CACHE:
+        offset -= 2
+    return offset
+
+
+def looping(code: CodeType) -> frozenset[int]:
+    """The instructions from which a loop, `while` or `for`, leads back to themselves; what awaits something is none.
+
+    A jump backward alone is no loop: from Python 3.12 on a `with` whose error was suppressed goes on by one.
+    """
+    steps = list(dis.get_instructions(code))
+    following: dict[int, list[int]] = {step.offset: [] for step in steps}
+    awaiting = {step.offset for step in steps if step.opname == "SEND"}
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        if after is not None and not step.opname.startswith(_ENDS):
+            following[step.offset].append(after.offset)
+        if step.opcode in _JUMPS and step.argval not in awaiting:
+            following[step.offset].append(step.argval)
+    told: Any = dis.Bytecode(code)
+    for handled in told.exception_entries:
+        for offset in following.keys() & range(handled.start, handled.end):
+            following[offset].append(handled.target)
+    leading: dict[int, list[int]] = {offset: [] for offset in following}
+    for offset, others in following.items():
+        for other in others:
+            leading[other].append(offset)
+    return frozenset(
+        offset
+        for at, others in following.items()
+        for back in others
+        if back <= at
+        for offset in _reached(following, back) & _reached(leading, at)
+    )
+
+
+def _reached(following: Mapping[int, list[int]], start: int) -> set[int]:
+    found, left = {start}, [start]
+    while left:
+        new = set(following[left.pop()]) - found
+        found |= new
+        left += new
+    return found
