@@ -12,6 +12,7 @@ import pytest
 
 from ttprun.rank.control_flow import instruction_at, looping
 
+
 def look() -> None:
     pass
 
