@@ -22,7 +22,7 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Restore
+from ttprun.rank.values import CannotRestoreError, Restore, versions
 
 
 def trained(steps: int) -> Net:
@@ -258,6 +258,10 @@ def _add_buffer(model: Any) -> None:
     model[0]._buffers["more"] = torch.ones(2)
 
 
+def _replace_part(model: Any) -> None:
+    model._modules["2"] = torch.nn.ReLU()
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a mode": lambda model: model[2].eval(),
     "a rate": lambda model: setattr(model[2], "p", 0.1),
@@ -268,15 +272,20 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a buffer put in place by hand": _replace_buffer,
     "a buffer added by hand": _add_buffer,
     "a buffer's numbers": lambda model: model[1].running_mean.add_(1.0),
+    "a part put in place by hand": _replace_part,
     "a part that is taken away": lambda model: delattr(model, "2"),
     "a part that is another one": lambda model: setattr(model, "2", torch.nn.ReLU()),
     **{f"a hook, {kind}": lambda model, kind=kind: HOOKS[kind](model[0]) for kind in HOOKS},  # type: ignore[misc]
 }
 
 
+@pytest.mark.parametrize("has_versions", [False, True])
 @pytest.mark.parametrize("has_hooks", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(change: str, has_hooks: bool) -> None:
+def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(
+    change: str, has_hooks: bool, has_versions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "ARE_KEPT", versions.ARE_KEPT and has_versions)  # Python 3.13 has none
     model = _make_layered()
     if has_hooks:
         HOOKS["gradient"](model[3].inner)

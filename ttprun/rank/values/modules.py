@@ -12,7 +12,7 @@ import dis
 import types
 from collections.abc import Callable, Iterable, Sized
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -123,6 +123,7 @@ class _Layout:
         self.lengths = list(map(len, self.dictionaries))
         self.versions = Versions([*self.dictionaries, *self.hook_tables])
         self.structure = Versions(part._modules for _, part in self.modules)
+        self.children = self._children_now()
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
         described["sharded"] = self.sharded
@@ -183,6 +184,11 @@ class _Layout:
             self.moving.append((path, part.__dict__, moving))
         return found
 
+    def _children_now(self) -> list[Any]:
+        """The names and modules of what each part holds."""
+        of_each = (part._modules.items() for _, part in self.modules)
+        return list(chain.from_iterable(chain.from_iterable(of_each)))
+
     def requires_grad(self) -> list[bool]:
         """Of each parameter, whether it is learnt."""
         return list(map(_requires_grad, self.parameters))
@@ -211,6 +217,9 @@ class _Layout:
         return self._holds_in_detail()
 
     def _holds_in_detail(self) -> bool:
+        children = self._children_now()
+        if len(children) != len(self.children) or not all(map(is_, children, self.children)):
+            return False
         if list(map(len, self.dictionaries)) != self.lengths:
             return False
         try:
