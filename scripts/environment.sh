@@ -20,7 +20,7 @@ prepare_venv() {
             return 0
         fi
     done
-    if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    if [[ $(.venv/bin/python --version 2>/dev/null) != $("$python" --version) ]]; then
         say_progress "making .venv" "$python" -m venv --clear .venv
     fi
     rm -f .venv/.installed-*

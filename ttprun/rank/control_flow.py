@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 from collections.abc import Mapping
 from types import CodeType
 from typing import Any
@@ -20,6 +21,7 @@ def instruction_at(code: CodeType, offset: int) -> int:
     return offset
 
 
+@functools.cache
 def looping(code: CodeType) -> frozenset[int]:
     """The instructions from which a loop, `while` or `for`, leads back to themselves; what awaits something is none.
 
