@@ -94,6 +94,53 @@ def test_a_rank_that_has_been_told_to_end_dies_of_the_signal_at_once() -> None:
     assert run_alone(told_first, signal.SIGTERM) == [LIVES, signal.SIGTERM]
 
 
+def stand_behind(set_up: Callable[[], object]) -> int:
+    """The signal that ends a rank which has got one, and stands still behind it; LIVES if it goes on."""
+
+    def signal_itself() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        held_signals.wait_while_meant_alone(signal.SIGTERM)
+        os.write(went_on_w, b"x")
+        time.sleep(LIMIT_S)
+
+    went_on_r, went_on_w = os.pipe()
+    rank = Rank(signal_itself, set_up)
+    os.close(went_on_w)
+    if not os.read(went_on_r, 1):  # it has ended
+        return rank.ended_by(LIMIT_S)
+    os.kill(rank.pid, signal.SIGKILL)
+    os.waitpid(rank.pid, 0)
+    return LIVES
+
+
+def ask_for_the_end() -> None:
+    assert held_signals._board is not None
+    held_signals._board.set(LEADER, Field.END_ASKED, 1)
+
+
+def handle_it() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("set_up", "end"),
+    [
+        (nothing, signal.SIGTERM),
+        (ask_for_the_end, LIVES),
+        (handle_it, LIVES),
+    ],
+    ids=["meant alone", "together with the launcher", "a handler of the script's"],
+)
+def test_who_stands_still_behind_a_signal_dies_there_if_it_was_meant_alone(
+    set_up: Callable[[], object], end: int
+) -> None:
+    assert run_alone(stand_behind, set_up) == end
+
+
 handled = threading.Event()
 
 

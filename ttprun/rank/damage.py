@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttprun.faults import DEVICE_KINDS, Fault
+from ttprun.rank import held_signals
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -65,6 +66,8 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
         _done.clear()
         tell(channel, armed, phase, step)
         _wait_for_agent()
+        if fault.kind == "term":
+            held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later than asked for
     elif session is not None:
         meets: Exception | None = None
         try:

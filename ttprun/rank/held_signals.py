@@ -66,6 +66,15 @@ def wait_for_end() -> None:
     _told.wait()
 
 
+def wait_while_meant_alone(number: int) -> None:
+    """Stand still behind a signal that this process has got, if it is held: it dies of it in a moment.
+
+    Returns if the launcher has got one too, and if the signal is not held.
+    """
+    while _handler_of(number) is _stay and not _is_end_asked():
+        time.sleep(0.01)
+
+
 def release_in_child() -> None:
     """In a forked child the signals have their default again."""
     global _read_fd, _write_fd, _came, _told
