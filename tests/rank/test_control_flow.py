@@ -68,6 +68,11 @@ def test_what_is_in_no_loop(function: Callable[[], Any]) -> None:
     assert told(function) == {False}
 
 
+@pytest.mark.parametrize("function", [awaiting, delegating])
+def test_what_waits_for_another_one_is_no_loop(function: Callable[[], Any]) -> None:
+    assert not looping(function.__code__)
+
+
 def a_for() -> None:
     for _ in range(3):
         look()

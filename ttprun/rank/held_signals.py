@@ -18,6 +18,7 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from ttprun.board import LEADER, Board, Field
 HELD = (signal.SIGTERM, signal.SIGUSR1)
 MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds
 _SPREAD_S = 0.1  # between the first process that is signalled and the last one
+_DEATH_LIMIT_S = 10 * MOMENT_S
 _NO_SIGNAL = 0
 
 _set_handler, _handler_of = signal.signal, signal.getsignal
@@ -69,10 +71,9 @@ def wait_for_end() -> None:
 def wait_while_meant_alone(number: int) -> None:
     """Stand still behind a signal that this process has got, if it is held: it dies of it in a moment.
 
-    Returns if the launcher has got one too, and if the signal is not held.
+    Returns if the launcher has got one too, if the signal is not held, and if it did not come after all.
     """
-    while _handler_of(number) is _stay and not _is_end_asked():
-        time.sleep(0.01)
+    _is_soon(lambda: _handler_of(number) is not _stay or _is_end_asked(), _DEATH_LIMIT_S)
 
 
 def release_in_child() -> None:
@@ -119,17 +120,18 @@ def wrap_error_if_any_worker_fails(original: Any) -> Any:
         try:
             return original()
         except RuntimeError:
-            if not _is_end_near_within(_SPREAD_S):
+            if not _is_soon(is_end_near, _SPREAD_S):
                 raise
 
     return error_if_any_worker_fails
 
 
-def _is_end_near_within(limit_s: float) -> bool:
+def _is_soon(condition: Callable[[], bool], limit_s: float) -> bool:
+    """Whether it comes true within that time; it is asked again and again, as the board tells nobody of a change."""
     ends_s = time.monotonic() + limit_s
-    while not is_end_near() and time.monotonic() < ends_s:
+    while not condition() and time.monotonic() < ends_s:
         time.sleep(0.01)
-    return is_end_near()
+    return condition()
 
 
 def _told_of(handler: Any) -> Any:

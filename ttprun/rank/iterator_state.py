@@ -6,6 +6,7 @@ may have made errors of all warnings.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from typing import Any
@@ -15,18 +16,17 @@ _WARNS = (3, 12) <= sys.version_info < (3, 14)
 
 def reduce(items: Any) -> Any:
     """What `__reduce__` tells. Raises TypeError if it tells nothing."""
-    if not (_WARNS and type(items).__module__ == "itertools"):
-        return items.__reduce__()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with _unwarned(items):
         return items.__reduce__()
 
 
 def set_state(items: Any, state: Any) -> None:
     """Have an iterator stand as the state of another one's `reduce` tells."""
-    if not (_WARNS and type(items).__module__ == "itertools"):
+    with _unwarned(items):
         items.__setstate__(state)
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        items.__setstate__(state)
+
+
+def _unwarned(items: Any) -> contextlib.AbstractContextManager[Any]:
+    if _WARNS and type(items).__module__ == "itertools":
+        return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+    return contextlib.nullcontext()

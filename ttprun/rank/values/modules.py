@@ -189,6 +189,10 @@ class _Layout:
         of_each = (part._modules.items() for _, part in self.modules)
         return list(chain.from_iterable(chain.from_iterable(of_each)))
 
+    def _has_its_children(self) -> bool:
+        now = self._children_now()
+        return len(now) == len(self.children) and all(map(is_, now, self.children))
+
     def requires_grad(self) -> list[bool]:
         """Of each parameter, whether it is learnt."""
         return list(map(_requires_grad, self.parameters))
@@ -217,8 +221,7 @@ class _Layout:
         return self._holds_in_detail()
 
     def _holds_in_detail(self) -> bool:
-        children = self._children_now()
-        if len(children) != len(self.children) or not all(map(is_, children, self.children)):
+        if not (self.structure.are_as_they_were() or self._has_its_children()):
             return False
         if list(map(len, self.dictionaries)) != self.lengths:
             return False

@@ -94,7 +94,7 @@ class _Scope:
             return
         names = list(scope)
         is_named_alike = names == self.names
-        if not (is_named_alike or self.fixed.keys() <= {*names}) or self._has_changed(scope):
+        if not (is_named_alike or self.fixed.keys() <= scope.keys()) or self._has_changed(scope):
             self._forget(scope)
         elif is_named_alike:
             return
