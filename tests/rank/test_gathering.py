@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,18 @@ from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
 from ttprun.rank import boundary, frames, gathering, loops, rewrite, whereabouts
 
+ROOT = Path(__file__).parents[2]
 GATHERS = {
     "list comprehension": ("losses = [train(b) for b in [1, 2]]", "a comprehension"),
     "set comprehension": ("losses = {train(b) for b in [1, 2]}", "a comprehension"),
     "dict comprehension": ("losses = {b: train(b) for b in [1, 2]}", "a comprehension"),
     "nested": ("losses = [train(b) for a in [1, 2] for b in [a]]", "a comprehension"),
     "in a followed loop": ("for a in [1]:\n    losses = [train(b) for b in [a]]", "a comprehension"),
+    "in a handler in a followed loop": (
+        "for a in [1]:\n    try:\n        raise KeyError\n    except KeyError:\n        [train(b) for b in [a]]",
+        "a comprehension",
+    ),
+    "in a loop that its first round leaves": ("for a in [1]:\n    [train(b) for b in [a]]\n    break", "a comprehension"),
     "around a followed loop": ("def epoch():\n    for b in [1]:\n        train(b)\n\n[epoch() for _ in [1]]", "a comprehension"),
     "nested, in a generator": ("for a in (train(c) for b in [1] for c in (b, b)):\n    pass", "a comprehension"),
     "sum": ("total = sum(train(b) for b in [1, 2])", "a generator expression that a call takes all items of"),
@@ -43,6 +50,10 @@ DOES_NOT = {
     "for over a chain of generator expressions": "for loss in (str(a) for a in (train(b) for b in [1, 2])):\n    pass",
     "yield from": "def losses():\n    yield from (train(b) for b in [1, 2])\n\nfor loss in losses():\n    pass",
     "next": "def losses():\n    for b in [1, 2]:\n        yield train(b)\n\nnext(losses())",
+    "what a comprehension makes, behind it": (
+        "steps = [lambda: train(b) for b in [1, 2]]\nfor step in steps:\n    step()\n"
+        "for losses in [(train(b) for b in [c]) for c in [1, 2]]:\n    for loss in losses:\n        pass"
+    ),
     "while": "n = 0\nwhile n < 2:\n    n += train(n)",
     "for with try, else and with": (
         "import contextlib\nfor b in [1, 2]:\n    with contextlib.nullcontext():\n        try:\n            train(b)\n"
@@ -96,6 +107,19 @@ def test_what_gathers_around_a_step_is_told_with_its_place(kind: str, tmp_path: 
         assert f"within {what} ({tmp_path}/script.py:" in told
 
 
+def test_it_is_told_where_python_keeps_no_columns_of_its_instructions(tmp_path: Path) -> None:
+    source = "\n".join(source for source, _ in GATHERS.values())
+    look = (
+        f"from tests.rank.test_gathering import seen_from; print(*seen_from({source!r}, {str(tmp_path)!r}), sep='\\n')"
+    )
+    arguments = [sys.executable, "-X", "no_debug_ranges", "-c", look]
+
+    found = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+
+    assert [told for told in found if "is taken within a" not in told] == []
+    assert [what for _, what in GATHERS.values() if not any(f"within {what} (" in told for told in found)] == []
+
+
 @pytest.mark.parametrize("kind", DOES_NOT)
 def test_what_gathers_nothing_around_a_step_is_not_told(kind: str, tmp_path: Path) -> None:
     found = run_alone(seen_from, DOES_NOT[kind], str(tmp_path))
@@ -115,4 +139,4 @@ def test_the_record_of_such_a_step_says_why_no_replacement_can_use_it_and_what_t
 
 
 def test_to_look_for_calls_in_a_module_does_not_warn_of_it_again() -> None:
-    assert list(gathering._calls_in(b"x = '\\d'\nsum(x)\n").values()) == ["sum"]  # warnings are errors in tests
+    assert list(gathering._read(b"x = '\\d'\nsum(x)\n").calls.values()) == ["sum"]  # warnings are errors in tests

@@ -21,7 +21,7 @@ class _OfUser:
 
     index       where it stands, the innermost frame being the first
     loops       (variable, site) of the `for` statements around its instruction
-    gathering   see gathering.py
+    gathering   what gathers something there; "" if nothing does
     """
 
     __slots__ = ("gathering", "index", "loops", "place")
@@ -86,9 +86,8 @@ class Whereabouts:
             followed, unfollowed = loops.under_way(of_user.loops, scope)
             self.active.append(followed)
             self.unfollowed += unfollowed
-            kind = gathering.told(of_user.gathering, len(followed))
-            if kind:
-                gathers = f"{kind} ({of_user.place})"
+            if of_user.gathering:
+                gathers = f"{of_user.gathering} ({of_user.place})"
         self.why_not = ""
         if way.foreign:
             self.why_not = (

@@ -22,7 +22,7 @@ _ENDED = -2
 _loop_bodies: dict[types.CodeType, list[range]] = {}
 
 
-def bodies(code: types.CodeType) -> list[range]:
+def _bodies(code: types.CodeType) -> list[range]:
     """The instructions of each `for` loop and comprehension of a code."""
     found = _loop_bodies.get(code)
     if found is None:
@@ -34,7 +34,7 @@ def bodies(code: types.CodeType) -> list[range]:
 
 def _hidden_loops(frame: types.FrameType) -> int:
     """How many loops are under way in a frame whose positions nobody knows."""
-    active = sum(frame.f_lasti in body for body in bodies(frame.f_code))
+    active = sum(frame.f_lasti in body for body in _bodies(frame.f_code))
     if not active:
         return 0
     known = len(loops.of_frame(frame))
