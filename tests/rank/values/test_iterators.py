@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +37,29 @@ def test_a_generator_that_stands_at_another_line_is_refused() -> None:
         carry({"numbers": lost}, {"numbers": live})
 
 
+def in_a_loop(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:  # noqa: UP028
+        yield item
+
+
+def in_a_handler(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        try:
+            raise KeyError
+        except KeyError:
+            yield item
+
+
+def in_a_handler_that_leaves(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        try:
+            raise KeyError
+        except KeyError:
+            yield item
+            yield from items
+            return
+
+
 ITERATORS: dict[str, Callable[[], Any]] = {
     "list iterator": lambda: iter([1, 2, 3, 4, 5]),
     "itertools.count": lambda: itertools.count(1),
@@ -45,6 +68,10 @@ ITERATORS: dict[str, Callable[[], Any]] = {
     "map": lambda: map(abs, [1, 2, 3, 4, 5]),
     "enumerate": lambda: enumerate("abcde"),
     "reversed": lambda: reversed([1, 2, 3, 4]),
+    "generator of a library's, in a loop": lambda: in_a_loop([1, 2, 3, 4, 5]),
+    "generator of a library's, in a handler": lambda: in_a_handler([1, 2, 3, 4, 5]),
+    "generator of a library's, in a handler, over a generator": lambda: in_a_handler(count_up(10)),
+    "generator of a library's, in a handler that leaves the loop": lambda: in_a_handler_that_leaves(iter([1, 2, 3, 4])),
     "generator expression of the user's": lambda: doubled([1, 2, 3, 4, 5]),
 }
 
