@@ -12,6 +12,7 @@ import pytest
 
 from ttprun import channel
 from ttprun.board import Board
+from ttprun.rank import text_hashes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = str(ROOT / "ttprun" / "shim")
@@ -46,6 +47,26 @@ def test_the_shim_takes_itself_off_the_path_so_that_a_ranks_children_are_not_hoo
 
 def test_a_path_that_held_the_shim_alone_is_gone() -> None:
     assert look([SHIM])["path"] is None
+
+
+def test_the_seed_of_hashes_that_ttprun_gives_is_hidden_from_the_script_and_its_children() -> None:
+    look = "import os; print(os.environ.get('PYTHONHASHSEED'), [name for name in os.environ if 'HASH_SEED' in name])"
+    seen = [
+        run([SHIM], look, **given | text_hashes.seeded(given)).stdout
+        for given in ({}, {"PYTHONHASHSEED": "random"}, {"PYTHONHASHSEED": "7"})
+    ]
+
+    assert seen == ["None []\n", "random []\n", "7 []\n"]
+
+
+def test_texts_have_the_same_hashes_in_each_rank_but_those_that_the_user_has_seeded() -> None:
+    seeds = [{}, {"PYTHONHASHSEED": "random"}, {"PYTHONHASHSEED": "7"}]
+    ours, again, of_random, of_user = (
+        run([SHIM], "print(hash('text'))", **given | text_hashes.seeded(given)).stdout for given in [{}, *seeds]
+    )
+    of_user_alone = run([], "print(hash('text'))", **seeds[-1]).stdout
+
+    assert ours == again == of_random != of_user == of_user_alone
 
 
 def test_without_ttpruns_environment_the_shim_loads_nothing_of_ttprun() -> None:

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from ttprun import channel
 from ttprun.agent.adopted import AdoptedProcess, adopting
 from ttprun.channel import Channel, Message
+from ttprun.rank import text_hashes
 from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parent.parent / "shim")
@@ -25,14 +27,16 @@ RUN_VARIABLE = "_TTPRUN_RUN_DIR"
 _COPY_LIMIT_S = 2.0  # it takes some 20 ms
 
 
-def rank_environment(environment: dict[str, str], run_dir: str) -> dict[str, str]:
-    """What a rank inherits beside torchrun's variables: the shim in front of its PYTHONPATH, and the agent's pid."""
+def with_agent(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
+    """What a rank sees beside torchrun's variables: the agent's pid, and the run."""
+    return {**environment, AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir}
+
+
+def rank_environment(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
+    """What a rank's Python is started with: also the shim in front of its PYTHONPATH, and a seed for its hashes."""
     inherited = environment.get("PYTHONPATH")
-    return environment | {
-        "PYTHONPATH": SHIM + (os.pathsep + inherited if inherited else ""),
-        AGENT_VARIABLE: str(os.getpid()),
-        RUN_VARIABLE: run_dir,
-    }
+    path = SHIM + (os.pathsep + inherited if inherited else "")
+    return with_agent(environment, run_dir) | {"PYTHONPATH": path} | text_hashes.seeded(environment)
 
 
 class RankHandler(SubprocessHandler):
@@ -134,7 +138,7 @@ class Standby:
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
-                env=os.environ | {AGENT_VARIABLE: str(os.getpid()), RUN_VARIABLE: run_dir},
+                env=with_agent(os.environ, run_dir) | text_hashes.seeded(os.environ),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=(fd,),
@@ -216,4 +220,5 @@ __all__ = [
     "command_of",
     "kill_session",
     "rank_environment",
+    "with_agent",
 ]

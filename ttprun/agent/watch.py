@@ -15,7 +15,7 @@ from ttprun import recovery
 from ttprun.agent import dying
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
-from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, rank_environment
+from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, with_agent
 from ttprun.board import FINISHED, Field
 from ttprun.channel import Message
 
@@ -69,10 +69,7 @@ class Watch:
         fds = [supervisor.board_fd, seat.record_fd, seat.stack_fd]
         handler = seat.handler
         if isinstance(handler, StandbyHandler):
-            message["env"] = rank_environment(dict(os.environ) | handler.start["env"], str(supervisor.run.path))
-            message["env"].pop("PYTHONPATH")
-            if "PYTHONPATH" in os.environ:
-                message["env"]["PYTHONPATH"] = os.environ["PYTHONPATH"]
+            message["env"] = with_agent(os.environ | handler.start["env"], str(supervisor.run.path))
             fds += handler.outputs()
         handler.channel.send(message, fds)
         supervisor.selector.register(

@@ -23,7 +23,7 @@ from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack
+from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack, text_hashes
 from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
@@ -69,6 +69,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     directories = [os.path.dirname(script), rewrite.directory_of(script)] if script else [os.getcwd()]
     for path in (*directories, *welcome["options"]["user_paths"]):
         add_user_directory(path)
+    text_hashes.note_who_seeded()
     _presence = Presence(channel, welcome, fds)
     _presence.start()
     stack.write_when_asked(fds[2])

@@ -207,6 +207,12 @@ ALSO: tuple[Change, ...] = (
         "first write behind a step takes a microsecond longer",
     ),
     Change(
+        "str, bytes",
+        "hashes",
+        "their seed is the same in all ranks, unless PYTHONHASHSEED gives one: so a replacement goes through a set of "
+        "texts in the lost rank's order",
+    ),
+    Change(
         "gc", "freeze", "what torch is made of is left out of collections, so that forgetting a run takes no second"
     ),
     Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),

@@ -18,6 +18,14 @@ def _leave_path() -> None:
         os.environ.pop("PYTHONPATH", None)
 
 
+def _hide_hash_seed() -> None:
+    given = os.environ.pop("_TTPRUN_HASH_SEED", None)
+    if given:
+        os.environ["PYTHONHASHSEED"] = given
+    elif given is not None:
+        os.environ.pop("PYTHONHASHSEED", None)
+
+
 def _run_hidden() -> None:
     import importlib
 
@@ -33,6 +41,7 @@ def _run_hidden() -> None:
 
 try:
     _leave_path()
+    _hide_hash_seed()
     _run_hidden()
 finally:
     if "_TTPRUN_CHANNEL_FD" in os.environ:

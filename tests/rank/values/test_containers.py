@@ -7,7 +7,7 @@ import functools
 import math
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from tests.rank.values.carrying import (
     is_refused,
     plain,
 )
-from ttprun.rank import values
+from ttprun.rank import text_hashes, values
 from ttprun.rank.values import CannotRestoreError
 
 
@@ -317,7 +317,35 @@ def test_a_set_of_numbers_whose_order_cannot_be_reached_is_refused() -> None:
         carry({"pool": lost}, {"pool": set()})
 
 
-def test_the_order_of_a_set_of_texts_is_another_in_each_process_and_hinders_nothing() -> None:
+@pytest.fixture
+def seed_of_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if PYTHONHASHSEED were the user's own."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    text_hashes.note_who_seeded()
+    yield
+    monkeypatch.undo()
+    text_hashes.note_who_seeded()
+
+
+@pytest.mark.usefixtures("seed_of_user")
+def test_with_a_seed_of_the_users_a_set_of_texts_gives_them_in_the_order_of_the_lost_rank_or_is_refused() -> None:
+    orders = set()
+    for count in range(2, 40):
+        lost = {f"word {number}" for number in range(2 * count)}
+        for item in list(lost)[::2]:
+            lost.discard(item)
+        here: set[str] = set()
+
+        if is_refused({"names": lost}, {"names": here}):
+            orders.add("refused")
+        else:
+            assert list(here) == list(lost)
+            orders.add("reached")
+
+    assert orders == {"refused", "reached"}
+
+
+def test_the_order_of_a_set_of_texts_is_another_in_each_run_and_hinders_nothing() -> None:
     here: set[Any] = {"z"}
 
     carry({"names": {"a", "b", None, ("c", 1)}}, {"names": here})

@@ -10,6 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
+from ttprun.rank import text_hashes
 from ttprun.rank.values.nodes import (
     MISSING,
     CannotRestoreError,
@@ -199,15 +200,17 @@ def _is_found_class(value: Any, node: Any) -> bool:
 def _slots(value: set[Any]) -> int:
     """Slots of a set's table (0: as few as can be), which decide in what order its items come.
 
-    -1 if their hashes do too, and are others in each process: no script can count on the order.
+    -1 if their hashes do too, and are others in each run: no script can count on the order.
     """
     return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, value)) else -1
 
 
 def _has_lasting_hash(item: Any) -> bool:
-    """Whether it has the same hash in each process."""
+    """Whether it has the same hash in each run."""
     if item.__class__ is tuple:
         return all(map(_has_lasting_hash, item))
+    if item.__class__ in (str, bytes):
+        return text_hashes.have_seed_of_user()
     return item.__class__ in (int, bool, float) and item == item
 
 
