@@ -52,6 +52,14 @@ def test_a_drill_of_a_script_that_recovers_is_identical_and_pairs_the_fault(tmp_
     assert code == 0
 
 
+def test_a_script_that_goes_through_a_set_of_texts_is_identical_too(tmp_path: Path) -> None:
+    code, report = drill(tmp_path, SCRIPTS / "vocabulary.py", "kill:rank=0,step=11,phase=backward")
+
+    assert [one["rung"] for one in report["injections"]] == ["replace"]
+    assert {one["is_identical"] for one in report["comparisons"]} == {True}
+    assert code == 0
+
+
 def test_a_fault_that_never_strikes_fails_the_drill(tmp_path: Path) -> None:
     code, report = drill(tmp_path, SCRIPTS / "plain_tensors.py", "kill:rank=1,step=1000,phase=collective")
 

@@ -1,5 +1,6 @@
 """A vocabulary made of a set of words, whose order Python does not promise: rank 0 tells it to the others."""
 
+import argparse
 import hashlib
 import os
 
@@ -9,6 +10,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 CONTEXT = 8
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+args = parser.parse_args()
 
 dist.init_process_group("gloo")
 text = [f"word{number * number % 97}" for number in range(20000)]
@@ -35,6 +39,9 @@ for step in range(30):
     print(f"step {step} loss {loss.item():.6f}")
 
 weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-print("first words", *told[0][:5], "seed", os.environ.get("PYTHONHASHSEED"))
+if dist.get_rank() == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
+print("first words", *told[0][:5])
 print("sha256", hashlib.sha256(weights).hexdigest())
 dist.destroy_process_group()

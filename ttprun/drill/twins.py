@@ -18,6 +18,7 @@ import yaml
 from ttprun.drill.scenario import Scenario, command_of
 from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
+from ttprun.rank import text_hashes
 
 GRACE_S = 45.0
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +61,7 @@ def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torch
         process = subprocess.Popen(
             words,
             cwd=scenario.directory or folder,
-            env=_environment(scenario),
+            env=_environment(scenario, kind),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -95,9 +96,12 @@ def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
     return [*words, *command_of(scenario, folder)]
 
 
-def _environment(scenario: Scenario) -> dict[str, str]:
+def _environment(scenario: Scenario, kind: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
-    return clean | scenario.environment
+    environment = clean | scenario.environment
+    if kind == "torchrun":  # else sets of texts come in another order than under ttprun
+        environment[text_hashes.VARIABLE] = text_hashes.seed_for(environment)
+    return environment
 
 
 def _end_with_parent() -> None:

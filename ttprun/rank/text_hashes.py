@@ -15,10 +15,15 @@ HIDDEN = "_TTPRUN_HASH_SEED"  # what the user has in its place, as the shim puts
 _SEED = "1"  # in every job, so that one that goes on from a checkpoint has it as well
 
 
-def seeded(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a Python is started with beside that; nothing if the user has given a seed."""
+def seed_for(environment: Mapping[str, str]) -> str:
+    """The seed for Pythons with that environment: the user's, if there is one."""
     given = environment.get(VARIABLE, "")
-    return {} if given.isdigit() else {VARIABLE: _SEED, HIDDEN: given}
+    return given if given.isdigit() else _SEED
+
+
+def seeded(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a rank's Python is started with beside that environment."""
+    return {VARIABLE: seed_for(environment), HIDDEN: environment.get(VARIABLE, "")}
 
 
 _has_seed_of_user = False
