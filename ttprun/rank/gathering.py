@@ -23,6 +23,7 @@ from ttprun.rank.control_flow import instruction_at
 
 _COMPREHENSION = "a comprehension"
 _GENERATOR = "<genexpr>"
+_WITH_LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})
 _GATHER = frozenset({
     "all", "any", "dict", "frozenset", "functools.reduce", "list", "max", "min", "reduce", "set", "sorted", "sum",
@@ -109,9 +110,6 @@ def _read(source: bytes) -> _Source:
         and (name := ast.unparse(node.func)) in _GATHER
     }
     return _Source(calls, [_loops_of(node) for node in nodes if isinstance(node, _WITH_LOOPS)])
-
-
-_WITH_LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def _loops_of(node: Any) -> _Loops:

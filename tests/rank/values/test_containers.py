@@ -308,6 +308,19 @@ def test_a_set_of_numbers_gives_its_items_in_the_order_of_the_lost_rank(kind: st
     assert [here.pop() for _ in range(len(here))] == [lost.pop() for _ in range(len(lost))]
 
 
+@pytest.mark.parametrize("kind", POOLS)
+@pytest.mark.parametrize("of", [list, set, dict.fromkeys])
+def test_a_frozenset_of_numbers_gives_its_items_in_the_order_of_the_lost_rank_or_is_refused(
+    kind: str, of: Callable[[Any], Any]
+) -> None:
+    lost = frozenset(of(POOLS[kind]()))
+    for other in (frozenset(), frozenset(sorted(lost)), frozenset({*sorted(lost, reverse=True)})):
+        here = {"pool": other}
+
+        if not is_refused({"pool": lost}, here):
+            assert list(here["pool"]) == list(lost)
+
+
 def test_a_set_of_numbers_whose_order_cannot_be_reached_is_refused() -> None:
     lost = set(random.Random(3).sample(range(1 << 60), 3000))
     for item in list(lost)[::2]:

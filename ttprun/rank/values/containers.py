@@ -154,7 +154,7 @@ def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """The same one if nothing has changed, else a new one."""
+    """The same one if nothing has changed, else a new one; in the order of the lost rank, if a script counts on it."""
     kind: Any = tuple if len(node) == 2 else look_up_type(node[2], tuple)
     if kind is None:
         kind = type(live) if name_of(type(live)) == node[2] else None
@@ -258,9 +258,15 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
     items = restore.items([], node[1], name)
     if kind is None:
         return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
-    if type(live) is kind and live == frozenset(items):
+    has_order = all(map(_has_lasting_hash, items))
+    if type(live) is kind and live == frozenset(items) and (list(live) == items or not has_order):
         return live
-    return frozenset.__new__(kind, items)
+    # How large a table it gets, and so its order, depends on what it is made of.
+    made = [frozenset.__new__(kind, of(items)) for of in (list, set, dict.fromkeys)]
+    found = next((one for one in made if list(one) == items), None)
+    if found is None and has_order:
+        return restore.refuse(live, f"{name} is a frozenset, and its order in the lost rank cannot be reached")
+    return made[0] if found is None else found
 
 
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
