@@ -12,15 +12,15 @@ FLOORS = {
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
-    "rank": {"board", "channel", "device", "faults", "errors", "state"},
+    "rank": {"board", "channel", "device", "faults", "errors", "state", "text_hashes"},
     "shim": {"rank"},
     "mindio": {"errors", "rank"},
     "state": {"__version__", "errors"},
     "agent": {"board", "channel", "config", "device", "errors", "faults", "mindio", "observe", "rank", "recovery"}
-    | {"schedule", "state"},
+    | {"schedule", "state", "text_hashes"},
     "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "mindio", "observe", "rank", "schedule"}
     | {"state"},
-    "drill": {"config", "errors", "faults", "observe", "schedule"},
+    "drill": {"config", "errors", "faults", "observe", "schedule", "text_hashes"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
 

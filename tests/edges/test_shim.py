@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ttprun import channel
+from ttprun import channel, text_hashes
 from ttprun.board import Board
-from ttprun.rank import text_hashes
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = str(ROOT / "ttprun" / "shim")

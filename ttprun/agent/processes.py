@@ -16,10 +16,9 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-from ttprun import channel
+from ttprun import channel, text_hashes
 from ttprun.agent.adopted import AdoptedProcess, adopting
 from ttprun.channel import Channel, Message
-from ttprun.rank import text_hashes
 from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parent.parent / "shim")

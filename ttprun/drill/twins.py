@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 import yaml
 
+from ttprun import text_hashes
 from ttprun.drill.scenario import Scenario, command_of
 from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
-from ttprun.rank import text_hashes
 
 GRACE_S = 45.0
 _PR_SET_PDEATHSIG = 1

@@ -19,11 +19,12 @@ import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
+from ttprun import text_hashes
 from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack, text_hashes
+from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack
 from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence

@@ -32,7 +32,8 @@ from tests.rank.values.carrying import (
     is_refused,
     plain,
 )
-from ttprun.rank import text_hashes, values
+from ttprun import text_hashes
+from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError
 
 

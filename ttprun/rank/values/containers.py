@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from ttprun.rank import text_hashes
+from ttprun import text_hashes
 from ttprun.rank.values.nodes import (
     MISSING,
     CannotRestoreError,
