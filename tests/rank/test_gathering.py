@@ -114,7 +114,9 @@ def test_it_is_told_where_python_keeps_no_columns_of_its_instructions(tmp_path: 
     )
     arguments = [sys.executable, "-X", "no_debug_ranges", "-c", look]
 
-    found = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    found = subprocess.run(
+        arguments, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    ).stdout.splitlines()
 
     assert [told for told in found if "is taken within a" not in told] == []
     assert [what for _, what in GATHERS.values() if not any(f"within {what} (" in told for told in found)] == []

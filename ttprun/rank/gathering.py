@@ -21,8 +21,6 @@ from typing import Any
 from ttprun.rank import rewrite
 from ttprun.rank.control_flow import instruction_at
 
-_COMPREHENSION = "a comprehension"
-_GENERATOR = "<genexpr>"
 _WITH_LOOPS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _ASKED_BY_LOOPS = frozenset({"FOR_ITER", "SEND"})
 _GATHER = frozenset({
@@ -38,14 +36,12 @@ _UNKNOWN = -1
 class _Loops:
     """The parts of a module's source that are evaluated in loops whose position nobody knows.
 
-    parts         what a comprehension evaluates for each item; of a generator expression, what its inner loops do
-    apart         what in them is a function of its own, and runs whenever that is called
-    of_generator  whether it is a generator expression
+    parts   what a comprehension evaluates for each item; of a generator expression, what its inner loops do
+    apart   what in them is a function or generator of its own, and runs whenever that is asked
     """
 
     parts: list[Span]
     apart: list[Span]
-    of_generator: bool
 
     def hold(self, at: Span) -> bool:
         """Whether what stands there is evaluated in these loops, or may be, if only its line is known."""
@@ -75,10 +71,9 @@ def look(frame: FrameType, outer: FrameType | None) -> str:
     code = frame.f_code
     source = _read(rewrite.followed.get(code.co_filename, b""))
     at = _span_of(code, frame.f_lasti)
-    is_generator = code.co_name == _GENERATOR
-    if any(loops.hold(at) for loops in source.loops if is_generator or not loops.of_generator):
-        return _COMPREHENSION
-    if is_generator and outer is frame.f_back and outer is not None and not _stands_in_loop(outer):
+    if any(loops.hold(at) for loops in source.loops):
+        return "a comprehension"
+    if code.co_name == "<genexpr>" and outer is frame.f_back and outer is not None and not _stands_in_loop(outer):
         return "a generator expression that a call takes all items of"
     name = source.call_at(at)
     return name and f"a call of {name}"
@@ -114,18 +109,17 @@ def _read(source: bytes) -> _Source:
 
 def _loops_of(node: Any) -> _Loops:
     """The hidden loops of a comprehension, or of a generator expression, whose outermost iterator is a variable."""
-    is_generator = isinstance(node, ast.GeneratorExp)
-    hidden = node.generators[is_generator:]
-    parts = [*_items_of(node)] if hidden else []
-    for loop in hidden:
-        parts += [loop.target, *loop.ifs]
-    parts += [loop.iter for loop in hidden[1:]]
-    return _Loops([*map(_span, parts)], [*map(_span, _functions_in(parts))], is_generator)
+    parts = _inside(node, node.generators[isinstance(node, ast.GeneratorExp) :])
+    return _Loops([*map(_span, parts)], [*map(_span, _functions_in(parts))])
 
 
-def _items_of(node: Any) -> Iterator[ast.expr]:
-    """What is evaluated for each item, but for the conditions."""
-    yield from (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
+def _inside(node: Any, loops: list[ast.comprehension]) -> list[ast.expr]:
+    """What is evaluated within these loops of a node, its innermost ones: not what the first of them runs over."""
+    if not loops:
+        return []
+    items = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+    of_rounds = [part for loop in loops for part in (loop.target, *loop.ifs)]
+    return [*items, *of_rounds, *(loop.iter for loop in loops[1:])]
 
 
 def _functions_in(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -133,10 +127,8 @@ def _functions_in(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
     for node in itertools.chain.from_iterable(map(ast.walk, parts)):
         if isinstance(node, ast.Lambda):
             yield node.body
-        elif isinstance(node, ast.GeneratorExp):  # the first thing that it runs over is asked for around it
-            yield node.elt
-            for number, loop in enumerate(node.generators):
-                yield from (loop.target, *loop.ifs, *([loop.iter] if number else []))
+        elif isinstance(node, ast.GeneratorExp):
+            yield from _inside(node, node.generators)
 
 
 def _span(node: Any) -> Span:

@@ -1,7 +1,8 @@
 """Loaded by each rank's Python at its start: hands over to ttprun's hooks, and to the `sitecustomize` it hides.
 
-Standard library only, no torch import. It takes itself off PYTHONPATH, so a rank's children are not hooked, and lets no
-exception out: with the hooks broken, the script runs as under torchrun.
+Standard library only, no torch import. It takes itself off PYTHONPATH, so a rank's children are not hooked, hides the
+seed that this Python was given for its hashes (text_hashes.py), and lets no exception out: with the hooks broken, the
+script runs as under torchrun.
 """
 
 import os

@@ -154,7 +154,7 @@ def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """The same one if nothing has changed, else a new one; in the order of the lost rank, if a script counts on it."""
+    """The same one if nothing has changed, else a new one."""
     kind: Any = tuple if len(node) == 2 else look_up_type(node[2], tuple)
     if kind is None:
         kind = type(live) if name_of(type(live)) == node[2] else None
@@ -200,13 +200,13 @@ def _is_found_class(value: Any, node: Any) -> bool:
 def _slots(value: set[Any]) -> int:
     """Slots of a set's table (0: as few as can be), which decide in what order its items come.
 
-    -1 if their hashes do too, and are others in each run: no script can count on the order.
+    -1 if no script can count on that order, since their hashes are others in each run without ttprun.
     """
     return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, value)) else -1
 
 
 def _has_lasting_hash(item: Any) -> bool:
-    """Whether it has the same hash in each run."""
+    """Whether it has the same hash in each run, also in one without ttprun."""
     if item.__class__ is tuple:
         return all(map(_has_lasting_hash, item))
     if item.__class__ in (str, bytes):
@@ -253,7 +253,7 @@ def _is_put_in_order(target: set[Any], items: list[Any], slots: int) -> bool:
 
 
 def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """The same one if nothing has changed, else a new one."""
+    """The same one if nothing has changed, else a new one; in the order of the lost rank, if a script counts on it."""
     kind: Any = frozenset if len(node) == 2 else look_up_type(node[2], frozenset)
     items = restore.items([], node[1], name)
     if kind is None:
@@ -262,11 +262,12 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
     if type(live) is kind and live == frozenset(items) and (list(live) == items or not has_order):
         return live
     # How large a table it gets, and so its order, depends on what it is made of.
-    made = [frozenset.__new__(kind, of(items)) for of in (list, set, dict.fromkeys)]
-    found = next((one for one in made if list(one) == items), None)
-    if found is None and has_order:
-        return restore.refuse(live, f"{name} is a frozenset, and its order in the lost rank cannot be reached")
-    return made[0] if found is None else found
+    made = (frozenset.__new__(kind, of(items)) for of in (list, set, dict.fromkeys))
+    found = next((one for one in made if list(one) == items or not has_order), None)
+    if found is None:
+        why = "its order in the lost rank cannot be reached: a dict keeps it"
+        return restore.refuse(live, f"{name} is a frozenset, and {why}")
+    return found
 
 
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
