@@ -37,7 +37,7 @@ rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1
      "device_errors": {{}}}}}},
     [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
-standby = Standby("/tmp")
+standby = Standby("/tmp", {{}})
 while not standby.is_ready:
     standby.read()
 print("standby", standby.process.pid, flush=True)

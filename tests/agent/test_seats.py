@@ -129,7 +129,7 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
     started: Callable[..., RankHandler], tmp_path: Path
 ) -> None:
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     seats = [Seat(rank, rank, handler=None, record_fd=-1) for rank in range(2)]  # type: ignore[arg-type]
     for seat in seats:
         seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))

@@ -20,7 +20,7 @@ from ttprun.board import Board
 
 @pytest.fixture
 def standby(tmp_path: Path) -> Iterator[Standby]:
-    found = Standby(str(tmp_path))
+    found = Standby(str(tmp_path), {})
     yield found
     found.end()
 
@@ -28,7 +28,7 @@ def standby(tmp_path: Path) -> Iterator[Standby]:
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
     """One that can be copied, for several tests."""
-    found = Standby(str(tmp_path_factory.mktemp("run")))
+    found = Standby(str(tmp_path_factory.mktemp("run")), {})
     wait_until_ready(found)
     yield found
     found.end()
@@ -172,7 +172,7 @@ def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
     standbys.warm_up(["module_with_more"], [])
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     wait_until_ready(watched[0])
 
     taken = standbys.take()
@@ -183,7 +183,7 @@ def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
 
 def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_path: Path) -> None:
     standbys, watched = Standbys(2, str(tmp_path)), list[Standby]()
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     for standby in watched:
         wait_until_ready(standby)
     watched[0].channel.sock.shutdown(2)
@@ -211,13 +211,13 @@ def test_a_standby_that_is_not_needed_ends_with_the_line(standby: Standby) -> No
 def test_standbys_are_refilled_and_a_ready_one_is_taken_first(tmp_path: Path) -> None:
     watched: list[Standby] = []
     standbys = Standbys(2, str(tmp_path))
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     first, second = watched
     wait_until_ready(second)
     second.is_copyable = False
 
     taken = standbys.take()
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
 
     try:
         assert taken is second
@@ -238,14 +238,14 @@ def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), ROOT)))
     standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
     standbys.warm_up(["module_that_kills"], [])
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     with pytest.raises(EOFError):
         wait_until_ready(watched[0])
     has_started = watched[0].has_started
     watched[0].bury()
 
     standbys.forget_warmth()
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     wait_until_ready(watched[1])
 
     assert has_started
@@ -256,7 +256,7 @@ def test_a_standby_that_ends_while_it_imports_more_is_followed_by_one_that_does_
 def test_a_standby_that_has_died_is_never_taken(tmp_path: Path) -> None:
     watched: list[Standby] = []
     standbys = Standbys(1, str(tmp_path))
-    standbys.refill(watched.append)
+    standbys.refill(watched.append, {})
     wait_until_ready(watched[0])
     watched[0].process.kill()
     watched[0].process.wait()

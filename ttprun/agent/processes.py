@@ -127,17 +127,19 @@ class Copy:
 class Standby:
     """A process with torch imported that waits to become a rank, or to be copied. Raises OSError if none can be had.
 
+    environment   what a rank's has beside ours: .pth files and `sitecustomize` look there, and do the same as in a rank
     has_started   it has been ready once
     is_copyable   no thread and no device stands in the way of a fork
     """
 
-    def __init__(self, run_dir: str) -> None:
+    def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
         self.channel, theirs = channel.pair()
         fd = theirs.fileno()
+        inherited = os.environ | environment
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
-                env=with_agent(os.environ, run_dir) | text_hashes.seeded(os.environ),
+                env=with_agent(inherited, run_dir) | text_hashes.seeded(inherited),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=(fd,),

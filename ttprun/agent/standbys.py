@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ttprun.agent.processes import Copy, Standby, kill_session
 
@@ -34,11 +34,15 @@ class Standbys:
         """How many have torch imported by now."""
         return sum(standby.is_ready and standby.process.poll() is None for standby in self._waiting)
 
-    def refill(self, watch: Callable[[Standby], None]) -> None:
-        """Start as many as are missing; `watch` is called with each new one. Raises OSError if one cannot be had."""
+    def refill(self, watch: Callable[[Standby], None], environment: Mapping[str, str]) -> None:
+        """Start as many as are missing. Raises OSError if one cannot be had.
+
+        watch         called with each new one
+        environment   see Standby
+        """
         self._waiting = [standby for standby in self._waiting if standby.process.poll() is None]
         while len(self._waiting) < self._wanted:
-            standby = Standby(self._run_dir)
+            standby = Standby(self._run_dir, environment)
             if any(self._warmth):
                 standby.warm_up(*self._warmth)
             self._waiting.append(standby)

@@ -161,7 +161,7 @@ class Watch:
     def refill_standbys(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
         try:
-            self._supervisor.standbys.refill(self._standby)
+            self._supervisor.standbys.refill(self._standby, self._supervisor.seats[0].handler.start["env"])
         except OSError as error:
             self._supervisor.log("standby_failed", reason=str(error))
 

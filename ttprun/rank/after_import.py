@@ -1,48 +1,96 @@
-"""To do something when a module has been imported, by whomever."""
+"""To do something when a module has been imported, by whomever and however.
+
+A finder of ours stands first on sys.meta_path, asks those behind it for the module, and hands out what they found with
+its loader wrapped. It remembers nothing from one question to the next: whoever only asks (`importlib.util.find_spec`)
+changes nothing, an import that fails can be tried again, and threads may import at the same time. A module that has
+come by another way (a finder placed before ours, a thread that was importing it already) is noticed at the next import
+of anything; until then `is_overdue` says so.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+_waiting: dict[str, Callable[[], None]] = {}
+_running: list[str] = []  # modules whose code runs now, by a loader that we have wrapped
+_lock = threading.Lock()
+
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Waits for one module.
-
-    name  of the module
-    act   called once, when its code has run
-    """
-
-    def __init__(self, name: str, act: Callable[[], None]) -> None:
-        self.name = name
-        self._act = act
+    """Wraps the loaders of the modules that are waited for."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.name:
+        for name in list(_waiting):
+            if is_overdue(name):
+                _act_for(name)
+        if fullname not in _waiting:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        run = loader.exec_module
+        finders = sys.meta_path
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
+            find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                _wrap(spec.loader, fullname)
+                return spec
+        return None
 
-        def exec_module(module: ModuleType) -> None:
-            run(module)
-            self._act()
 
-        loader.exec_module = exec_module
-        return spec
+def _wrap(loader: Any, name: str) -> None:
+    run = getattr(loader, "exec_module", None)
+    if run is None or isinstance(loader, type) or isinstance(run, functools.partial):  # a class is many modules' loader
+        return
+    with contextlib.suppress(AttributeError):  # one with slots: then `is_overdue` says so
+        loader.exec_module = functools.partial(_run_and_act, run, name)
+
+
+def _run_and_act(run: Callable[[ModuleType], None], name: str, module: ModuleType) -> None:
+    _running.append(name)
+    try:
+        run(module)
+    finally:
+        _running.remove(name)
+    if sys.modules.get(name) is module:
+        _act_for(name)
+
+
+def _act_for(name: str) -> None:
+    with _lock:
+        act = _waiting.pop(name, None)
+    if act is not None:
+        act()
+
+
+def is_imported(name: str) -> bool:
+    """Whether a module is there and its code has run to the end, as far as can be told."""
+    module = sys.modules.get(name)
+    if module is None or name in _running or type(module).__name__ == "_LazyModule":  # of importlib.util.LazyLoader
+        return False
+    return not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def is_overdue(name: str) -> bool:
+    """Whether a module is imported, and what was to be done then has not been begun."""
+    return name in _waiting and is_imported(name)
 
 
 def after_import(name: str, act: Callable[[], None]) -> None:
-    """Have `act` called when the module has been imported for the first time; nothing if it is waited for already."""
-    if not any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(name, act))
+    """Have `act` called once when the module is imported, at once if it is; nothing if it is waited for already.
+
+    act   lets no exception out: it is called inside of the user's import
+    """
+    with _lock:
+        _waiting.setdefault(name, act)
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            sys.meta_path.insert(0, _Finder())
+    if is_imported(name):
+        _act_for(name)

@@ -57,12 +57,13 @@ def begin() -> None:
         rewrite.install()
     script = rewrite.script_of(sys.orig_argv)
     enter(channel, welcome, fds, rewrite.full_path(script))
-    if "torch" not in sys.modules:
-        after_import("torch", take_over)
 
 
 def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str) -> None:
     """Take the identity that the agent gives; a replacement waits here till it knows where to go.
+
+    The hooks are installed as soon as torch is imported, which may have happened already: a .pth file in site-packages,
+    or the user's own `sitecustomize`, comes first.
 
     script   its full path, "" if a module or something else is run
     """
@@ -86,10 +87,10 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     strike_at_start(welcome)
     if welcome["is_replacement"]:
         _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
-        if _presence.order["op"] == "replay":
-            # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
-            after_import("torch", take_over)
-            import torch  # noqa: F401
+    after_import("torch", take_over)
+    if welcome["is_replacement"] and _presence.order["op"] == "replay":
+        # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
+        import torch  # noqa: F401
 
 
 def strike_at_start(welcome: dict[str, Any]) -> None:

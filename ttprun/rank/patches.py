@@ -256,6 +256,7 @@ def apply_for_frameworks() -> list[str]:
 def _apply(patches: Iterable[Patch]) -> list[str]:
     """Apply some rows, but for those that have been applied; returns what could not be applied."""
     missing = []
+    changed: dict[int, tuple[str, Any]] = {}
     for patch in patches:
         if patch in _done:
             continue
@@ -272,13 +273,24 @@ def _apply(patches: Iterable[Patch]) -> list[str]:
         ours = replacement_for(patch, original)
         setattr(owner, name, ours)
         if not path:
-            _replace_imported_names(patch, original, ours)
+            changed[id(original)] = (patch.module.partition(".")[0], ours)
+    _replace_imported_names(changed)
     return missing
 
 
-def _replace_imported_names(patch: Patch, original: Any, ours: Any) -> None:
-    """torch gives its functions further names (torch.distributed.init_process_group); those are changed too."""
-    parent = patch.module.split(".")[0]
+def _replace_imported_names(changed: dict[int, tuple[str, Any]]) -> None:
+    """Change the further names of functions, too: torch.distributed.init_process_group, and others' imports of it.
+
+    A package that was imported together with torch, or that has imported torch before we came, may hold one already.
+
+    changed   by the id of the original: (its package, ours); names in other packages are changed of torch's alone
+    """
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] == parent and vars(module).get(patch.attribute) is original:
-            setattr(module, patch.attribute, ours)
+        package = name.partition(".")[0]
+        names = getattr(module, "__dict__", None)
+        if package == "ttprun" or type(names) is not dict:
+            continue
+        for held, value in list(names.items()):
+            known = changed.get(id(value))
+            if known is not None and known[0] in (package, "torch"):
+                names[held] = known[1]

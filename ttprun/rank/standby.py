@@ -6,7 +6,8 @@ or to differ in a forked child is a thread pool (OpenMP's, a BLAS's) or a device
 standby that has any of these is not copied.
 
 It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
-the rank come with the agent's welcome.
+the rank come with the agent's welcome. Until then it has the environment of some rank, so that what runs at the start
+of each Python (.pth files, `sitecustomize`) does here what it does in a rank.
 """
 
 from __future__ import annotations
@@ -76,7 +77,6 @@ def main() -> None:
     script = arguments[1] if is_module else rewrite.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else rewrite.directory_of(script)
     install.enter(channel, welcome, fds[:3], "" if is_module else script)
-    install.take_over()
     run(arguments, is_followed)
 
 
