@@ -94,6 +94,21 @@ def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path:
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
+def test_lists_of_tensors_in_an_optimizer_s_state_are_taken_over_with_their_items(
+    tmp_path: Path, trained: Trained
+) -> None:
+    model, optimizer = trained
+    held = optimizer.state[next(model.parameters())]
+    held["factors"] = [torch.ones(3), [None, torch.full((2,), 2.0)], 0.5, []]
+    header, paths = write_all(tmp_path)
+    held["factors"] = [torch.zeros(3)]
+
+    shares.load(header, paths)
+
+    first, (nothing, second), third, fourth = optimizer.state[next(model.parameters())]["factors"]
+    assert (first.tolist(), nothing, second.tolist(), third, fourth) == ([1.0, 1.0, 1.0], None, [2.0, 2.0], 0.5, [])
+
+
 def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_told(tmp_path: Path, trained: Trained) -> None:
     told = [shares.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
 

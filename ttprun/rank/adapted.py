@@ -86,18 +86,18 @@ class Adapted(Replay):
         except Exception as error:  # it must not end the script's own step
             self.refuse(f"the variables in front of the first step cannot be read: {error!r}")
 
-    def before_step(self, frame: FrameType) -> None:
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
         """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
         assert not self._has_arrived
         self._note_setup()
         difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
         if difference:
             self._pass_by(difference)
-            return
+            return returned
         for entry in self.session.journal.unfinished():
             self.session.journal.wait(entry)
         try:
-            self._take_over(frame)
+            returned = self._take_over(frame, returned)
         except MismatchError:
             raise
         except CannotRestoreError as error:
@@ -106,6 +106,7 @@ class Adapted(Replay):
             self.refuse(f"the variables cannot be taken over: {error!r}")
         self._has_arrived = self._is_at_target = True
         loops.Hooks.enter = loops.Hooks.loop = None
+        return returned
 
     def _difference_of_loaders(self) -> str:
         """Each iterator has handed out the dummies, and what is read ahead."""
@@ -115,9 +116,9 @@ class Adapted(Replay):
             return ""
         return f"its DataLoaders have handed out {handed} in the first step, and in the old run {expected}"
 
-    def _take_over(self, frame: FrameType) -> None:
+    def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session
-        mine, head, blobs = _described(session, self.boundary, frame)
+        mine, head, blobs = _described(session, self.boundary, frame, returned)
         session.recorder.write_first(self.boundary, head, blobs)
         found = [it["ahead"] for it in self._target["loaders"]]
         ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
@@ -132,16 +133,17 @@ class Adapted(Replay):
                 "batches that were fetched ahead are not among the variables as the DataLoader has made them, so they "
                 "cannot be told from the rest"
             )
-        restore = self._put_in(taken, frame, is_comparing=True)
+        restore, returned = self._put_in(taken, frame, returned, is_comparing=True)
         if self._derived is not None:
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)
         self._target.fields["files"] = files.positions_again(self._target["files"])
-        fields, tensors, _ = boundary.describe(session, self.boundary, frame)
+        fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         fields["is_straight"] = True
         fields |= {name: self._target[name] for name in ("weights", "files")}
         fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
         session.recorder.write(self.boundary, pack(fields), tensors)
+        return returned
 
     def _order_buckets(self) -> None:
         """The first step was a real one for DDP, in all ranks: it goes on by itself."""
@@ -154,9 +156,9 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-def _described(session: Session, number: int, frame: FrameType) -> tuple[Tree, bytes, list[Any]]:
+def _described(session: Session, number: int, frame: FrameType, returned: Any) -> tuple[Tree, bytes, list[Any]]:
     """The record of this rank as it has been set up: (tree, packed, tensors)."""
-    fields, tensors, _ = boundary.describe(session, number, frame)
+    fields, tensors, _ = boundary.describe(session, number, frame, returned)
     packed = pack(fields)
     return boundary.tree_of(packed, tensors), packed, tensors
 

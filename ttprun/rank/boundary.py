@@ -9,6 +9,7 @@ rank has a record of it. The ranks have just met in the step's last all-reduce, 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from ttprun.board import LEADER, Field, Phase
 from ttprun.rank import (
+    closures,
     entropy,
     faults,
     files,
@@ -26,6 +28,7 @@ from ttprun.rank import (
     open_boundaries,
     output,
     random_state,
+    replicated,
     sharded,
     trained,
     values,
@@ -39,7 +42,9 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
+_closure: closures.Watch | None = None  # of the step of that one
 _cuda: Any = torch.cuda  # whose functions have no types
+_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # which calls the hooks
 
 
 def wrap_join(original: Any) -> Any:
@@ -56,20 +61,59 @@ def wrap_join(original: Any) -> Any:
 
 def forget() -> None:
     """The run of the script is over."""
-    global _running
-    _running = None
+    global _running, _closure
+    _running = _closure = None
 
 
-def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Global pre-hook of Optimizer.step."""
-    global _running
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
+    """Global pre-hook of Optimizer.step; what it returns takes the place of the arguments."""
+    global _running, _closure
     session = current()
-    if session is None or (_running is not None and _running is not optimizer):
-        return  # a step inside another optimizer's step belongs to that one
+    if session is None or _is_inside_another(optimizer):
+        return None  # a step inside another optimizer's step belongs to that one
     _running = optimizer
+    frame = sys._getframe(1)
+    _closure = closures.Watch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
+    watched = closures.watch(optimizer, args, kwargs, _closure)
+    if watched is None:
+        _closure = None
+        _begin_step(session, optimizer, frame)
+    return watched
+
+
+def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer's step is under way; one that an exception has ended is not."""
+    if _running is None or _running is optimizer:
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _AROUND_STEPS and frame.f_locals.get("self") is _running:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_closure(session: Session, optimizer: torch.optim.Optimizer, returned: Any) -> Any:
+    """The closure has ended for the first time: the weights change from here on. Returns what it is to return."""
+    return _begin_step(session, optimizer, sys._getframe(2), returned)
+
+
+def _refuse_second_call(session: Session) -> None:
+    session.give_up_protection(
+        "the optimizer calls its closure several times in a step (LBFGS with max_iter > 1), and the weights change "
+        "between these calls; one call a step can be repaired: torch.optim.LBFGS(max_iter=1), in a loop"
+    )
+
+
+def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
+    """The optimizer is about to change weights: record the boundary, and commit it.
+
+    frame      innermost one, of the user's or beneath
+    returned   what the closure of this step returns, which the script gets from `step`
+    returns    the same; in a replay, the lost rank's
+    """
     if session.replay is not None:
-        session.replay.before_step(sys._getframe(1))
-        return
+        return session.replay.before_step(frame, returned)
     if faults.waiting:
         faults.reached("before_step")
     if session.expected is not None and gradients.are_carried_over(optimizer):
@@ -87,7 +131,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             _check_what_was_given(session)
         boundary = session.applied + 1
         session.verifier.look(boundary, trained.replicated_weights)
-        if _write_record(session, boundary, sys._getframe(1), optimizer):
+        if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
     for group in list(session.groups.values()):
         group.buckets.end_step()
@@ -99,6 +143,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     session.touch(Phase.STEPPING)
     if faults.waiting:
         faults.reached("in_step")
+    return returned
 
 
 def _check_what_was_given(session: Session) -> None:
@@ -116,6 +161,8 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session is None or _running is not optimizer:
         return
     _running = None
+    if _closure is not None and not _closure.calls:
+        session.give_up_protection("the optimizer has taken a step without a call of the closure that it was given")
     if session.replay is not None:
         session.replay.after_step()
         return
@@ -150,18 +197,30 @@ def pass_boundary(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
+        _look_at_state(session)
         session.tell_modules()
         session.snapshots.tell_size(session.channel)
 
 
-def _write_record(session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer) -> bool:
+def _look_at_state(session: Session) -> None:
+    """After the first step, in which optimizers make their state: can another rank take it over?"""
+    if session.is_recorded():
+        try:
+            replicated.describe()
+        except replicated.NotRepairableError as error:
+            session.give_up_protection(f"{error}, and another rank cannot take that over")
+
+
+def _write_record(
+    session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
+) -> bool:
     is_open = False
     try:
         why_not = _why_not_recorded(session, optimizer)
         if why_not:
             session.give_up_protection(why_not)
         else:
-            record, blobs, is_open = describe(session, boundary, frame)
+            record, blobs, is_open = describe(session, boundary, frame, returned)
             head = values.pack(record)
             session.recorder.write(boundary, head, blobs)
             if boundary == 1:
@@ -195,8 +254,13 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     return why_not or sharded.why_not_at_rest(optimizer)
 
 
-def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
-    """The record of a boundary: (plain part, tensors to write behind it, whether it is open)."""
+def describe(
+    session: Session, boundary: int, frame: FrameType, returned: Any = None
+) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
+    """The record of a boundary: (plain part, tensors to write behind it, whether it is open).
+
+    returned   what the closure of the step returns
+    """
     standing = whereabouts.look(frame)
     living = trained.optimizers()
     around = standing.around
@@ -224,6 +288,7 @@ def describe(session: Session, boundary: int, frame: FrameType) -> tuple[dict[st
             if id(module.__dict__) not in on_stack
         },
         "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
+        "returned": snapshot.node(returned, 0),
         "stepped": stepped.counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),

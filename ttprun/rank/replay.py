@@ -211,17 +211,20 @@ class Replay:
 
     # Boundaries.
 
-    def before_step(self, frame: FrameType) -> None:
-        """Pre-hook of Optimizer.step."""
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+        """An optimizer is about to change weights: see boundary.before_step.
+
+        returned   what the step's closure returns here; gives back what it returned in the lost rank
+        """
         self._note_setup()
         try:
-            self._come_to(frame)
+            return self._come_to(frame, returned)
         except MismatchError:
             raise
         except Exception as error:  # the script must not go on with half of it
             self.refuse(f"the variables of the lost rank cannot be put in: {error!r}")
 
-    def _come_to(self, frame: FrameType) -> None:
+    def _come_to(self, frame: FrameType, returned: Any) -> Any:
         """The script stands in front of a step: where that is at a record's place, put in what the record holds."""
         if self._has_arrived:
             self._passed += 1
@@ -230,19 +233,19 @@ class Replay:
             difference = self._difference(record, frame)
             if difference:
                 self.refuse(f"the replay has come to another place than boundary {self._passed}: {difference}")
-            self._put_in(record, frame, is_comparing=is_target)
             self._is_at_target = is_target
-            return
+            return self._put_in(record, frame, returned, is_comparing=is_target)[1]
         assert self._before is not None
         difference = self._difference(self._before, frame)
         if not difference:
             self._is_at_target = self._before is self._target
-            self._put_in(self._before, frame, is_comparing=self._is_at_target)
+            _, returned = self._put_in(self._before, frame, returned, is_comparing=self._is_at_target)
             self._has_arrived = True
             self._passed = self._before["boundary"]
             loops.Hooks.enter = loops.Hooks.loop = None
-            return
+            return returned
         self._pass_by(difference)
+        return returned
 
     def _note_setup(self) -> None:
         if self.setup_s is None:
@@ -280,7 +283,8 @@ class Replay:
             return "the script draws from os.urandom in its steps, and other numbers come out each time"
         return ""
 
-    def _put_in(self, record: Record, frame: FrameType, is_comparing: bool) -> Restore:
+    def _put_in(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
+        """Write what a record holds into the variables; returns what its closure returned, too."""
         if is_comparing:
             self._compare_optimizers(record)
         # Variables that hold what optimizers update are told by its place. Of the parameters that is the same here.
@@ -301,12 +305,13 @@ class Replay:
                 zip(trained.optimizers(), record["optimizers"], strict=is_comparing)
             ):
                 restore.value(optimizer, node, f"optimizer {index}")
+            returned = restore.value(returned, record.fields.get("returned"), "what the closure returns")
         except CannotRestoreError as error:
             self.refuse(str(error))
         if restore.mismatches:
             self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
         random_state.restore(record["rng"])
-        return restore
+        return restore, returned
 
     def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:
         """The user's modules of these names, those among them that the replay has not come by too."""

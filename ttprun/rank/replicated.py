@@ -54,7 +54,20 @@ def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
     for name, parameter, state, _ in _parameters():
         yield f"{name}/{WEIGHT}", parameter.detach()
-        yield from ((f"{name}/{key}", value.detach()) for key, value in state.items() if torch.is_tensor(value))
+        yield from ((f"{name}/{key}", value.detach()) for key, value in _flat(state) if torch.is_tensor(value))
+
+
+def _flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """An optimizer's state of one parameter, by name; the items of a list follow it."""
+    for key, value in state.items():
+        yield from _with_items(key, value)
+
+
+def _with_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield key, value
+    if type(value) is list:
+        for number, item in enumerate(value):
+            yield from _with_items(f"{key}.{number}", item)
 
 
 def keys_of_parameters() -> dict[int, str]:
@@ -66,7 +79,7 @@ def describe() -> tuple[list[Any], list[Part]]:
     """What this rank holds of the newest boundary: the weights as the optimizer has left them there.
 
     returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and what this
-             rank holds of all tensors
+             rank holds of all tensors; the value of a list is [its length], and its items follow
 
     Raises NotRepairableError.
     """
@@ -78,17 +91,20 @@ def describe() -> tuple[list[Any], list[Part]]:
         raise NotRepairableError(kept.why_not())
     for name, parameter, state, _ in _parameters():
         entries = []
-        why_not = sharded.why_not_stored((parameter, *filter(torch.is_tensor, state.values())))
+        flat = list(_flat(state))
+        why_not = sharded.why_not_stored((parameter, *(value for _, value in flat if torch.is_tensor(value))))
         if why_not:
             raise NotRepairableError(why_not)
         weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
         parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
-        for key, value in state.items():
+        for key, value in flat:
             if isinstance(value, torch.Tensor):
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
                 parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), sharded.chunk_of(value)))
             elif isinstance(value, _PLAIN):
                 entries.append([key, False, value, None])
+            elif type(value) is list:
+                entries.append([key, False, [len(value)], None])
             else:
                 raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
         header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
@@ -128,18 +144,37 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
             continue
         old = optimizer.state[parameter]
         new: dict[str, Any] = {}
-        for key, is_tensor, value, entry_shape in entries:
-            if not is_tensor:
-                new[key] = value
-                continue
-            tensor = old.get(key)
-            kind = getattr(torch, value)
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or list(tensor.shape) != entry_shape:
-                if sharded.is_distributed(parameter):
-                    raise NotRepairableError(f"{name} has no '{key}' here, and whether it is sharded is not known")
-                tensor = torch.empty(entry_shape, dtype=kind)
-            fill(f"{name}/{key}", tensor)
-            device.mark_safe(tensor)
-            new[key] = tensor
+        left = iter(entries)
+        for entry in left:
+            new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
         old.clear()
         old.update(new)
+
+
+def _take_over_state(
+    name: str,
+    parameter: torch.Tensor,
+    old: Any,
+    entry: list[Any],
+    left: Iterator[list[Any]],
+    fill: Callable[[str, torch.Tensor], None],
+) -> Any:
+    """One value of a parameter's state, as `entry` describes it.
+
+    old    what stands there; a tensor of that form is written to
+    left   the entries after it: a list's items are taken from there
+    """
+    key, is_tensor, value, shape = entry
+    if is_tensor:
+        kind = getattr(torch, value)
+        if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
+            if sharded.is_distributed(parameter):
+                raise NotRepairableError(f"{name} has no '{key}' here, and whether it is sharded is not known")
+            old = torch.empty(shape, dtype=kind)
+        fill(f"{name}/{key}", old)
+        registry.current().mark_safe(old)
+        return old
+    if type(value) is not list:
+        return value
+    items = [*(old if type(old) is list else []), *[None] * value[0]]
+    return [_take_over_state(name, parameter, items[at], next(left), left, fill) for at in range(value[0])]

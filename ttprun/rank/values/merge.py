@@ -87,7 +87,10 @@ class Merge(Outcome):
             for name, scope in self._last.modules.items()
         }
         optimizers = self._in_order(first["optimizers"], last["optimizers"], mine["optimizers"])
-        return {"variables": variables, "loops": loops, "modules": modules, "optimizers": optimizers}
+        returned = self.value(first.get("returned"), last.get("returned"), mine.get("returned"))
+        return {
+            "variables": variables, "loops": loops, "modules": modules, "optimizers": optimizers, "returned": returned,
+        }  # fmt: skip
 
     # Three nodes of one place.
 

@@ -125,7 +125,8 @@ class Tree:
         self.definitions: dict[int, list[Any]] = {}
         overs = [loop["over"] for of_frame in fields["loops"] for loop in of_frame]
         scopes = [*self.variables, *self.modules.values()]
-        for node in (*(node for scope in scopes for node in scope.values()), *overs, *fields["optimizers"]):
+        returned = fields.get("returned")
+        for node in (*(node for scope in scopes for node in scope.values()), *overs, *fields["optimizers"], returned):
             self._index(node)
 
     def _index(self, node: Node) -> None:

@@ -1,0 +1,170 @@
+"""Which argument of `Optimizer.step` is a closure, and when the boundary is recorded that such a step leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.rank.fakes import become, make_session
+from tests.rank.processes import run_alone
+from ttprun.rank import boundary, closures, patches
+from ttprun.rank.session import Session
+
+
+class Plain(torch.optim.SGD):
+    """Takes its arguments as torch's own optimizers do."""
+
+
+class OfModel(torch.optim.SGD):
+    """Takes a model where others take a closure."""
+
+    def step(self, model: Any = None) -> Any:  # type: ignore[override]
+        return model
+
+
+class HandsOn(torch.optim.SGD):
+    """Hands whatever it gets to another optimizer."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+def parameters() -> list[torch.Tensor]:
+    return [torch.zeros(2, requires_grad=True)]
+
+
+def model() -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("kind", [Plain, HandsOn])
+@pytest.mark.parametrize(("args", "kwargs"), [((model,), {}), ((), {"closure": model})])
+def test_the_closure_is_watched_and_what_it_returns_is_what_its_end_gives_back(
+    kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    optimizer: Any = kind(parameters())
+    ended: list[float] = []
+    watch = closures.Watch(lambda returned: ended.append(returned) or 2.0, lambda: None)  # type: ignore[func-returns-value]
+
+    found = closures.watch(optimizer, (optimizer, *args), kwargs, watch)
+
+    assert found is not None
+    (_, *given), named = found
+    assert [closure() for closure in (*given, *named.values())] == [2.0]
+    assert ended == [1.0]
+
+
+@pytest.mark.parametrize("args", [(), (None,)])
+def test_a_step_without_a_closure_is_left_alone(args: tuple[Any, ...]) -> None:
+    optimizer = Plain(parameters())
+
+    assert closures.watch(optimizer, (optimizer, *args), {}, closures.Watch(print, print)) is None
+
+
+def test_what_an_optimizer_takes_in_place_of_a_closure_is_left_alone() -> None:
+    optimizer = OfModel(parameters())
+
+    assert closures.watch(optimizer, (optimizer, model), {}, closures.Watch(print, print)) is None
+
+
+def _session(**known: Any) -> Session:
+    patches.apply_all(with_replay=False)
+    register_optimizer_step_pre_hook(boundary.before_step)
+    register_optimizer_step_post_hook(boundary.after_step)
+    session = make_session(**known)
+    become(session)
+    return session
+
+
+def _steps_seen(take: Callable[[Session], None]) -> tuple[int, str]:
+    session = _session()
+    take(session)
+    return session.applied, session.unprotected
+
+
+def _one_call(session: Session) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        seen.append(session.is_applying)
+        loss = weight.sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
+    assert seen == [False]
+
+
+def _several_calls(session: Session) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    optimizer.step(closure)
+
+
+def _no_call(session: Session) -> None:
+    class Deaf(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    Deaf(parameters()).step(print)
+
+
+def _after_a_failed_one(session: Session) -> None:
+    def fail() -> float:
+        raise ValueError("a batch that is no good")
+
+    with pytest.raises(ValueError, match="no good"):
+        torch.optim.SGD(parameters()).step(fail)
+    other = torch.optim.SGD(parameters())
+    other.step()
+
+
+def _within_another(session: Session) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, within: torch.optim.Optimizer) -> None:
+            super().__init__(parameters(), {})
+            self.within = within
+
+        def step(self, closure: Any = None) -> Any:
+            return self.within.step(closure)
+
+    Around(torch.optim.SGD(parameters())).step(model)
+
+
+def test_a_closure_runs_before_the_weights_count_as_changing() -> None:
+    assert run_alone(_steps_seen, _one_call) == (1, "")
+
+
+def test_a_closure_that_is_called_again_costs_the_protection_with_the_reason() -> None:
+    steps, reason = run_alone(_steps_seen, _several_calls)
+
+    assert steps == 1
+    assert reason.startswith("the optimizer calls its closure several times in a step (LBFGS with max_iter > 1)")
+
+
+def test_a_closure_that_is_never_called_costs_the_protection() -> None:
+    steps, reason = run_alone(_steps_seen, _no_call)
+
+    assert steps == 1
+    assert reason == "the optimizer has taken a step without a call of the closure that it was given"
+
+
+def test_a_step_that_an_exception_has_ended_does_not_hide_those_of_another_optimizer() -> None:
+    assert run_alone(_steps_seen, _after_a_failed_one) == (1, "")
+
+
+def test_a_step_inside_of_another_optimizer_s_step_is_one_with_it() -> None:
+    assert run_alone(_steps_seen, _within_another) == (1, "")

@@ -1,0 +1,67 @@
+"""Closures: what a script gives to `Optimizer.step` to compute the gradients inside of the step.
+
+With a closure, forward pass, backward pass and collectives run inside `Optimizer.step`. The weights change only after
+the closure has ended, so that moment is what the beginning of the step is without one. Begin with `watch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_NAME = "closure"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Watch:
+    """The closure of one step.
+
+    ended    called with what the closure returns each time; what it gives back is returned to the optimizer
+    again    called before the closure is called once more
+    calls    how often it has been called
+    """
+
+    def __init__(self, ended: Callable[[Any], Any], again: Callable[[], None]) -> None:
+        self._ended = ended
+        self._again = again
+        self.calls = 0
+
+    def over(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """What the optimizer gets in place of the closure."""
+
+        @functools.wraps(closure, updated=())
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls > 1:
+                self._again()
+                return closure(*args, **kwargs)
+            return self._ended(closure(*args, **kwargs))
+
+        return run
+
+
+def watch(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], by: Watch
+) -> Arguments | None:
+    """The arguments of `step` with the closure watched; None if there is no closure among them.
+
+    args   the optimizer itself is the first one
+    """
+    if callable(kwargs.get(_NAME)):
+        return args, kwargs | {_NAME: by.over(kwargs[_NAME])}
+    if len(args) > 1 and callable(args[1]) and _is_closure(optimizer, args[1]):
+        return (args[0], by.over(args[1]), *args[2:]), kwargs
+    return None
+
+
+def _is_closure(optimizer: torch.optim.Optimizer, value: Any) -> bool:
+    """Whether `step` takes its first argument for a closure; an optimizer of the script's may take a model there."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    first = next((one for one in parameters[1:] or parameters), None)
+    if first is None or first.kind is inspect.Parameter.VAR_POSITIONAL:  # which hands it on
+        return not isinstance(value, torch.nn.Module)
+    return first.name == _NAME
