@@ -37,6 +37,8 @@ ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
+_GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
+
 
 @dataclass
 class Run:
@@ -203,7 +205,8 @@ class Launch:
         """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
         found: dict[int, list[str]] = {}
         for path in sorted(self.folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            read = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = [line for line in read if not line.startswith(_GLOO)]
             found.setdefault(int(path.parent.name), []).extend(lines)
         return found
 

@@ -58,6 +58,7 @@ CALLS: dict[str, Call] = {
     "torch.nn.parallel.distributed.DistributedDataParallel.__init__": ((THING, LINEAR), {"bucket_cap_mb": 1}),
     "torch._jit_internal._extract_tensors": (([LINEAR.weight, 1],), {}),
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
+    "torch.autograd.graph.saved_tensors_hooks.__enter__": ((THING,), {}),
     "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
     "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
     "torch.utils.data.dataloader.DataLoader.__iter__": ((THING,), {}),

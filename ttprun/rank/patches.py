@@ -75,6 +75,12 @@ PATCHES: tuple[Patch, ...] = (
         "to know that ranks will take different numbers of steps: none is replaced from then on",
     ),
     Patch(
+        "torch.autograd.graph",
+        "saved_tensors_hooks.__enter__",
+        "ttprun.rank.values.histories:wrap_saved_tensors_hooks",
+        "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
+    ),
+    Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
         "ttprun.rank.trained:wrap_optimizer_init",

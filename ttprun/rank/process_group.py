@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
-from ttprun.rank import broken_links, faults, reduce_scatter, sharded
+from ttprun.rank import broken_links, faults, held_works, reduce_scatter, sharded
 from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.frames import location_key
@@ -53,6 +53,7 @@ class ManagedGroup(ProcessGroup):
     op_limit      the time-out that the script asked for
     number        groups are numbered in the order in which the script makes them
     is_joined     all members have come together in it once; till then the main thread is the one that connects
+    is_made   torch has finished making it
     has_new_peers  since it was last connected, another process has taken a member's place
     buckets      inputs that need no copy
     """
@@ -73,6 +74,7 @@ class ManagedGroup(ProcessGroup):
         session.groups_count += 1
         self.number = session.groups_count
         self.is_joined = False
+        self.is_made = False
         self.has_new_peers = False
         self.buckets = Buckets(self)
         self._description = ""
@@ -195,8 +197,12 @@ class ManagedGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """What DCP's async_save asks for: the devices of the backends that torch would have registered."""
-        return [torch.device("cpu")]
+        """What DCP's async_save asks for: the devices of the backends that torch would have registered.
+
+        None while torch is still making the group: it would attach its flight recorder (2.15) to a native backend of
+        that device, and ours has none.
+        """
+        return [torch.device("cpu")] if self.is_made else []
 
     @property
     def connection(self) -> Connection | None:
@@ -377,7 +383,8 @@ class ManagedGroup(ProcessGroup):
 
 def _operation(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        return self.issue(op, positional(op, args, kwargs))
+        work = self.issue(op, positional(op, args, kwargs))
+        return held_works.hold(work) if held_works.IS_NEEDED else work
 
     call.__name__ = op
     return call
