@@ -371,6 +371,12 @@ def environment() -> Mapping[str, str]:
     return clean
 
 
+def listed(name: str) -> set[str]:
+    """The tests that a list in this folder names."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
+
+
 def _attempt(path: Path) -> tuple[int, str]:
     return int(path.parents[1].name.removeprefix("attempt_")), str(path)
 
