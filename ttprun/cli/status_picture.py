@@ -23,8 +23,16 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
     if shown.incidents:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
-        parts += [Text(f"incident {one.id}: {one.reason}") for one in shown.incidents if one.reason]
+        for one in shown.incidents:
+            parts += [Text(f"incident {one.id}: {told}") for told in told_of(one)]
     return Group(*parts)
+
+
+def told_of(incident: IncidentStatus) -> list[str]:
+    """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
+    found = [incident.reason] if incident.reason else []
+    found += [f"equal: {one}" for one in incident.equal]
+    return found + [f"not proved: {one}" for one in incident.unproved]
 
 
 def draw_headline(shown: RunStatus) -> Text:

@@ -20,6 +20,7 @@ RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "f
 logger = logging.getLogger(__name__)
 
 StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "RunStatus")
+_TUPLES = ("ranks", "equal", "unproved")  # of an incident; JSON has lists
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
 
@@ -56,6 +57,8 @@ class IncidentStatus:
     *_s         what each phase took; null for one that was not reached
     steps_lost  optimizer steps that have to be run again
     boundary    the boundary from which everyone went on
+    equal       what of the replacements was compared with the lost ranks, and found equal
+    unproved    what could not be compared, or need not be equal and was not
     """
 
     id: int
@@ -74,6 +77,8 @@ class IncidentStatus:
     total_s: float | None = None
     steps_lost: int | None = None
     boundary: int | None = None
+    equal: tuple[str, ...] = ()
+    unproved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,7 @@ def read_status(path: str | Path) -> RunStatus:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
         incidents = tuple(
-            _build(IncidentStatus, incident | {"ranks": tuple(incident["ranks"])})
+            _build(IncidentStatus, incident | {name: tuple(incident.get(name, ())) for name in _TUPLES})
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None

@@ -57,6 +57,12 @@ PATCHES: tuple[Patch, ...] = (
         is_for_frameworks=True,
     ),
     Patch(
+        "torch.autograd",
+        "backward",
+        "ttprun.rank.proof:wrap_backward",
+        "to compare a replacement's loss and gradients with those of the lost rank",
+    ),
+    Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
         "ttprun.rank.trained:wrap_ddp_init",

@@ -23,9 +23,10 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
-from ttprun.rank import broken_links, faults, held_works, reduce_scatter, sharded
+from ttprun.rank import broken_links, faults, held_works, proof, reduce_scatter, sharded
 from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
+from ttprun.rank.evidence import INPUT
 from ttprun.rank.frames import location_key
 from ttprun.rank.issue_once import issue_once
 from ttprun.rank.journal import SMALL_RESULT_BYTES, EndedError, Entry
@@ -295,6 +296,8 @@ class ManagedGroup(ProcessGroup):
         tensors = outputs if inputs is outputs else (*outputs, *inputs)
         if [tensor for tensor in tensors if tensor.layout is not torch.strided]:
             session.give_up_protection("collectives of sparse tensors are not repaired")
+        if inputs:
+            proof.note(session, INPUT, self._name, inputs, entry.op)
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if is_kept or journal.is_frozen:
