@@ -54,6 +54,7 @@ class Reports:
             pass  # a standby that was needed before it was ready
         elif op == "modules":
             self._supervisor.standbys.warm_up(message["modules"], message["files"])
+            self._supervisor.watch.start_standbys()
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()
@@ -232,11 +233,6 @@ class Reports:
             return
         if op == "protected":
             seat.is_protected = True
-            # Not before all are: they need the processors themselves to import torch. Nor in an incident, behind which
-            # the standbys are refilled anyway.
-            is_quiet = self._supervisor.job.incident is None
-            if is_quiet and all(other.is_protected for other in self._supervisor.seats):
-                self._supervisor.watch.refill_standbys()
             self._supervisor.advance(recovery.RankProtected(**fields))
             return
         fields["generation"] = message["generation"]

@@ -92,6 +92,7 @@ class StatusPublisher:
             updated_at=timestamp(),
             restarts_left=self.restarts_left,
             standbys=supervisor.standbys.ready,
+            standby_state=supervisor.standbys.state if exit_code is None else "",
             protection=protection_of(job),
             exit_code=exit_code,
             reason=reason or (supervisor.verdict.reason if supervisor.verdict else ""),

@@ -39,7 +39,8 @@ def draw_headline(shown: RunStatus) -> Text:
     """State, generation and budgets, then what a person must know besides."""
     facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
     if not shown.has_ended:
-        facts += [f"standbys {shown.standbys}", f"restarts left {shown.restarts_left}"]
+        standbys = f"standbys {shown.standbys}" + (f" ({shown.standby_state})" if shown.standby_state else "")
+        facts += [standbys, f"restarts left {shown.restarts_left}"]
     if shown.exit_code is not None:
         facts.append(f"exit code {shown.exit_code}")
     line = Text.assemble(

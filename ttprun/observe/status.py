@@ -112,6 +112,7 @@ class RunStatus:
     generation     number of the communicator set; +1 whenever connections are rebuilt
     restarts_left  whole-group restarts that may still happen
     standbys       processes that stand ready now
+    standby_state  how they stand, in words; "" if none are wanted
     protection     "on", or why a lost rank cannot be replaced
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
@@ -131,6 +132,7 @@ class RunStatus:
     updated_at: str
     restarts_left: int = 0
     standbys: int = 0
+    standby_state: str = ""
     protection: str = "on"
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
@@ -190,7 +192,7 @@ def read_status(path: str | Path) -> RunStatus:
         return status
     # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
     lost = tuple(rank if rank.state == "finished" else replace(rank, state="lost") for rank in ranks)
-    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0)
+    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
 
 
 @cache
