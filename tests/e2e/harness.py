@@ -32,12 +32,11 @@ WHILE_TRUE = "while_true_get_batch.py"  # 40 steps
 TRAINER = "trainer_class.py"
 TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
 PLAIN = "plain_tensors.py"  # 40 steps
+NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anything named as not proved
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
-
-_GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
 
 
 @dataclass
@@ -205,8 +204,7 @@ class Launch:
         """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
         found: dict[int, list[str]] = {}
         for path in sorted(self.folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
-            read = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            lines = [line for line in read if not line.startswith(_GLOO)]
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             found.setdefault(int(path.parent.name), []).extend(lines)
         return found
 
@@ -300,6 +298,8 @@ def assert_same_outcome(result: Run, reference: Run) -> None:
     assert result.hashes == reference.hashes, result.story()
     assert result.final == reference.final, f"final.pt differs\n{result.story()}"
     assert result.exit_code == reference.exit_code, result.story()
+    is_named = bool(result.status.get("not_proved"))
+    assert is_named == (result.script in NOT_PROVED), f"{result.status.get('not_proved')}\n{result.story()}"
 
 
 def assert_only_replaced(result: Run, incidents: int = 1) -> None:
@@ -369,12 +369,6 @@ def environment() -> Mapping[str, str]:
     except PackageNotFoundError:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
     return clean
-
-
-def listed(name: str) -> set[str]:
-    """The tests that a list in this folder names."""
-    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
-    return {line for line in lines if not line.startswith("#")}
 
 
 def _attempt(path: Path) -> tuple[int, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -238,3 +240,19 @@ class Sentence:
 
     ids: torch.Tensor
     words: list[str]
+
+
+def make_noise(limit: int | None = 128) -> Any:
+    """A cached function that draws."""
+
+    @functools.lru_cache(limit)
+    def noise(start: Any = 0, *, number: Any = 0) -> float:
+        return random.random() + len(str((start, number)))
+
+    return noise
+
+
+class Cached:
+    @functools.lru_cache  # noqa: B019 - as scripts do
+    def noise(self, number: int) -> float:
+        return random.random() + number

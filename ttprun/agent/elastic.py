@@ -20,7 +20,6 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
-from ttprun.torch_versions import GRACE_S
 
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -81,18 +80,16 @@ class ReplacingAgent(LocalElasticAgent):
         context: Any = self._pcontext
         return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
 
-    # What torch passes to these two beside the group and the signal differs between its releases.
-
-    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self.supervisor.pause()
-        super()._stop_workers(worker_group, *args, **kwargs)
+        super()._stop_workers(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self.signals.first is not None:
-            self.supervisor.end(f"ended by {self.signals.first.name}", kwargs.get("timeout", GRACE_S))
+            self.supervisor.end(f"ended by {self.signals.first.name}", timeout)
             self.supervisor.announce_signal(death_sig)
         self.supervisor.pause()
-        super()._shutdown(death_sig, *args, **kwargs)
+        super()._shutdown(death_sig, timeout)
 
 
 class _handlers_made_by:

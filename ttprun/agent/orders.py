@@ -55,10 +55,7 @@ class Orders:
         for the next fault.
         """
         seat = self._supervisor.seats[action.rank]
-        is_on_its_way = self._supervisor.standbys.is_on_its_way
-        if is_on_its_way:
-            self._supervisor.standbys.hurry()
-        if seat.is_dying or is_on_its_way:
+        if seat.is_dying or self._supervisor.standbys.is_on_its_way:
             seat.spawn = lambda: self.spawn_rank(action)
             return
         seat.spawn = None
@@ -215,7 +212,8 @@ class Orders:
         """Tell the status, the log and the operator how an incident stands."""
         incident = action.incident
         self._supervisor.status.note_incident(incident)
-        self._supervisor.log("incident", **asdict(incident))
+        not_proved = self._supervisor.status.not_proved.of_incident(incident.id)
+        self._supervisor.log("incident", **asdict(incident), **({"not_proved": not_proved} if not_proved else {}))
         self._supervisor.repairs.note_incident(incident)
         told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
         if incident.outcome == "open":

@@ -20,7 +20,6 @@ RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "f
 logger = logging.getLogger(__name__)
 
 StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "RunStatus")
-_TUPLES = ("ranks", "equal", "unproved")  # of an incident; JSON has lists
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
 
@@ -57,8 +56,7 @@ class IncidentStatus:
     *_s         what each phase took; null for one that was not reached
     steps_lost  optimizer steps that have to be run again
     boundary    the boundary from which everyone went on
-    equal       what of the replacements was compared with the lost ranks, and found equal
-    unproved    what could not be compared, or need not be equal and was not
+    not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it
     """
 
     id: int
@@ -77,8 +75,7 @@ class IncidentStatus:
     total_s: float | None = None
     steps_lost: int | None = None
     boundary: int | None = None
-    equal: tuple[str, ...] = ()
-    unproved: tuple[str, ...] = ()
+    not_proved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,12 +109,12 @@ class RunStatus:
     generation     number of the communicator set; +1 whenever connections are rebuilt
     restarts_left  whole-group restarts that may still happen
     standbys       processes that stand ready now
-    standby_state  how they stand, in words; "" if none are wanted
     protection     "on", or why a lost rank cannot be replaced
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
     snapshot_step  boundary of the snapshot in shared memory to which all ranks can go back, null if there is none
     save_dir       directory of the run's checkpoints
+    not_proved     what of the ranks' variables can change and is in no record, by name, type and reason
     away           ranks without which the others train on
     reason         why the run is in this state, "" if that needs no words
     host           where the agent runs; only there can its pid be looked up
@@ -132,7 +129,6 @@ class RunStatus:
     updated_at: str
     restarts_left: int = 0
     standbys: int = 0
-    standby_state: str = ""
     protection: str = "on"
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
@@ -141,6 +137,7 @@ class RunStatus:
     snapshot_step: int | None = None
     save_dir: str | None = None
     away: tuple[int, ...] = ()
+    not_proved: tuple[str, ...] = ()
     reason: str = ""
     host: str = field(default_factory=lambda: os.uname().nodename)
 
@@ -179,11 +176,12 @@ def read_status(path: str | Path) -> RunStatus:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
         incidents = tuple(
-            _build(IncidentStatus, incident | {name: tuple(incident.get(name, ())) for name in _TUPLES})
+            _build(IncidentStatus, incident | _tuples(incident, "ranks", "not_proved"))
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
-        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint, "away": tuple(raw.get("away", ()))}
+        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint}
+        parts |= _tuples(raw, "away", "not_proved")
         status = _build(RunStatus, raw | parts)
         is_orphaned = not (status.has_ended or _is_agent_alive(status))
     except (AttributeError, KeyError, TypeError) as error:
@@ -192,12 +190,16 @@ def read_status(path: str | Path) -> RunStatus:
         return status
     # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
     lost = tuple(rank if rank.state == "finished" else replace(rank, state="lost") for rank in ranks)
-    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
+    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0)
 
 
 @cache
 def _warn_once(target: Path, reason: str | None) -> None:
     logger.warning("the status is not written to %s (%s); the job goes on", target, reason)
+
+
+def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tuple(raw.get(name, ())) for name in names}
 
 
 def _build(kind: type[StatusT], raw: Mapping[str, Any]) -> StatusT:

@@ -129,8 +129,6 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.journal.wait(entry)
         if session.journal.givers:
             _check_what_was_given(session)
-        if session.proof is not None:
-            session.proof.end_step()
         boundary = session.applied + 1
         session.verifier.look(boundary, trained.replicated_weights)
         if _write_record(session, boundary, frame, optimizer, returned):
@@ -225,6 +223,7 @@ def _write_record(
             record, blobs, is_open = describe(session, boundary, frame, returned)
             head = values.pack(record)
             session.recorder.write(boundary, head, blobs)
+            session.tell_not_proved(record["not_proved"])
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
@@ -274,7 +273,7 @@ def describe(
     mark = stepped.sample(boundary)
     session.kept_weights.compare(stepped, mark)
     snapshot = values.Snapshot(stepped.storages, looped.followed(around))
-    record = {
+    record: dict[str, Any] = {
         "boundary": boundary,
         "place": standing.place,
         "unfollowed": standing.why_not,
@@ -304,7 +303,13 @@ def describe(
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],
         "is_straight": False,
+        "not_proved": [],
     }
+    if snapshot.not_proved:
+        names = ["" if code.co_name == "<module>" else code.co_qualname for code in standing.codes]
+        scopes = dict(zip(names, record["variables"], strict=True)) | record["modules"]
+        scopes["optimizers"] = dict(zip(map(str, range(len(living))), record["optimizers"], strict=True))
+        record["not_proved"] = values.names_not_proved(snapshot, scopes)
     return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
 
 

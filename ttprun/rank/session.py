@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from ttprun.rank.journal import Journal
     from ttprun.rank.kept_weights import KeptWeights
     from ttprun.rank.process_group import ManagedGroup
-    from ttprun.rank.proof import Proof
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.recovery import Recovery
     from ttprun.rank.replay import Replay
@@ -48,7 +47,6 @@ class Session:
     times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     is_over       this run of the script has ended with an exception
-    proof         set while a replacement is in the step in which its rank was lost
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script has last stepped an optimizer
     row           this rank's fields on the board
@@ -86,7 +84,6 @@ class Session:
     replay: Replay | None = None
     recovery: Recovery | None = None
     expected: Expected | None = None
-    proof: Proof | None = None
     framework: Framework | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()
@@ -97,6 +94,7 @@ class Session:
         self.changed = threading.Condition(self.lock)
         self.recorded = self.board.column(Field.RECORDED)
         self.row = self.board.row(self.local_rank)
+        self._told_not_proved: list[str] = []
 
     def is_repairable(self) -> bool:
         """Whether another rank could be repaired from what this one keeps."""
@@ -121,6 +119,12 @@ class Session:
         if self.local_rank == 0:
             modules = [name for name in sys.modules if name.startswith("torch.")]
             self.channel.send({"op": "modules", "modules": modules, "files": list(rewrite.followed)})
+
+    def tell_not_proved(self, names: list[str]) -> None:
+        """Name what can change and is in no record: after the first step, and when there is something new."""
+        if names is not self._told_not_proved and names != self._told_not_proved:
+            self.channel.send({"op": "not_proved", "names": names})
+        self._told_not_proved = names
 
     def touch(self, phase: Phase) -> None:
         """Note on the board what the main thread does now."""

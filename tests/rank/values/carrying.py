@@ -44,6 +44,13 @@ def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str
     return restore.mismatches
 
 
+def not_proved(lost: Scope) -> list[str]:
+    """What `ttprun status` would say of these variables."""
+    snapshot = Snapshot(_NOTHING)
+    nodes = snapshot.variables(lost)
+    return values.names_not_proved(snapshot, {"": nodes})
+
+
 def is_refused(lost: Scope, here: Scope) -> bool:
     """Whether the recovery would end here with a reason."""
     try:

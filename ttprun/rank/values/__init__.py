@@ -6,10 +6,11 @@ other ranks merge.py makes one record of three, which trees.py compares. The rul
 reproduced by the replay and compared, is refused with the variable's name.
 """
 
-from ttprun.rank.values import callables, kinds, large, modules, objects, rows, snapshot, unchanged
+from ttprun.rank.values import callables, kinds, large, modules, named, objects, rows, snapshot, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.merge import Merge
+from ttprun.rank.values.named import names_of as names_not_proved
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -20,7 +21,7 @@ from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
-    "fingerprint", "forget", "is_awaited", "kinds", "pack", "restore_loop", "spoil", "unpack",
+    "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "restore_loop", "spoil", "unpack",
 ]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def forget() -> None:
     begin_boundary()
     begin_boundary()
     large.forget()
+    named.forget()
     for kept in (
         callables._named,
         callables._classes,

@@ -151,14 +151,26 @@ def class_attributes(kind: type) -> dict[str, Any]:
     if hasattr(kind, "__members__") or hasattr(kind, "_field_defaults"):  # enumerations and named tuples do not change
         return {}
     return {
-        name: item
+        name: _unbound(item)
         for name, item in vars(kind).items()
         if not (name[:2] == "__" and name[-2:] == "__") and name[:5] != "_abc_" and not _is_descriptor(item)
     }
 
 
 def _is_descriptor(item: Any) -> bool:
-    return item.__class__ not in SETTLED and (isinstance(item, _DESCRIPTORS) or hasattr(type(item), "__get__"))
+    if type(item) in SETTLED or _is_own_cache(_unbound(item)):
+        return False
+    return isinstance(item, _DESCRIPTORS) or hasattr(type(item), "__get__")
+
+
+def _is_own_cache(item: Any) -> bool:
+    """Whether it is a method of the user's with a cache."""
+    code = getattr(item.__wrapped__, "__code__", None) if type(item) is functools._lru_cache_wrapper else None
+    return code is not None and is_user_file(code.co_filename)
+
+
+def _unbound(item: Any) -> Any:
+    return item.__func__ if type(item) in (staticmethod, classmethod) else item
 
 
 # Class: (all that its dictionary holds, the nodes of its attributes if none of them can change by itself)

@@ -43,6 +43,12 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
     return [name_of(kind), attributes]
 
 
+def nodes_of_items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
+    """Nodes of what an object holds, packed where they are many and have not changed; as _items."""
+    found = _items(snapshot, value, items, depth, which)
+    return found if isinstance(found, list) else found.packed
+
+
 def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept | Rows:
     """Nodes of items; what is known of them, where they are many and have not changed."""
     if len(items) < MIN_ITEMS:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ttprun.rank import iterator_state
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
+from ttprun.rank.values.process_local import record_unknown
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -57,6 +58,12 @@ def record_unknown_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if id(value) in snapshot.followed:
         return [Tag.SAME, name_of(type(value)), ""]
     return [Tag.REFUSED, f"is a {type(value).__qualname__}, which does not tell how it stands"]
+
+
+def record_compiled_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """One of an extension module's: compared by what it would give to pickle, if it does."""
+    node = record_unknown(snapshot, value, depth)
+    return record_unknown_iterator(snapshot, value, depth) if node[0] is Tag.NOT_PROVED else node
 
 
 def record_compared_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:

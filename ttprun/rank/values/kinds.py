@@ -1,7 +1,8 @@
 """Which kind of value is recorded how, and which node is restored how: two tables.
 
 The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class has
-attributes, or is left to the replay (process_local.py), or is refused. Read EXACT first.
+attributes, or is left to the replay (left_to_replay.py), or tells its state otherwise, or is named as not proved
+(not_proved.py). Read EXACT first.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ import torch
 
 from ttprun.rank import sharded
 from ttprun.rank.values import (
+    adapters,
     arrays,
+    caches,
     callables,
     containers,
     iterators,
+    left_to_replay,
+    made,
     modules,
+    not_proved,
     objects,
     optimizers,
     plain,
@@ -74,7 +80,8 @@ EXACT: dict[type, Handler] = {
     types.MethodDescriptorType: callables.record_named,
     types.ClassMethodDescriptorType: callables.record_named,
     functools.partial: callables.record_partial,
-    functools._lru_cache_wrapper: callables.record_named,
+    functools._lru_cache_wrapper: caches.record_cache,
+    **dict.fromkeys(made.PARTS, made.record_made),
     types.SimpleNamespace: objects.record_object,
     numpy.ndarray: arrays.record_array,
     numpy.memmap: arrays.record_array,
@@ -133,6 +140,8 @@ BY_BASE: list[tuple[type, Handler]] = [
     (threading.local, objects.record_object),
     (contextvars.ContextVar, process_local.record_context_variable),
     (mmap.mmap, streams.record_map),
+    (torch.UntypedStorage, tensors.record_storage),
+    (torch.TypedStorage, tensors.record_storage),
 ]
 
 # Left to the replay, since the iterator and the functions are made by it, or recorded elsewhere.
@@ -143,6 +152,7 @@ objects.leave_out(torch.utils.data.DataLoader, "_iterator")
 
 RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.SAME: restore.restore_same,
+    Tag.NOT_PROVED: not_proved.restore_not_proved,
     Tag.REFUSED: restore.restore_refused,
     Tag.REFERENCE: restore.restore_reference,
     Tag.PLAIN: plain.restore_plain,
@@ -153,6 +163,9 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.DEQUE: containers.restore_deque,
     Tag.DICT: containers.restore_dict,
     Tag.WEAK: weak.restore_weak,
+    Tag.STATE: adapters.restore_state,
+    Tag.MADE: made.restore_made,
+    Tag.CACHE: caches.restore_cache,
     Tag.BYTES: containers.restore_bytes,
     Tag.BUFFER: containers.restore_buffer,
     Tag.LONG: containers.restore_long,
@@ -187,16 +200,25 @@ def handler_for(kind: type) -> Handler:
     """How values of a type are recorded."""
     if kind in EXACT:
         return EXACT[kind]
+    adapter = adapters.adapter_for(kind)
+    if adapter is not None:
+        return adapters.record_with(adapter, kind)
     if sharded.kind() is not None and issubclass(kind, sharded.kind()):  # type: ignore[arg-type]
         return shards.record_sharded
     for base, handler in BY_BASE:
         if issubclass(kind, base):
             return handler
-    if not objects.is_of_user(kind) and process_local.is_reproduced(kind):
-        return iterators.record_unknown_iterator if hasattr(kind, "__next__") else process_local.record_same
+    if not objects.is_of_user(kind):
+        if left_to_replay.why_left(kind):
+            return iterators.record_unknown_iterator if hasattr(kind, "__next__") else process_local.record_same
+        out_of_reach = left_to_replay.why_out_of_reach(kind)
+        if out_of_reach:
+            return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
     if kind.__dictoffset__ or objects.slots_of(kind):
         return objects.record_value_object if objects.is_frozen(kind) else objects.record_object
-    return objects.record_object if objects.is_of_user(kind) else process_local.record_unknown
+    if objects.is_of_user(kind):
+        return objects.record_object
+    return iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
 
 
 choose_with(handler_for, fixed=(process_local.record_same, callables.record_named, callables.record_function))

@@ -21,6 +21,7 @@ class Tag(enum.StrEnum):
     """Kinds of nodes."""
 
     SAME = "="  # reproduced by the replay and compared: [tag, type, what else must be equal]
+    NOT_PROVED = "?"  # can change, and is not recorded: [tag, type, why]; see not_proved.py
     REFUSED = "!"  # cannot be recorded: [tag, why]
     REFERENCE = "r"  # an object seen before: [tag, number]
     PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
@@ -31,6 +32,9 @@ class Tag(enum.StrEnum):
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
     WEAK = "W"  # see weak.py
+    STATE = "S"  # what an adapter tells of an object: [tag, number, type, packed state, {attribute: node}]
+    MADE = "y"  # immutable, made by calling its type: [tag, type, [arguments], {keyword: node}]
+    CACHE = "k"  # see caches.py
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
     LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]

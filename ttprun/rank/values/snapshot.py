@@ -149,6 +149,7 @@ class Snapshot:
     is_apart   the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
     blobs      tensors to write behind the plain part, each a `plain` one: modules' buffers, weights that no optimizer
                updates, and what is too large to be copied more than once
+    not_proved types of the objects met that can change and are not recorded
     computed   tensors met that were computed with gradients, but for views of what optimizers update
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
@@ -162,6 +163,7 @@ class Snapshot:
         self.is_apart = is_apart
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
+        self.not_proved: list[str] = []
         self.computed: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}

@@ -22,6 +22,7 @@ from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.arrays import is_changing
 from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed, keep_node, node_as_before
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
+from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, shape_of, without_history
@@ -183,6 +184,14 @@ def _record_unusual(value: torch.Tensor) -> Any:
         return [Tag.REFUSED, f"is a tensor of {what}"]
     digests = " ".join(follow(part.detach())[0].hex() for part in parts)
     return [Tag.SAME, "torch:Tensor", f"{what} {digests}"]
+
+
+def record_storage(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """Memory by itself: recorded with the tensors in it, or not at all."""
+    at = value.data_ptr()
+    if at in snapshot.stepped or at in snapshot.storages:
+        return [Tag.SAME, name_of(type(value)), ""]
+    return record_not_proved(snapshot, value, "it is memory that no tensor met so far lies in")
 
 
 def record_unrecorded(snapshot: Snapshot, value: Unrecorded, depth: int) -> Any:

@@ -1,0 +1,28 @@
+"""State that no attribute shows is restored, or named before and after a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.e2e.harness import EPOCHS, Run, assert_same_outcome
+
+KILL = "kill:rank=1,step=20,phase=backward"
+
+
+def test_what_caches_events_and_databases_hold_is_restored_and_the_rest_is_named(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    result = run_ttprun("keeps_much.py", 2, faults=[KILL])
+
+    named = ["compressor (zlib.Compress): it can change, and tells nothing of its state"]
+    assert [incident["outcome"] for incident in result.incidents] == ["recovered"], result.story()
+    assert result.status["not_proved"] == result.incidents[0]["not_proved"] == named
+    assert f"not proved: {named[0]}" in result.output
+    assert_same_outcome(result, undisturbed("keeps_much.py", 2))
+
+
+def test_nothing_of_an_ordinary_script_is_named(run_ttprun: Callable[..., Run]) -> None:
+    result = run_ttprun(EPOCHS, 2)
+
+    assert [event for event in result.events if event["event"] == "not_proved"] == []
+    assert result.status["not_proved"] == []

@@ -1,0 +1,282 @@
+"""Objects with state that Python cannot see: recorded by an adapter, compared, or named as not proved."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import multiprocessing
+import operator
+import random
+import re
+import sqlite3
+import struct
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.rank import user_values
+from tests.rank.values.carrying import Scope, carry, is_refused, not_proved
+from ttprun.rank.values import CannotRestoreError
+
+
+class Pair(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_int), ("rate", ctypes.c_double))
+
+
+class Pointing(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_void_p),)
+
+
+def _set(event: Any) -> Any:
+    event.set()
+    return event
+
+
+def _taken(semaphore: Any, times: int) -> Any:
+    for _ in range(times):
+        semaphore.acquire()
+    return semaphore
+
+
+RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], Any]]] = {
+    # how the lost rank's is made, how the replacement's, what of it counts
+    "event": (lambda: _set(threading.Event()), threading.Event, lambda x: x.is_set()),
+    "event cleared": (threading.Event, lambda: _set(threading.Event()), lambda x: x.is_set()),
+    "semaphore": (lambda: _taken(threading.Semaphore(5), 3), lambda: threading.Semaphore(5), lambda x: x._value),
+    "event between processes": (
+        lambda: _set(multiprocessing.Event()), multiprocessing.Event, lambda x: x.is_set()
+    ),
+    "semaphore between processes": (
+        lambda: _taken(multiprocessing.Semaphore(5), 3), lambda: multiprocessing.Semaphore(5), lambda x: x.get_value()
+    ),
+    "value": (lambda: multiprocessing.Value("i", 7), lambda: multiprocessing.Value("i", 0), lambda x: x.value),
+    "array": (lambda: multiprocessing.Array("d", [1, 2]), lambda: multiprocessing.Array("d", 2), lambda x: x[:]),
+    "raw value": (lambda: multiprocessing.RawValue("i", 7), lambda: multiprocessing.RawValue("i"), lambda x: x.value),
+    "number of C": (lambda: ctypes.c_int(7), ctypes.c_int, lambda x: x.value),
+    "array of C": (lambda: (ctypes.c_double * 2)(1, 2), ctypes.c_double * 2, lambda x: x[:]),
+    "structure of C": (lambda: Pair(7, 0.5), Pair, lambda x: (x.count, x.rate)),
+    "itemgetter": (lambda: operator.itemgetter(1, "b"), lambda: operator.itemgetter(0), lambda x: x.__reduce__()),
+    "attrgetter": (lambda: operator.attrgetter("a.b"), lambda: operator.attrgetter("c"), lambda x: x.__reduce__()),
+    "methodcaller": (
+        lambda: operator.methodcaller("m", 1, k=(2, 3)), lambda: operator.methodcaller("n"),
+        lambda x: (x.__reduce__()[0].keywords, x.__reduce__()[1]),
+    ),
+    "struct": (lambda: struct.Struct("<q"), lambda: struct.Struct("<i"), lambda x: x.format),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECORDED)
+def test_an_object_whose_state_an_adapter_knows_comes_back(kind: str) -> None:
+    lost, live, told = RECORDED[kind]
+    here: Scope = {"x": live(), "holder": [live()]}
+
+    assert carry({"x": lost(), "holder": [lost()]}, here) == []
+
+    assert told(here["x"]) == told(here["holder"][0]) == told(lost())
+    assert not_proved({"x": lost()}) == []
+
+
+def test_an_event_that_is_set_wakes_the_thread_that_waits_for_it() -> None:
+    lost, live = _set(threading.Event()), threading.Event()
+    thread = threading.Thread(target=live.wait, args=(60,))
+    thread.start()
+
+    carry({"stop": lost}, {"stop": live})
+    thread.join(10)
+
+    assert not thread.is_alive()
+
+
+def test_a_semaphore_that_is_shared_stays_shared() -> None:
+    lost, live = threading.Semaphore(4), threading.Semaphore(4)
+    lost.acquire()
+    here = {"a": live, "b": live}
+
+    carry({"a": lost, "b": lost}, here)
+
+    assert here["a"] is here["b"] is live
+
+
+def _tables(connection: sqlite3.Connection) -> Any:
+    return connection.execute("select * from seen").fetchall()
+
+
+def _database(*rows: int, path: str = ":memory:") -> sqlite3.Connection:
+    connection = sqlite3.connect(path)
+    connection.execute("create table if not exists seen (number int)")
+    connection.executemany("insert into seen values (?)", [(row,) for row in rows])
+    return connection
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_database_in_memory_comes_back(is_committed: bool) -> None:
+    lost, live = _database(1, 2, 3), _database()
+    if is_committed:
+        lost.commit()
+        live.commit()
+    with contextlib.closing(lost), contextlib.closing(live):
+        here = {"cache": live}
+
+        assert carry({"cache": lost}, here) == []
+
+        assert here["cache"] is live
+        assert _tables(live) == [(1,), (2,), (3,)]
+
+        live.execute("insert into seen values (4)")
+        with contextlib.closing(_database()) as again:  # a second fault
+            again.commit()
+            assert carry({"cache": live}, {"cache": again}) == []
+            assert len(_tables(again)) == 4
+
+
+def test_a_database_in_a_file_is_named(tmp_path: Any) -> None:
+    with contextlib.closing(_database(1, path=str(tmp_path / "a.db"))) as lost:
+        assert not_proved({"cache": lost}) == ["cache (sqlite3.Connection): it is in a file"]
+
+
+NAMED: dict[str, tuple[Callable[[], Any], str]] = {
+    "digest": (lambda: hashlib.sha256(b"a"), "_hashlib.HASH"),
+    "compressor": (zlib.compressobj, "zlib.Compress"),
+    "pointer of C": (lambda: Pointing(5), f"{Pointing.__module__}.Pointing"),
+    "match": (lambda: re.match("a", "ab"), "re.Match"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_an_object_that_tells_nothing_of_its_state_is_named_and_does_not_hinder_a_recovery(kind: str) -> None:
+    make, name = NAMED[kind]
+    lost = {"step": 1, "deep": {"list": [make()]}, "x": make()}
+    here: Scope = {"step": 0, "deep": {"list": [make()]}, "x": make()}
+
+    assert carry(lost, here) == []
+
+    assert here["step"] == 1
+    assert [one.partition(":")[0] for one in not_proved(lost)] == [f"deep['list'][0] ({name})", f"x ({name})"]
+
+
+def test_what_is_named_must_be_of_the_same_type_and_there() -> None:
+    with pytest.raises(CannotRestoreError, match="x is a Compress in the lost rank"):
+        carry({"x": zlib.compressobj()}, {"x": None})
+    with pytest.raises(CannotRestoreError, match="x is a Compress in the lost rank"):
+        carry({"x": zlib.compressobj()}, {})
+
+
+def test_loggers_and_locks_are_not_named() -> None:
+    assert (
+        not_proved({"log": logging.getLogger("a"), "lock": threading.Lock(), "condition": threading.Condition()}) == []
+    )
+
+
+CACHED: dict[str, Callable[[], Any]] = {
+    "bounded": user_values.make_noise,
+    "unbounded": lambda: user_values.make_noise(None),
+    "small": lambda: user_values.make_noise(2),
+}
+
+
+@pytest.mark.parametrize("kind", CACHED)
+def test_what_a_cache_has_kept_comes_back(kind: str) -> None:
+    lost, live = CACHED[kind](), CACHED[kind]()
+    drawn = [lost(1), lost(2), lost(number=3), lost("a", number=(4, 5))]
+    live(1), live(9)
+
+    assert carry({"noise": lost}, {"noise": live}) == []
+    state = random.getstate()
+    found = [live("a", number=(4, 5)), live(number=3)]
+
+    assert random.getstate() == state  # nothing was drawn anew
+    assert found == drawn[:1:-1]
+    assert live.cache_info().currsize == lost.cache_info().currsize
+    assert not_proved({"noise": lost}) == []
+
+
+def test_a_full_cache_forgets_next_what_the_lost_ranks_would() -> None:
+    lost, live = user_values.make_noise(2), user_values.make_noise(2)
+    first, _ = lost(1), lost(2)
+    lost(1)
+
+    carry({"noise": lost}, {"noise": live})
+    live(3)
+
+    assert live(1) == first
+
+
+def test_a_function_that_is_cached_does_its_own_work_after_a_recovery() -> None:
+    lost, live = user_values.make_noise(), user_values.make_noise()
+    lost(1)
+    code, defaults = live.__wrapped__.__code__, live.__wrapped__.__kwdefaults__
+
+    carry({"noise": lost}, {"noise": live})
+
+    assert (live.__wrapped__.__code__, live.__wrapped__.__kwdefaults__) == (code, defaults)
+    assert isinstance(live(77), float)
+
+
+def test_the_cache_of_a_method_comes_back() -> None:
+    lost = user_values.Cached()
+    kept = lost.noise(4)
+    live = user_values.Cached.noise
+    before = live.cache_info().currsize
+
+    assert carry({"Cached": user_values.Cached, "it": lost}, {"Cached": user_values.Cached, "it": lost}) == []
+
+    assert live.cache_info().currsize == before
+    assert lost.noise(4) == kept
+
+
+def test_the_cache_of_a_librarys_function_is_left_alone() -> None:
+    here: Scope = {"cached": re._compile_template if hasattr(re, "_compile_template") else functools.lru_cache(len)}
+
+    assert not is_refused(dict(here), here)
+
+
+def test_a_configuration_of_omegaconf_that_is_changed_in_mid_run_comes_back() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    made = {"lr": 0.1, "model": {"width": 8, "layers": [1, 2], "half": "${lr}"}, "name": None}
+    lost, live = (omegaconf.OmegaConf.create(made) for _ in range(2))
+    lost.lr, lost.model.layers[1], lost.name = 0.05, 7, "late"
+    here = {"cfg": live, "model": live.model}
+
+    assert carry({"cfg": lost, "model": lost.model}, here) == []
+
+    assert here["cfg"] == lost
+    assert here["model"] is live.model
+    assert live.model.half == 0.05
+
+
+def test_a_configuration_of_omegaconf_that_was_given_a_key_is_refused() -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+    lost, live = (omegaconf.OmegaConf.create({"lr": 0.1}) for _ in range(2))
+    lost.late = 1
+
+    assert is_refused({"cfg": lost}, {"cfg": live})
+
+
+def test_a_configuration_of_ml_collections_that_is_changed_in_mid_run_comes_back() -> None:
+    config_dict = pytest.importorskip("ml_collections").config_dict
+    lost, live = (config_dict.create(lr=0.1, model=config_dict.create(width=8)) for _ in range(2))
+    lost.lr, lost.model.width, lost.late = 0.05, 16, 1
+
+    assert carry({"cfg": lost}, {"cfg": live}) == []
+
+    assert live == lost
+    assert not_proved({"cfg": lost}) == []
+
+
+def test_flags_of_absl_that_are_changed_in_mid_run_come_back() -> None:
+    flags = pytest.importorskip("absl.flags")
+    lost, live = flags.FlagValues(), flags.FlagValues()
+    for values in (lost, live):
+        flags.DEFINE_float("rate", 0.1, "", flag_values=values)
+        values(["program"])
+    lost.rate = 0.05
+
+    assert carry({"FLAGS": lost}, {"FLAGS": live}) == []
+
+    assert live.rate == 0.05

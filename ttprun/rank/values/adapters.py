@@ -1,0 +1,255 @@
+"""Adapters: how the state of an object is read that is not in its attributes, and how it is put back.
+
+An adapter is an object with two functions. `record(value)` returns the state as plain values: numbers, text, bytes,
+None, and lists, tuples and dictionaries of them, small tensors and arrays. `restore(value, state)` puts such a state
+into an object of the same type that the script's set-up has made. Raising `NotProvedError` in `record` names the object
+as not proved, with the error's text as the reason.
+
+TABLE has ours, by the type's full name; a package registers its own under the same kind of name as an entry point of
+the group `ttprun.adapters`. [tag, number, type, packed node of the state, {attribute: node}]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import logging
+import sqlite3
+from multiprocessing.sharedctypes import SynchronizedBase
+from typing import Any, Protocol
+
+from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
+from ttprun.rank.values.not_proved import record_not_proved
+from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
+from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.snapshot import Handler, Snapshot
+
+MOST_BYTES = 1 << 20  # of a state that is recorded at each boundary
+GROUP = "ttprun.adapters"
+logger = logging.getLogger(__name__)
+
+
+class NotProvedError(Exception):
+    """The state cannot be recorded; the text says why."""
+
+
+class Adapter(Protocol):
+    """What an entry point gives."""
+
+    def record(self, value: Any) -> Any:
+        """The state as plain values."""
+
+    def restore(self, value: Any, state: Any) -> None:
+        """Put it into an object of the same type."""
+
+
+class _Flag:
+    """threading.Event and multiprocessing.Event: whether it is set. Who waits for it is woken."""
+
+    def record(self, value: Any) -> Any:
+        return value.is_set()
+
+    def restore(self, value: Any, state: Any) -> None:
+        if state != value.is_set():
+            (value.set if state else value.clear)()
+
+
+class _Semaphore:
+    """How often it can be taken."""
+
+    def record(self, value: Any) -> Any:
+        return value.get_value() if hasattr(value, "get_value") else value._value
+
+    def restore(self, value: Any, state: Any) -> None:
+        for _ in range(self.record(value), state):
+            value.release()
+        for _ in range(state, self.record(value)):
+            value.acquire(False)
+
+
+def _points_elsewhere(kind: Any) -> bool:
+    """Whether a type of C's holds addresses, which mean nothing in another process."""
+    if issubclass(kind, ctypes.Array):
+        return _points_elsewhere(kind._type_)
+    if issubclass(kind, ctypes.Structure | ctypes.Union):
+        fields = [field[1] for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
+        return any(map(_points_elsewhere, fields))
+    return not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "zZPO"
+
+
+class _Memory:
+    """Numbers, arrays and structures of C: their bytes."""
+
+    def record(self, value: Any) -> Any:
+        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        if _points_elsewhere(type(value)):
+            raise NotProvedError("it points to other memory")
+        if ctypes.sizeof(value) > MOST_BYTES:
+            raise NotProvedError(f"its {ctypes.sizeof(value) >> 20} MiB are too much to record at each step")
+        return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
+
+    def restore(self, value: Any, state: Any) -> None:
+        value = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        if ctypes.sizeof(value) != len(state):
+            raise ValueError("it has another size")
+        ctypes.memmove(ctypes.addressof(value), state, len(state))
+
+
+class _Database:
+    """A database of SQLite's that is in memory alone."""
+
+    def record(self, value: Any) -> Any:
+        cursor = value.cursor()
+        cursor.row_factory = None
+        (_, name, path), *others = cursor.execute("pragma database_list").fetchall()
+        if path or others:
+            raise NotProvedError("it is in a file" if path else "it has other databases attached to it")
+        raw = value.serialize(name=name)
+        if len(raw) > MOST_BYTES:
+            raise NotProvedError(f"its {len(raw) >> 20} MiB are too much to record at each step")
+        return raw
+
+    def restore(self, value: Any, state: Any) -> None:
+        if self.record(value) == state:
+            return
+        if value.in_transaction:
+            value.rollback()
+        with contextlib.closing(sqlite3.connect(":memory:")) as copy:
+            copy.deserialize(state)
+            copy.backup(value)  # deserialize() itself would leave a database that hides what is not committed
+
+
+class _Configuration:
+    """omegaconf's configurations: the values that have been set in them."""
+
+    def record(self, value: Any) -> Any:
+        held = vars(value)["_content"] if "_content" in vars(value) else vars(value)["_val"]
+        if type(held) is dict:
+            return {key: self.record(one) for key, one in held.items()}
+        if type(held) is list:
+            return [self.record(one) for one in held]
+        return self.record(held) if "_metadata" in getattr(held, "__dict__", ()) else held
+
+    def restore(self, value: Any, state: Any) -> None:
+        scope = vars(value)
+        held = scope.get("_content")
+        if "_metadata" in getattr(held, "__dict__", ()):
+            self.restore(held, state)
+            return
+        if type(held) is not type(state) or type(held) not in (dict, list):
+            scope["_content" if "_content" in scope else "_val"] = state
+            return
+        names = list(held) if type(held) is dict else list(range(len(held)))
+        if names != (list(state) if type(state) is dict else list(range(len(state)))):
+            raise ValueError("keys have been added or taken away")
+        for name in names:
+            self.restore(held[name], state[name])
+
+
+class _Flags:
+    """absl's flags: their values."""
+
+    def record(self, value: Any) -> Any:
+        return {name: vars(flag)["_value"] for name, flag in vars(value)["__flags"].items()}
+
+    def restore(self, value: Any, state: Any) -> None:
+        for name, flag in vars(value)["__flags"].items():
+            if name in state:
+                vars(flag)["_value"] = state[name]
+
+
+TABLE: dict[str, Adapter] = {
+    "threading:Event": _Flag(),
+    "threading:Semaphore": _Semaphore(),
+    "multiprocessing.synchronize:Event": _Flag(),
+    "multiprocessing.synchronize:Semaphore": _Semaphore(),
+    "multiprocessing.sharedctypes:SynchronizedBase": _Memory(),
+    "_ctypes:_SimpleCData": _Memory(),
+    "_ctypes:Array": _Memory(),
+    "_ctypes:Structure": _Memory(),
+    "_ctypes:Union": _Memory(),
+    "sqlite3:Connection": _Database(),
+    "omegaconf.dictconfig:DictConfig": _Configuration(),
+    "omegaconf.listconfig:ListConfig": _Configuration(),
+    "absl.flags._flagvalues:FlagValues": _Flags(),
+}
+_registered: dict[str, Any] | None = None
+
+
+def adapter_for(kind: type) -> Adapter | None:
+    """The adapter of a type or of its nearest base that has one; a registered one wins."""
+    names = [name_of(base) for base in kind.__mro__[:-1]]
+    for name in names:
+        entry = _entry_points().get(name)
+        if entry is not None:
+            try:
+                found: Adapter = entry.load()
+                return found() if isinstance(found, type) else found
+            except Exception as error:  # of somebody else's code
+                logger.warning("the adapter for %s cannot be used: %r", name, error)
+        if name in TABLE:
+            return TABLE[name]
+    return None
+
+
+def _entry_points() -> dict[str, Any]:
+    """Registered adapters by the full name of their type, with a colon or a dot before the type's own name."""
+    global _registered
+    if _registered is None:
+        found = importlib.metadata.entry_points(group=GROUP)
+        _registered = {one.name if ":" in one.name else ":".join(one.name.rsplit(".", 1)): one for one in found}
+    return _registered
+
+
+def record_with(adapter: Adapter, kind: type) -> Handler:
+    """A handler for the objects of a type."""
+    has_attributes = is_of_user(kind)
+
+    def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
+        try:
+            state = adapter.record(value)
+        except NotProvedError as error:
+            return record_not_proved(snapshot, value, str(error))
+        except Exception as error:
+            return record_not_proved(snapshot, value, f"its state cannot be read ({error!r})")
+        node = snapshot.node_apart(state, depth + 1)
+        packed = pack(node)
+        if not is_plain_state(node) or len(packed) > MOST_BYTES:
+            return record_not_proved(snapshot, value, "its state holds what cannot be recorded")
+        attributes = snapshot.attributes(attributes_of(value), depth) if has_attributes else {}
+        return [Tag.STATE, snapshot.number(value), name_of(kind), packed, attributes]
+
+    return handle
+
+
+_PLAIN = {Tag.LIST: (2,), Tag.TUPLE: (1,), Tag.DICT: (2, 3), Tag.SET: (2,), Tag.FROZENSET: (1,)}
+_SMALL = frozenset({Tag.PLAIN, Tag.BYTES, Tag.ARRAY, Tag.TENSOR, Tag.REFERENCE})
+
+
+def is_plain_state(node: Any) -> bool:
+    """Whether a value can be made of its node alone."""
+    if node.__class__ is not list:
+        return True
+    if node[0] in _PLAIN:
+        return all(
+            map(is_plain_state, (one for at in _PLAIN[node[0]] if isinstance(node[at], list) for one in node[at]))
+        )
+    return node[0] in _SMALL
+
+
+def restore_state(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """Put the lost rank's state into the replacement's object."""
+    _, number, kind, state, attributes = node
+    adapter = adapter_for(type(live)) if live is not MISSING and name_of(type(live)) == kind else None
+    if adapter is None:
+        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
+    if not restore.claim_or_refuse(number, live, name):
+        return live
+    try:
+        adapter.restore(live, Restore([], is_comparing=True).value(MISSING, unpack(state), name))
+    except Exception as error:
+        return restore.refuse(live, f"{name}, a {short_name(kind)}, cannot be put back: {error}")
+    if attributes:
+        restore_attributes(restore, live, attributes, name, keep=None)
+    return live
