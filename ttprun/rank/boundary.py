@@ -199,7 +199,8 @@ def pass_boundary(session: Session) -> None:
         session.has_stepped = True
         _look_at_state(session)
         session.tell_modules()
-        session.snapshots.tell_size(session.channel)
+        if not session.unprotected:
+            session.snapshots.tell_size(session.channel)
 
 
 def _look_at_state(session: Session) -> None:

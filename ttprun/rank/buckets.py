@@ -131,7 +131,7 @@ class Bucket:
         found, at = [], 0
         for parameter in self._parameters:
             gradient = parameter.grad
-            if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter):
+            if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter, gradient):
                 return None
             found.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
             at += parameter.numel()
@@ -167,8 +167,10 @@ class Bucket:
         return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
 
 
-def _is_dense(parameter: torch.Tensor) -> bool:
-    """Whether DDP gives a gradient the strides of its parameter in the bucket."""
+def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether DDP gives the gradient the strides of its parameter in the bucket."""
+    if gradient.layout is not torch.strided:
+        return False
     return parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -216,6 +218,8 @@ class Buckets:
         if entry.op != "allreduce" or len(entry.outputs) != 1:
             return False
         flat = entry.outputs[0]
+        if flat.layout is not torch.strided:
+            return False
         # What is reduced in the memory of a plain model's bucket is that bucket, with the operation that was compared.
         bucket = self._find(flat)
         if bucket is None or not bucket.may_be_held():
@@ -303,5 +307,7 @@ def _reduced(entry: Entry) -> torch.Tensor | None:
     if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
         return None
     flat = entry.outputs[0]
+    if flat.layout is not torch.strided:
+        return None
     is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous()
     return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None

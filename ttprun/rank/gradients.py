@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ttprun.rank.sharded import local_of
+from ttprun.rank.tensor_bytes import elements_of
 
 _poisoned: list[torch.optim.Optimizer] = []
 
@@ -25,7 +26,7 @@ def poison(optimizers: list[torch.optim.Optimizer]) -> None:
     """The replay is over: its gradients become NaN."""
     for optimizer in optimizers:
         for gradient in _gradients(optimizer):
-            gradient.detach().fill_(float("nan"))
+            elements_of(gradient.detach()).fill_(float("nan"))
         _poisoned.append(optimizer)
 
 
@@ -39,4 +40,4 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     if not any(optimizer is known for known in _poisoned):
         return False
     _poisoned[:] = [known for known in _poisoned if known is not optimizer]
-    return any(bool(torch.isnan(gradient).any()) for gradient in _gradients(optimizer))
+    return any(bool(torch.isnan(elements_of(gradient)).any()) for gradient in _gradients(optimizer))

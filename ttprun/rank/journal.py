@@ -20,6 +20,7 @@ import torch
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.rank.operations import signature_of
+from ttprun.rank.tensor_bytes import size_of
 
 if TYPE_CHECKING:
     from ttprun.rank.buckets import Held
@@ -169,9 +170,9 @@ class Journal:
 
         The outputs count too: the entry keeps them alive.
         """
-        size = sum(tensor.nbytes for tensor in inputs)
+        size = sum(map(size_of, inputs))
         if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
-            size += sum(tensor.nbytes for tensor in entry.outputs)
+            size += sum(map(size_of, entry.outputs))
         if self.held_bytes + size > self._limit_bytes:
             return False
         self.held_bytes += size
@@ -180,6 +181,8 @@ class Journal:
         return True
 
     def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        if source.layout is not torch.strided:  # another one each step holds as many elements as it likes
+            return source, source.clone()
         kind = source.shape, source.dtype
         spare = self._spare[kind]
         self._shapes_used.add(kind)
@@ -220,7 +223,8 @@ class Journal:
 
     def _recycle(self, entry: Entry) -> None:
         for source, copy in entry.saved:
-            self._spare[source.shape, source.dtype].append(copy)
+            if source.layout is torch.strided:
+                self._spare[source.shape, source.dtype].append(copy)
         entry.saved = ()
 
     def of_group(self, name: str) -> list[Entry]:

@@ -42,6 +42,7 @@ from ttprun.rank.work import ManagedWork, Refused
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # also those that the script has destroyed
+_LARGE = SMALL_RESULT_BYTES + 1
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
@@ -268,7 +269,7 @@ class ManagedGroup(ProcessGroup):
         if session.framework is not None:
             return issue_once(session.framework, journal, entry, is_left_out)
         is_kept = session.is_repairable()
-        is_small = is_kept and sum([t.nbytes for t in outputs if t.layout is torch.strided]) <= SMALL_RESULT_BYTES
+        is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         if is_small and not (op in GATHERING and sharded.is_gathering()):
             entry.place = location_key()
         if session.replay is not None and session.is_replaying_alone():
@@ -287,8 +288,9 @@ class ManagedGroup(ProcessGroup):
         else:
             inputs = outputs if inputs_at == outputs_at else tensors_in(given)
         tensors = outputs if inputs is outputs else (*outputs, *inputs)
-        if [tensor for tensor in tensors if tensor.layout is not torch.strided]:
-            session.give_up_protection("collectives of sparse tensors are not repaired")
+        unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
+        if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
+            session.give_up_protection(f"the script's {op} takes sparse tensors; of these only all_reduce is repaired")
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if is_kept or journal.is_frozen:

@@ -99,6 +99,8 @@ def describe() -> tuple[list[Any], list[Part]]:
         parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
         for key, value in flat:
             if isinstance(value, torch.Tensor):
+                if value.layout is not torch.strided:
+                    raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
                 parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), sharded.chunk_of(value)))
             elif isinstance(value, _PLAIN):

@@ -16,6 +16,18 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
+def elements_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; of a sparse one, the elements that it holds."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Bytes that it takes, of a sparse one too."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a strided tensor, in order; shares its memory if that is contiguous and the CPU's.
 

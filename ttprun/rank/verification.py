@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
-from ttprun.rank.tensor_bytes import bytes_of
+from ttprun.rank.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -171,6 +171,7 @@ def look_for_nan(entry: Entry) -> None:
 
 def nans_in(tensor: torch.Tensor) -> int:
     """How many elements are NaN."""
+    tensor = elements_of(tensor)
     # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
     if tensor.is_floating_point() and math.isnan(tensor.sum().item()):
         return int(tensor.isnan().sum())
