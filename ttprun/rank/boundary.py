@@ -268,7 +268,7 @@ def describe(
     around = standing.around
     on_stack = set(map(id, standing.scopes))
     loops.note_steps(around, standing.unfollowed)
-    loaders.note_boundary()
+    is_draining = loaders.note_boundary()
     values.begin_boundary()
     stepped = trained.stepped(living)
     mark = stepped.sample(boundary)
@@ -305,6 +305,7 @@ def describe(
         "blobs": [blob.nbytes for blob in snapshot.blobs],
         "is_straight": False,
         "not_proved": [],
+        "is_draining": is_draining,
     }
     if snapshot.not_proved:
         names = ["" if code.co_name == "<module>" else code.co_qualname for code in standing.codes]

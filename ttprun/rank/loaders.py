@@ -32,6 +32,7 @@ _made: Counter[str] = Counter()
 _each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
 _positioned = 0
+_draining = 0  # boundaries to come at which the steps train on what an iterator had handed out before it ended
 
 
 def wrap_init(original: Any) -> Any:
@@ -186,14 +187,14 @@ def wrap_next_index(original: Any) -> Any:
 
 def forget() -> None:
     """The run of the script is over: its workers end, and names begin anew."""
-    global _order, _positioned
+    global _order, _positioned, _draining
     for iterator in _alive():
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
     _iterators.clear()
     _made.clear()
     _order = itertools.count()
-    _positioned = 0
+    _positioned = _draining = 0
     workers.will_make(None)
     _each.clear()
     Skipping.batches = 0
@@ -281,10 +282,17 @@ def _references_of_one() -> int:
 _HELD_BY_ONE = _references_of_one()
 
 
-def note_boundary() -> None:
-    """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead."""
+def note_boundary() -> bool:
+    """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead.
+
+    returns   whether the step trains on a batch of an iterator that has ended: the script, or a generator of its own,
+              has read ahead, and no record says which batches it holds
+    """
+    global _draining
+    is_draining = _draining > 0
+    _draining -= is_draining
     if not _iterators:
-        return
+        return is_draining
     for iterator in _alive():
         began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
         if yielded and not began["lead"]:
@@ -292,6 +300,14 @@ def note_boundary() -> None:
         elif at and yielded > at:
             began["each"] = _each[tuple(began["name"])] = yielded - at
         iterator._ttprun_at = yielded
+    return is_draining
+
+
+def _note_end(began: dict[str, Any]) -> None:
+    """An iterator has ended: for how many steps does the script still hold batches of it?"""
+    global _draining
+    ahead, each = fetched_ahead(began["lead"], began["each"]), began["each"]
+    _draining = max(_draining, 1 if ahead is None else -(-ahead // max(1, each)))
 
 
 def wrap_next(original: Any) -> Any:
@@ -302,6 +318,8 @@ def wrap_next(original: Any) -> Any:
             self._ttprun_batch = original(self)
             return self._ttprun_batch
         except StopIteration:
+            if not getattr(self, "_ttprun_ended", False) and hasattr(self, "_ttprun"):
+                _note_end(self._ttprun)
             self._ttprun_ended = True
             self._ttprun_batch = None
             raise

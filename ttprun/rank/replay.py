@@ -53,16 +53,23 @@ def _record_to_begin_at(session: Session, target: Record) -> Record | None:
     """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
 
     From a run's first record behind a change of its ranks there is no way back: a replay comes straight by its place.
+    At a boundary at which a loader has ended whose batches are still to be trained on, it cannot begin: nobody knows
+    how to get hold of these.
     """
     number = target["boundary"]
     if target["is_straight"]:
         return target
+    others = []
     for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
         record = read_record(session, earlier)
-        if record["place"] == target["place"]:
-            return record
+        if not record.fields.get("is_draining"):
+            if record["place"] == target["place"]:
+                return record
+            others.append(record)
         if record["is_straight"]:
             break
+    if others:
+        return others[0]
     return read_record(session, number - 1) if number > 1 else None
 
 
