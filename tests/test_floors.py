@@ -12,14 +12,14 @@ FLOORS = {
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
-    "rank": {"board", "channel", "device", "faults", "errors", "state", "text_hashes"},
+    "rank": {"board", "channel", "device", "faults", "errors", "state", "text_hashes", "torch_versions"},
     "shim": {"rank"},
     "mindio": {"errors", "rank"},
     "state": {"__version__", "errors"},
     "agent": {"board", "channel", "config", "device", "errors", "faults", "mindio", "observe", "rank", "recovery"}
-    | {"schedule", "state", "text_hashes"},
+    | {"schedule", "state", "text_hashes", "torch_versions"},
     "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "mindio", "observe", "rank", "schedule"}
-    | {"state"},
+    | {"state", "torch_versions"},
     "drill": {"config", "errors", "faults", "observe", "schedule", "text_hashes"},
 }
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}

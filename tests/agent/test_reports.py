@@ -122,21 +122,6 @@ def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_the
     assert line.told == [put | {"generation": 1}]
 
 
-def test_standbys_are_started_when_all_ranks_have_torch_and_not_in_the_middle_of_an_incident(
-    supervisor: FakeSupervisor, reports: Reports
-) -> None:
-    refills = []
-    for seat in supervisor.seats:
-        reports.take(seat, {"op": "protected"})
-        refills.append(supervisor.refills)
-
-    supervisor.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
-    reports.take(supervisor.seats[0], {"op": "protected"})
-
-    assert refills == [0, 0, 1]
-    assert supervisor.refills == 1
-
-
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
     supervisor: FakeSupervisor, reports: Reports, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_
         seats=[],
         verdict=None,
         config=Config(),
-        standbys=SimpleNamespace(ready=0),
+        standbys=SimpleNamespace(ready=0, state="ready"),
         checkpoints=SimpleNamespace(status=None),
         snapshots=SimpleNamespace(newest=None),
     )

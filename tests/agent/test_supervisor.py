@@ -123,6 +123,7 @@ def test_a_standby_that_cannot_be_started_is_told_and_done_without(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     begin(supervisor, handlers)
+    supervisor.call(supervisor.watch.start_standbys)
     assert verdict_of(supervisor) == "done"
 
     events = {event["event"]: event for event in read_events(supervisor.run.events)}

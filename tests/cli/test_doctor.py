@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.cli import doctor, machine_checks, software_checks
+from ttprun.cli import doctor, machine_checks, repair_check, software_checks
 from ttprun.cli.finding import Finding
 from ttprun.cli.main import main
 from ttprun.cli.software_checks import SHIM, Probe, accelerators, cann_version, software
@@ -64,6 +64,7 @@ def test_this_machine_can_train_with_recovery_and_nothing_is_left_behind(tmp_pat
     assert areas == {"software", "devices", "kernel", "limits", "network", "files"}
     assert {
         "torch",
+        "repair",
         "backends",
         "hooks",
         "pidfd",
@@ -149,6 +150,11 @@ def test_a_torch_that_never_answers_is_given_up(tmp_path: Path) -> None:
     assert probe.read(limit_s=1.0) == {"error": "it has not answered within 1 s"}
 
 
+def no_repair(version: str) -> list[Finding]:
+    """Takes the place of `repair`, which runs a real job."""
+    return [Finding("software", "repair", f"not tried on {version}")]
+
+
 class FakeProbe:
     """Takes the place of Probe: torch has answered that all is well."""
 
@@ -169,6 +175,7 @@ def test_a_check_that_breaks_is_a_note_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "Probe", FakeProbe)
+    monkeypatch.setattr(doctor, "repair", no_repair)
     monkeypatch.setattr(doctor, "CHECKS", (breaking, machine_checks.clocks))
 
     code = main(["doctor", "--json"])
@@ -183,6 +190,7 @@ def test_one_thing_that_fails_is_named_in_the_verdict_with_its_cure_above(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "Probe", FakeProbe)
+    monkeypatch.setattr(doctor, "repair", no_repair)
     monkeypatch.setattr(doctor, "CHECKS", (failing,))
 
     code = main(["doctor"])
@@ -299,6 +307,30 @@ def test_software_that_recovery_cannot_do_without_fails(changed: dict[str, Any],
     assert {finding.level for finding in before.values()} == {"ok"}
     assert after[subject].level == "fails"
     assert after[subject].means.startswith(means)
+
+
+def test_a_torch_that_nobody_has_tried_is_noted() -> None:
+    found = by_subject(software(WELL | {"torch": "2.99.0"}))["torch"]
+
+    assert (found.level, found.means) == ("note", "it was not tried with this ttprun")
+
+
+def test_a_repair_that_does_not_come_about_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repair_check, "SCRIPT", "raise ValueError('no such torch')")
+
+    (found,) = repair_check.repair("2.99.0")
+
+    assert (found.subject, found.level) == ("repair", "fails")
+    assert "no such torch" in found.found
+    assert "2.99.0" in found.found
+
+
+def test_a_repair_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repair_check, "SCRIPT", "import time; time.sleep(600)")
+
+    (found,) = repair_check.repair("2.99.0", limit_s=4.0)
+
+    assert (found.level, "did not end within 4 s" in found.found) == ("fails", True)
 
 
 def test_a_gpu_is_told_with_its_versions_and_with_what_is_not_covered_yet() -> None:

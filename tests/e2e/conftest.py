@@ -14,12 +14,12 @@ from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in this folder, and as slow what slow.txt lists; a test that is new runs.
+    """Mark everything in this folder; as slow what slow.txt lists, as smoke what smoke.txt does. A new test runs.
 
     One at a time, also where tests run side by side: each whole run keeps several processors busy.
     """
     here = Path(__file__).parent
-    slow = {line for line in (here / "slow.txt").read_text().splitlines() if not line.startswith("#")}
+    slow, smoke = harness.listed("slow.txt"), harness.listed("smoke.txt")
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.e2e)
@@ -27,6 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = f"{item.path.name}::{item.name}"
             if name in slow:
                 item.add_marker(pytest.mark.slow)
+            if name in smoke:
+                item.add_marker(pytest.mark.smoke)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,8 @@ ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
+_GLOO = "[Gloo] Rank "  # some releases say on stdout that a group has connected; after a repair they say it again
+
 
 @dataclass
 class Run:
@@ -204,7 +206,8 @@ class Launch:
         """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
         found: dict[int, list[str]] = {}
         for path in sorted(self.folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            read = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = [line for line in read if not line.startswith(_GLOO)]
             found.setdefault(int(path.parent.name), []).extend(lines)
         return found
 
@@ -369,6 +372,12 @@ def environment() -> Mapping[str, str]:
     except PackageNotFoundError:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
     return clean
+
+
+def listed(name: str) -> set[str]:
+    """The tests that a list in this folder names."""
+    lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if not line.startswith("#")}
 
 
 def _attempt(path: Path) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.e2e.harness import Run, assert_same_outcome
+from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
 
 KILL = "kill:rank=1,step=12,phase=before_step"
 
@@ -40,6 +40,56 @@ def test_without_a_restart_left_a_refused_repair_ends_the_job(run_ttprun: Callab
     assert result.exit_code == 137
     assert [incident["outcome"] for incident in result.incidents] == ["failed"]
     assert "another batch" in result.incidents[0]["reason"]
+
+
+HIDDEN = [
+    # what depends on state that nobody records, a part of the reason
+    ("gradient", "input of a collective number 1 of step 12 (allreduce)"),
+    ("augmentation", "loss number 1 of step 12"),
+    ("draws", "loss number 1 of step 12"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), HIDDEN)
+def test_state_that_nobody_records_is_found_by_what_the_lost_rank_has_given_to_the_step(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], kind: str, reason: str
+) -> None:
+    faults, script_args = ["kill:rank=1,step=12,phase=collective"], ["--kind", kind]
+
+    result = run_ttprun("hidden_state.py", 2, faults=faults, options=["--max-restarts", "1"], script_args=script_args)
+
+    assert result.incidents[0]["outcome"] == "restarted", result.story()
+    assert reason in result.incidents[0]["reason"]
+    assert result.final == undisturbed("hidden_state.py", 2, script_args).final
+
+
+def test_other_random_numbers_are_refused_where_the_lost_rank_had_given_nothing_to_the_step(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    faults, script_args = ["kill:rank=1,step=12,phase=forward"], ["--kind", "draws"]
+
+    result = run_ttprun("hidden_state.py", 2, faults=faults, options=["--max-restarts", "1"], script_args=script_args)
+
+    assert "at boundary 12 with other random states (python)" in result.incidents[0]["reason"], result.story()
+    assert result.final == undisturbed("hidden_state.py", 2, script_args).final
+
+
+def test_an_incident_names_what_was_equal_and_what_is_not_proved(run_ttprun: Callable[..., Run]) -> None:
+    result = run_ttprun(
+        "hidden_state.py", 2, faults=["kill:rank=1,step=12,phase=before_step"], script_args=["--kind", "measured"]
+    )
+
+    assert_only_replaced(result)
+    assert result.incidents[0]["equal"] == [
+        "rank 1: place in the script, 1 loop, 1 batch of a DataLoader at boundary 12",
+        "rank 1: random states (numpy, python, torch) on arriving at boundary 12",
+        "rank 1: 1 batch of a DataLoader in step 12",
+        "rank 1: 1 loss in step 12",
+        "rank 1: 1 input of a collective in step 12",
+        "rank 1: weights, those of all ranks, at boundary 14",
+    ]
+    assert len(result.incidents[0]["unproved"]) == 1, result.story()
+    assert "a time that was measured?" in result.incidents[0]["unproved"][0]
 
 
 @pytest.mark.parametrize("kind", ["alone", "straddle"])

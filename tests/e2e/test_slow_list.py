@@ -1,15 +1,23 @@
-"""The list of slow tests names tests that there are: a renamed one would else run unseen, or never."""
+"""The lists of slow tests and of smoke tests name tests that there are: a renamed one would run unseen, or never."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 
-def test_every_test_that_is_listed_as_slow_is_there() -> None:
+from tests.e2e.harness import listed
+
+
+@pytest.mark.parametrize("name", ["slow.txt", "smoke.txt"])
+def test_every_test_that_is_listed_is_there(name: str) -> None:
     here = Path(__file__).parent
-    listed = {line for line in (here / "slow.txt").read_text().splitlines() if not line.startswith("#")}
     text = "".join(path.read_text() for path in here.glob("test_*.py"))
     functions = set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
 
-    assert {name.split("::")[1].split("[")[0] for name in listed} <= functions
+    assert {test.split("::")[1].split("[")[0] for test in listed(name)} <= functions
+
+
+def test_no_smoke_test_is_left_out_as_slow() -> None:
+    assert listed("smoke.txt") & listed("slow.txt") == set()

@@ -20,6 +20,7 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
+from ttprun.torch_versions import GRACE_S
 
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -80,16 +81,18 @@ class ReplacingAgent(LocalElasticAgent):
         context: Any = self._pcontext
         return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self.supervisor.pause()
-        super()._stop_workers(worker_group)
+    # What torch passes to these two beside the group and the signal differs between its releases.
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
+        self.supervisor.pause()
+        super()._stop_workers(worker_group, *args, **kwargs)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         if self.signals.first is not None:
-            self.supervisor.end(f"ended by {self.signals.first.name}", timeout)
+            self.supervisor.end(f"ended by {self.signals.first.name}", kwargs.get("timeout", GRACE_S))
             self.supervisor.announce_signal(death_sig)
         self.supervisor.pause()
-        super()._shutdown(death_sig, timeout)
+        super()._shutdown(death_sig, *args, **kwargs)
 
 
 class _handlers_made_by:

@@ -13,7 +13,7 @@ import torch.distributed.launcher.api as torch_launcher
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from ttprun import mindio
+from ttprun import mindio, torch_versions
 from ttprun.agent import resume
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.processes import command_of
@@ -79,9 +79,8 @@ def _supervise(
     supervisor: Supervisor, launch_config: torch_launcher.LaunchConfig, entrypoint: str, args: list[str]
 ) -> int:
     ReplacingAgent.supervisor = supervisor
-    signals = ReplacingAgent.signals = Signals(
-        launch_config.signals_to_handle, supervisor.note_end_asked, supervisor.end_ranks_at_once
-    )
+    handled = torch_versions.launch_option(launch_config, "signals_to_handle")
+    signals = ReplacingAgent.signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
     code, reason = 1, "the launcher failed"
     supervisor.start()

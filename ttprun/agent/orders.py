@@ -55,7 +55,10 @@ class Orders:
         for the next fault.
         """
         seat = self._supervisor.seats[action.rank]
-        if seat.is_dying or self._supervisor.standbys.is_on_its_way:
+        is_on_its_way = self._supervisor.standbys.is_on_its_way
+        if is_on_its_way:
+            self._supervisor.standbys.hurry()
+        if seat.is_dying or is_on_its_way:
             seat.spawn = lambda: self.spawn_rank(action)
             return
         seat.spawn = None

@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from ttprun import channel, text_hashes
+from ttprun.agent import priority
 from ttprun.agent.adopted import AdoptedProcess, adopting
 from ttprun.channel import Channel, Message
 from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
@@ -127,6 +128,8 @@ class Copy:
 class Standby:
     """A process with torch imported that waits to become a rank, or to be copied. Raises OSError if none can be had.
 
+    It prepares itself at a low priority, and has ours again when it is waited for, or becomes a rank.
+
     environment   what a rank's has beside ours: .pth files and `sitecustomize` look there, and do the same as in a rank
     has_started   it has been ready once
     is_copyable   no thread and no device stands in the way of a fork
@@ -135,6 +138,7 @@ class Standby:
     def __init__(self, run_dir: str, environment: Mapping[str, str]) -> None:
         self.channel, theirs = channel.pair()
         fd = theirs.fileno()
+        prctl = ctypes.CDLL(None).prctl
         inherited = os.environ | environment
         try:
             self.process = subprocess.Popen(
@@ -143,12 +147,15 @@ class Standby:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 pass_fds=(fd,),
+                # At a low priority it may be long before it can say so itself.
+                preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
             )
         except OSError:
             self.channel.close()
             raise
         finally:
             theirs.close()
+        priority.lower(self.process.pid)
         self._answers_due = 1
         self.has_started = self.is_copyable = False
 
@@ -169,13 +176,19 @@ class Standby:
         self._answers_due += 1
         self.channel.send({"op": "warm", "modules": modules, "files": files})
 
+    def hurry(self) -> None:
+        """It is needed now, or will be at once: it has a rank's priority from now on."""
+        priority.restore(self.process.pid)
+
     def copy(self) -> Copy | None:
         """A copy of it, made within milliseconds; None if it gives none, and then it has been killed."""
         ours, theirs = channel.pair()
         try:
             with adopting():
                 self.channel.send({"op": "copy"}, [theirs.fileno()])
-                return Copy(AdoptedProcess(self._answer(_COPY_LIMIT_S)["pid"]), ours)
+                pid = self._answer(_COPY_LIMIT_S)["pid"]
+            priority.restore(pid)
+            return Copy(AdoptedProcess(pid), ours)
         except (OSError, EOFError):
             ours.close()
             kill_session(self.process.pid)

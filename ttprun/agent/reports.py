@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ class Reports:
             pass  # a standby that was needed before it was ready
         elif op == "modules":
             self._supervisor.standbys.warm_up(message["modules"], message["files"])
+            self._supervisor.watch.start_standbys()
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()
@@ -85,6 +87,8 @@ class Reports:
             self._supervisor.repairs.take(seat, message)
         elif op == "digest":
             self._compare(seat, message["boundary"], message["digest"])
+        elif op == "compared":
+            self._note_compared(seat.rank, message["equal"], message["unproved"])
         elif op == "aside":
             self._on_aside(seat)
         elif op == "nan":
@@ -121,6 +125,10 @@ class Reports:
         self._replicas, divergence = before.told(seat.rank, boundary, digest)
         if before.are_alike and not self._replicas.are_alike:
             self._supervisor.log("replicas_not_alike", boundary=boundary)
+        repaired, at = self._repaired
+        if before.agreed_at != self._replicas.agreed_at == boundary and boundary <= at + PROOF_STEPS:
+            for rank in repaired:
+                self._note_compared(rank, [f"weights, those of all ranks, at boundary {boundary}"], [])
         if divergence is None:
             return
         new = [odd for odd in (self._supervisor.seats[rank] for rank in divergence.ranks) if not odd.divergence]
@@ -146,6 +154,11 @@ class Reports:
         for odd in new:
             odd.divergence = divergence.sentence
             odd.tell({"op": "stand_aside"})
+
+    def _note_compared(self, rank: int, equal: Sequence[str], unproved: Sequence[str]) -> None:
+        """What of a replacement has been compared, for the incident."""
+        number = self._supervisor.status.note_compared(rank, equal, unproved)
+        self._supervisor.log("compared", incident=number, rank=rank, equal=equal, unproved=unproved)
 
     def _on_aside(self, seat: Seat) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -223,11 +236,6 @@ class Reports:
             return
         if op == "protected":
             seat.is_protected = True
-            # Not before all are: they need the processors themselves to import torch. Nor in an incident, behind which
-            # the standbys are refilled anyway.
-            is_quiet = self._supervisor.job.incident is None
-            if is_quiet and all(other.is_protected for other in self._supervisor.seats):
-                self._supervisor.watch.refill_standbys()
             self._supervisor.advance(recovery.RankProtected(**fields))
             return
         fields["generation"] = message["generation"]

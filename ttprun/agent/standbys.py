@@ -8,13 +8,17 @@ from ttprun.agent.processes import Copy, Standby, kill_session
 
 
 class Standbys:
-    """Up to `wanted` processes that wait to become ranks."""
+    """Up to `wanted` processes that wait to become ranks.
+
+    may_start   False: the ranks prepare their first step, for which they need the processors themselves
+    """
 
     def __init__(self, wanted: int, run_dir: str) -> None:
         self._wanted = wanted
         self._run_dir = run_dir
         self._waiting: list[Standby] = []
         self._warmth: tuple[list[str], list[str]] = ([], [])
+        self.may_start = False
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.
@@ -54,6 +58,22 @@ class Standbys:
         alive = [standby for standby in self._waiting if standby.process.poll() is None]
         return bool(alive) and not any(standby.is_ready for standby in alive)
 
+    def hurry(self) -> None:
+        """A lost rank waits for one."""
+        for standby in self._waiting:
+            standby.hurry()
+
+    @property
+    def state(self) -> str:
+        """How the standbys stand, for people; "" if none are wanted."""
+        if not self._wanted:
+            return ""
+        if not self.may_start:
+            return "will be started after the first step"
+        if self.ready:
+            return "ready"
+        return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
+
     def take(self) -> Standby | Copy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
         ready = [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
@@ -65,6 +85,7 @@ class Standbys:
         if not left:
             return None
         self._waiting.remove(left[0])
+        left[0].hurry()
         return left[0]
 
     def kill_one(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ class StatusPublisher:
         self._world_size = world_size
         self._started_at = timestamp()
         self._incidents: dict[int, Incident] = {}
+        self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
         self._written_s = 0.0
         self._seen: tuple[object, ...] = ()
         self.restarts_left = 0
@@ -48,6 +50,17 @@ class StatusPublisher:
         """An incident was opened, has gone on, or has ended."""
         self._incidents[incident.id] = incident
         self.not_proved.note_incident(incident)
+
+    def note_compared(self, rank: int, equal: Sequence[str], unproved: Sequence[str]) -> int | None:
+        """A rank was compared with the one whose place it takes; returns the incident, None if it is in none."""
+        found = next((one for one in reversed(self._incidents.values()) if rank in one.ranks), None)
+        if found is None:
+            return None
+        compared = self._compared.setdefault(found.id, ([], []))
+        for known, told in zip(compared, (equal, unproved), strict=True):
+            known += [one for one in (f"rank {rank}: {text}" for text in told) if one not in known]
+        self._seen = ()
+        return found.id
 
     def publish(self, supervisor: Supervisor) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -82,11 +95,12 @@ class StatusPublisher:
             updated_at=timestamp(),
             restarts_left=self.restarts_left,
             standbys=supervisor.standbys.ready,
+            standby_state=supervisor.standbys.state if exit_code is None else "",
             protection=protection_of(job),
             exit_code=exit_code,
             reason=reason or (supervisor.verdict.reason if supervisor.verdict else ""),
             ranks=tuple(self._rank(supervisor, seat, exit_code is not None) for seat in supervisor.seats),
-            incidents=tuple(self._incident(incident) for incident in self._incidents.values()),
+            incidents=tuple(map(self._incident, self._incidents.values())),
             checkpoint=supervisor.checkpoints.status,
             snapshot_step=supervisor.snapshots.newest.boundary if supervisor.snapshots.newest is not None else None,
             save_dir=supervisor.config.save_dir,
@@ -96,7 +110,9 @@ class StatusPublisher:
 
     def _incident(self, incident: Incident) -> IncidentStatus:
         known = {name: getattr(incident, name) for name in _INCIDENT_FIELDS}
-        return IncidentStatus(**known, not_proved=self.not_proved.of_incident(incident.id))
+        equal, unproved = self._compared.get(incident.id, ((), ()))
+        not_proved = self.not_proved.of_incident(incident.id)
+        return IncidentStatus(**known, equal=tuple(equal), unproved=tuple(unproved), not_proved=not_proved)
 
     def _rank(self, supervisor: Supervisor, seat: Seat, has_ended: bool) -> RankStatus:
         row = supervisor.board_row(seat)

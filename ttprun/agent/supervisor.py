@@ -294,6 +294,7 @@ class Supervisor:
                 if self.verdict is None and not self._is_paused and self._board is not None:
                     self.repairs.look()
                     self.lookout.look()
+                    self.watch.look()
                     self.snapshots.look()
                     self.checkpoints.look()
                     self.standing.look()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
 
+STEPLESS_S = 60.0  # from a rank's import of torch; most first steps are done by then
+
 
 class Watch:
     """Watches the processes that a supervisor looks after, by its selector."""
@@ -30,6 +32,7 @@ class Watch:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         self._causes = Causes()
+        self._protected_at_s = 0.0
 
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
         """Tell a process who it is, and listen to it."""
@@ -160,10 +163,31 @@ class Watch:
 
     def refill_standbys(self) -> None:
         """Start the standbys that are missing; without one a lost rank gets a new process."""
+        if not self._supervisor.standbys.may_start:
+            return
         try:
             self._supervisor.standbys.refill(self._standby, self._supervisor.seats[0].handler.start["env"])
         except OSError as error:
             self._supervisor.log("standby_failed", reason=str(error))
+
+    def start_standbys(self) -> None:
+        """The ranks have done their first step, or are not about to: standbys disturb them no longer by their imports.
+
+        Not in an incident, after which the standbys are refilled anyway.
+        """
+        self._supervisor.standbys.may_start = True
+        if self._supervisor.job.incident is None:
+            self.refill_standbys()
+
+    def look(self) -> None:
+        """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
+        supervisor = self._supervisor
+        if supervisor.standbys.may_start or not all(seat.is_protected for seat in supervisor.seats):
+            return
+        if self._protected_at_s == 0.0:
+            self._protected_at_s = time.monotonic()
+        elif time.monotonic() - self._protected_at_s > STEPLESS_S:
+            self.start_standbys()
 
     def _standby(self, standby: Standby) -> None:
         supervisor = self._supervisor

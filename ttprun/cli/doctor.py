@@ -12,6 +12,7 @@ import typer
 
 from ttprun.cli.finding import Finding
 from ttprun.cli.machine_checks import CHECKS
+from ttprun.cli.repair_check import repair
 from ttprun.cli.software_checks import Probe, accelerators, mindio_variables, software
 from ttprun.cli.terminal import new_table, open_console
 
@@ -24,13 +25,15 @@ def doctor(
 ) -> int:
     """Say what of this machine training with recovery can use, what will not work, and the cure.
 
-    Nothing is changed, and nothing is left behind. Exit code: 0 training with recovery can work here, 1 it cannot.
+    A job of two tiny ranks is run, one of which is killed and must be replaced: that takes some ten seconds. Nothing is
+    changed, and nothing is left behind. Exit code: 0 training with recovery can work here, 1 it cannot.
     """
     probe = Probe()  # it imports torch while we look at the rest
     of_machine = [finding for check in CHECKS for finding in examined(check.__name__, check)]
     answer = probe.read()
     findings = [
         *examined("software", lambda: software(answer)),
+        *examined("repair", lambda: repair(answer["torch"]) if "torch" in answer else ()),
         *examined("devices", lambda: accelerators(answer)),
         *of_machine,
         *examined("mindio", lambda: mindio_variables(os.environ)),

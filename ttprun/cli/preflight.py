@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-from ttprun import mindio
+from ttprun import mindio, torch_versions
 from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
@@ -33,6 +33,8 @@ from ttprun.faults import parse_fault
 def check_options(torchrun: Namespace) -> None:
     """Check the values of torchrun's options by themselves. Raises ConfigError naming the option."""
     for name, read in _READERS.items():
+        if not torch_versions.has_option(torchrun, name):
+            continue
         value = getattr(torchrun, name)
         try:
             read(value)
@@ -40,7 +42,7 @@ def check_options(torchrun: Namespace) -> None:
             what = f"{option_name(name)}: '{value}' will not do ({one_line(error)})"
             raise ConfigError(what, "see 'ttprun run --help'") from None
     for name, minimum in (("max_restarts", 0), ("node_rank", 0), ("shutdown_timeout", 0)):
-        value = getattr(torchrun, name)
+        value = getattr(torchrun, name, None)
         if value is not None and value < minimum:
             raise ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more")
     if torchrun.monitor_interval <= 0:

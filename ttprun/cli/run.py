@@ -17,9 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 
+import torch
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
+from ttprun import torch_versions
 from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
@@ -74,7 +76,7 @@ def run(words: Sequence[str]) -> int:
     except OSError as error:
         directory.discard()
         raise ConfigError(f"'{directory.config}' cannot be written ({error.strerror})", "make room there") from None
-    for notice in invocation.notices:
+    for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
         print(f"ttprun: {notice}", file=sys.stderr)
     write_first_status(directory, config, launch_config)
 

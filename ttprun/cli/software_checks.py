@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import ttprun
+from ttprun import torch_versions
 from ttprun.cli.finding import Finding, Level
 from ttprun.device.npu import AUTOLOAD
 from ttprun.mindio import variables
 
 PROBE_LIMIT_S = 60.0
-NEEDED_TORCH = (2, 6)
 SHIM = Path(ttprun.__file__).resolve().parent / "shim"
 NVIDIA = Path("/proc/driver/nvidia/version")
 ASCEND = Path("/usr/local/Ascend")
@@ -94,12 +94,14 @@ def _torch(found: Mapping[str, Any]) -> Iterator[Finding]:
         cure = "pip install torch" if is_absent else "see that 'python -c \"import torch\"' works"
         yield Finding("software", "torch", found["error"], "fails", "nothing can run", cure)
         return
-    release = tuple(int(number) for number in re.findall(r"\d+", found["torch"])[:2])
+    release, untried = torch_versions.release_of(found["torch"]), torch_versions.why_untried(found["torch"])
     told = f"{found['torch']}, imported in {found['import_s']:.1f} s"
-    if release < NEEDED_TORCH:
-        needed = ".".join(map(str, NEEDED_TORCH))
+    if release < torch_versions.OLDEST:
+        needed = ".".join(map(str, torch_versions.OLDEST))
         means = "ttprun's process group does not fit it"
         yield Finding("software", "torch", told, "fails", means, f"pip install 'torch>={needed}'")
+    elif untried:
+        yield Finding("software", "torch", told, "note", "it was not tried with this ttprun", "see 'repair' below")
     else:
         yield Finding("software", "torch", told)
     if "gloo" not in found["backends"]:

@@ -23,20 +23,26 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
     if shown.incidents:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
-        parts += [Text(f"incident {one.id}: {one.reason}") for one in shown.incidents if one.reason]
-        parts += [
-            Text(f"incident {one.id}: not proved: {'; '.join(one.not_proved)}")
-            for one in shown.incidents
-            if one.not_proved
-        ]
+        for one in shown.incidents:
+            parts += [Text(f"incident {one.id}: {told}") for told in told_of(one)]
+            if one.not_proved:
+                parts.append(Text(f"incident {one.id}: not proved: {'; '.join(one.not_proved)}"))
     return Group(*parts)
+
+
+def told_of(incident: IncidentStatus) -> list[str]:
+    """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
+    found = [incident.reason] if incident.reason else []
+    found += [f"equal: {one}" for one in incident.equal]
+    return found + [f"not proved: {one}" for one in incident.unproved]
 
 
 def draw_headline(shown: RunStatus) -> Text:
     """State, generation and budgets, then what a person must know besides."""
     facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
     if not shown.has_ended:
-        facts += [f"standbys {shown.standbys}", f"restarts left {shown.restarts_left}"]
+        standbys = f"standbys {shown.standbys}" + (f" ({shown.standby_state})" if shown.standby_state else "")
+        facts += [standbys, f"restarts left {shown.restarts_left}"]
     if shown.exit_code is not None:
         facts.append(f"exit code {shown.exit_code}")
     line = Text.assemble(

@@ -56,6 +56,8 @@ class IncidentStatus:
     *_s         what each phase took; null for one that was not reached
     steps_lost  optimizer steps that have to be run again
     boundary    the boundary from which everyone went on
+    equal       what of the replacements was compared with the lost ranks, and found equal
+    unproved    what could not be compared, or need not be equal and was not
     not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it
     """
 
@@ -75,6 +77,8 @@ class IncidentStatus:
     total_s: float | None = None
     steps_lost: int | None = None
     boundary: int | None = None
+    equal: tuple[str, ...] = ()
+    unproved: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
 
 
@@ -109,6 +113,7 @@ class RunStatus:
     generation     number of the communicator set; +1 whenever connections are rebuilt
     restarts_left  whole-group restarts that may still happen
     standbys       processes that stand ready now
+    standby_state  how they stand, in words; "" if none are wanted
     protection     "on", or why a lost rank cannot be replaced
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
@@ -129,6 +134,7 @@ class RunStatus:
     updated_at: str
     restarts_left: int = 0
     standbys: int = 0
+    standby_state: str = ""
     protection: str = "on"
     exit_code: int | None = None
     ranks: tuple[RankStatus, ...] = ()
@@ -176,7 +182,7 @@ def read_status(path: str | Path) -> RunStatus:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
         incidents = tuple(
-            _build(IncidentStatus, incident | _tuples(incident, "ranks", "not_proved"))
+            _build(IncidentStatus, incident | _tuples(incident, "ranks", "equal", "unproved", "not_proved"))
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
@@ -190,7 +196,7 @@ def read_status(path: str | Path) -> RunStatus:
         return status
     # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
     lost = tuple(rank if rank.state == "finished" else replace(rank, state="lost") for rank in ranks)
-    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0)
+    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
 
 
 @cache

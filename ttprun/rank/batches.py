@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from ttprun.rank import proof
+from ttprun.rank.evidence import BATCH
+from ttprun.rank.session import Session
 from ttprun.rank.values import Snapshot, fingerprint, pack
 from ttprun.rank.values.large import digest_of
 from ttprun.rank.values.nodes import Tag
@@ -34,6 +37,15 @@ def fingerprints(batch: Any) -> list[bytes]:
         return [fingerprint(batch)]
     node = Snapshot({}, is_apart=True).node(batch, 0)
     return [digest_of(memoryview(pack(_in_order(node))))]
+
+
+def note(session: Session, loader: str, batch: Any) -> None:
+    """A DataLoader hands out a batch: note it, and compare it with the lost rank's if this is a replacement.
+
+    Raises MismatchError.
+    """
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
+    proof.note(session, BATCH, loader, parts if isinstance(parts, list | tuple) else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:

@@ -129,6 +129,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.journal.wait(entry)
         if session.journal.givers:
             _check_what_was_given(session)
+        if session.proof is not None:
+            session.proof.end_step()
         boundary = session.applied + 1
         session.verifier.look(boundary, trained.replicated_weights)
         if _write_record(session, boundary, frame, optimizer, returned):

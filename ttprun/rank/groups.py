@@ -46,6 +46,7 @@ def _is_managed(backend: Any) -> bool:
 def _say_gloo(group: Any) -> None:
     """`get_backend()` answers what the script asked for."""
     if isinstance(group, ManagedGroup):
+        group.is_made = True
         _, store = c10d._world.pg_map[group]
         c10d._world.pg_map[group] = ("gloo", store)
         c10d._world.pg_backend_config[group] = "cpu:gloo"

@@ -32,6 +32,7 @@ from ttprun.rank.expected import Expected
 from ttprun.rank.journal import Journal
 from ttprun.rank.kept_weights import KeptWeights
 from ttprun.rank.presence import Presence
+from ttprun.rank.proof import Proof
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.recovery import Recovery
 from ttprun.rank.replay import Replay
@@ -86,6 +87,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         output.skip_lines(*order["skip_lines"])
         appends.go_on_from(session.recorder, order["boundary"])
         session.expected = Expected(session.channel, session.generation, order["expected"])
+        session.proof = Proof.of(session, order["boundary"])
     session.recovery = Recovery(session)
     session.recovery.start()
     presence.hand_over(session.recovery.take)

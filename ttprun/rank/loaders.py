@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -315,14 +316,17 @@ def wrap_next(original: Any) -> Any:
 
     def advance(self: Any) -> Any:
         try:
-            self._ttprun_batch = original(self)
-            return self._ttprun_batch
+            batch = self._ttprun_batch = original(self)
         except StopIteration:
             if not getattr(self, "_ttprun_ended", False) and hasattr(self, "_ttprun"):
                 _note_end(self._ttprun)
             self._ttprun_ended = True
             self._ttprun_batch = None
             raise
+        session, began = current(), getattr(self, "_ttprun", None)
+        if session is not None and began is not None and threading.current_thread() is threading.main_thread():
+            batches.note(session, str(began["name"]), batch)
+        return batch
 
     return advance
 

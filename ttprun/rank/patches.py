@@ -57,6 +57,12 @@ PATCHES: tuple[Patch, ...] = (
         is_for_frameworks=True,
     ),
     Patch(
+        "torch.autograd",
+        "backward",
+        "ttprun.rank.proof:wrap_backward",
+        "to compare a replacement's loss and gradients with those of the lost rank",
+    ),
+    Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
         "ttprun.rank.trained:wrap_ddp_init",
@@ -73,6 +79,12 @@ PATCHES: tuple[Patch, ...] = (
         "Join.__enter__",
         "ttprun.rank.boundary:wrap_join",
         "to know that ranks will take different numbers of steps: none is replaced from then on",
+    ),
+    Patch(
+        "torch.autograd.graph",
+        "saved_tensors_hooks.__enter__",
+        "ttprun.rank.values.histories:wrap_saved_tensors_hooks",
+        "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
     ),
     Patch(
         "torch.optim.optimizer",

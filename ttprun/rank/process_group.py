@@ -23,9 +23,10 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
-from ttprun.rank import broken_links, faults, reduce_scatter, sharded
+from ttprun.rank import broken_links, faults, held_works, proof, reduce_scatter, sharded
 from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
+from ttprun.rank.evidence import INPUT
 from ttprun.rank.frames import location_key
 from ttprun.rank.issue_once import issue_once
 from ttprun.rank.journal import SMALL_RESULT_BYTES, EndedError, Entry
@@ -54,6 +55,7 @@ class ManagedGroup(ProcessGroup):
     op_limit      the time-out that the script asked for
     number        groups are numbered in the order in which the script makes them
     is_joined     all members have come together in it once; till then the main thread is the one that connects
+    is_made   torch has finished making it
     has_new_peers  since it was last connected, another process has taken a member's place
     buckets      inputs that need no copy
     """
@@ -74,6 +76,7 @@ class ManagedGroup(ProcessGroup):
         session.groups_count += 1
         self.number = session.groups_count
         self.is_joined = False
+        self.is_made = False
         self.has_new_peers = False
         self.buckets = Buckets(self)
         self._description = ""
@@ -196,8 +199,12 @@ class ManagedGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """What DCP's async_save asks for: the devices of the backends that torch would have registered."""
-        return [torch.device("cpu")]
+        """What DCP's async_save asks for: the devices of the backends that torch would have registered.
+
+        None while torch is still making the group: it would attach its flight recorder (2.15) to a native backend of
+        that device, and ours has none.
+        """
+        return [torch.device("cpu")] if self.is_made else []
 
     @property
     def connection(self) -> Connection | None:
@@ -291,6 +298,8 @@ class ManagedGroup(ProcessGroup):
         unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
             session.give_up_protection(f"the script's {op} takes sparse tensors; of these only all_reduce is repaired")
+        if inputs and not unusual:
+            proof.note(session, INPUT, self._name, inputs, entry.op)
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if is_kept or journal.is_frozen:
@@ -379,7 +388,8 @@ class ManagedGroup(ProcessGroup):
 
 def _operation(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        return self.issue(op, positional(op, args, kwargs))
+        work = self.issue(op, positional(op, args, kwargs))
+        return held_works.hold(work) if held_works.IS_NEEDED else work
 
     call.__name__ = op
     return call

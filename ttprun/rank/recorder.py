@@ -3,8 +3,8 @@
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
 boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), the
 run's first record (what has changed since then is what a run on other ranks takes over), a log of the results of small
-collectives, from which a replay answers calls whose peers have long gone on, a ring of the random states of DataLoader
-workers, and how much was appended to which file.
+collectives, from which a replay answers calls whose peers have long gone on, samples of what the rank has given to the
+running step (evidence.py), a ring of the random states of DataLoader workers, and how much was appended to which file.
 
 A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
 ones."""
@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from ttprun.rank.evidence import REGION_BYTES, Evidence
 
 SLOTS = 4
 FIRST = SLOTS  # the slot behind those of the newest boundaries
@@ -56,12 +58,14 @@ class Recorder:
         self._view = memoryview(self._map)
         self._cells = self._view[:HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self._log_start = HEADER_BYTES + (SLOTS + 1) * slot_bytes
+        evidence_at = HEADER_BYTES + (SLOTS + 1) * slot_bytes
+        self.evidence = Evidence(self._view[evidence_at : evidence_at + REGION_BYTES])
+        self._log_start = evidence_at + REGION_BYTES
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
         """Address space that a recorder takes; memory is taken only for what is written."""
-        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
+        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + REGION_BYTES + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
 
     @classmethod
     def create(cls, slot_bytes: int) -> int:
@@ -76,6 +80,7 @@ class Recorder:
         for slot in range(SLOTS + 1):
             self._cells[slot * _SLOT_CELLS] = NO_BOUNDARY
         _LOG.pack_into(self._map, _LOG_AT, 0)
+        self.evidence.clear()
 
     def write(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
         """Write the record of a boundary over the oldest one.

@@ -26,6 +26,7 @@ from ttprun.rank.connection import GenerationOverError
 from ttprun.rank.expected import Expected
 from ttprun.rank.journal import TELL_AFTER_S, Entry, has_ended
 from ttprun.rank.process_group import ManagedGroup
+from ttprun.rank.proof import Proof
 from ttprun.rank.reissue import issue_again
 from ttprun.rank.session import Session
 
@@ -373,6 +374,8 @@ class Recovery:
         session.expected = Expected(session.channel, session.generation, message["expected"])
         session.journal.givers = givers_of(message)
         session.verifier.prove_from(replay.boundary)
+        if replay.is_alone:
+            session.proof = Proof.of(session, replay.boundary)
         replay.live.set()
 
 

@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, gradients, loaders, loops, random_state, sharded, trained
+from ttprun.rank import faults, files, gradients, loaders, loops, proof, random_state, sharded, trained
 from ttprun.rank.expected import MismatchError, report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.moved import Mover
@@ -120,6 +120,8 @@ class Replay:
         self._iterators_used: set[int] = set()
         self._jumps = 0
         self._output = Diverted(session)
+        self._equal: list[str] = []  # what was compared with the lost rank's
+        self._unproved: list[str] = []
 
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
@@ -240,12 +242,18 @@ class Replay:
             difference = self._difference(record, frame)
             if difference:
                 self.refuse(f"the replay has come to another place than boundary {self._passed}: {difference}")
+            if is_target:
+                self._note_equal(record)
+            if self._before is not None:
+                self._compare_random_states(record)
             self._is_at_target = is_target
             return self._put_in(record, frame, returned, is_comparing=is_target)[1]
         assert self._before is not None
         difference = self._difference(self._before, frame)
         if not difference:
             self._is_at_target = self._before is self._target
+            if self._is_at_target:
+                self._note_equal(self._before)
             _, returned = self._put_in(self._before, frame, returned, is_comparing=self._is_at_target)
             self._has_arrived = True
             self._passed = self._before["boundary"]
@@ -331,6 +339,36 @@ class Replay:
                     self.refuse(f"the lost rank had loaded the module {name}, and here that fails: {error!r}")
         return found
 
+    def _note_equal(self, record: Record) -> None:
+        """The target's place has been compared, with all that says where the script stands."""
+        loops_ = sum(map(len, record["loops"]))
+        batches = [it for it in record["loaders"] if it["batch"]]
+        counted = [(loops_, "loop", "loops"), (len(batches), "batch of a DataLoader", "batches of DataLoaders")]
+        told = [f"{count} {many if count != 1 else one}" for count, one, many in counted if count]
+        self._equal.append(f"{', '.join(['place in the script', *told])} at boundary {record['boundary']}")
+
+    def _compare_random_states(self, record: Record) -> None:
+        """The replay comes to a boundary from one at which it was given the lost rank's random states.
+
+        In between it draws as many numbers as the lost rank did, unless something has changed that nobody records, or
+        how many are drawn follows from the weights, which are not the lost rank's yet. What the lost rank has given to
+        the step behind the boundary tells these two cases apart, if it has given anything.
+        """
+        here = random_state.capture()
+        names = sorted(here.keys() & record["rng"].keys())
+        differing = [name for name in names if here[name] != record["rng"][name]]
+        at = f"at boundary {record['boundary']}"
+        if not differing:
+            self._equal.append(f"random states ({', '.join(names)}) on arriving {at}")
+            return
+        told = f"the replay has arrived {at} with other random states ({', '.join(differing)}) than the lost rank"
+        if not proof.is_decisive(self.session, self.boundary):
+            self.refuse(
+                f"the script cannot be replayed: {told}: what the steps draw follows from something that is not "
+                "recorded, or from the weights; and nothing of the step behind it is left to compare"
+            )
+        self._unproved.append(f"{told}, whose states it was given")
+
     def _compare_optimizers(self, record: Record) -> None:
         """Refuses if they have other parameters than in the lost rank."""
         found = [parameters for parameters, _ in trained.counts_now()]
@@ -352,6 +390,7 @@ class Replay:
         faults.reached("replay")
         if sharded.are_any(trained.parameters()):
             sharded.tell(session.channel)
+        proof.tell(session, self._equal, self._unproved)
         told = {"generation": session.generation, "boundary": self.boundary, "setup_s": self.setup_s}
         session.channel.send({"op": "replayed"} | told)
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ttprun.rank.journal import Journal
     from ttprun.rank.kept_weights import KeptWeights
     from ttprun.rank.process_group import ManagedGroup
+    from ttprun.rank.proof import Proof
     from ttprun.rank.recorder import Recorder
     from ttprun.rank.recovery import Recovery
     from ttprun.rank.replay import Replay
@@ -47,6 +48,7 @@ class Session:
     times_left    how often the script has been done with its process group
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     is_over       this run of the script has ended with an exception
+    proof         set while a replacement is in the step in which its rank was lost
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
     updates       when this run of the script has last stepped an optimizer
     row           this rank's fields on the board
@@ -84,6 +86,7 @@ class Session:
     replay: Replay | None = None
     recovery: Recovery | None = None
     expected: Expected | None = None
+    proof: Proof | None = None
     framework: Framework | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()

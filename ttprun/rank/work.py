@@ -50,6 +50,12 @@ class ManagedWork(Work):
         """The output tensors."""
         return self._entry.outputs
 
+    def let_go(self) -> None:
+        """Give up the tensors of an operation that has completed; wait() goes on returning at once."""
+        entry = self._entry
+        self._entry = Entry(entry.group, entry.op, (), [])
+        self._entry.is_done = True
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors; it stays pending through a recovery."""
         entry = self._entry

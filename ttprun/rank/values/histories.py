@@ -12,9 +12,23 @@ from typing import Any
 
 import torch
 
+from ttprun import torch_versions
+
 _MOST_NODES = 256
 _KEPT = "_raw_saved_"
 _names: dict[type, list[str]] = {}
+_has_hooks = False
+
+
+def wrap_saved_tensors_hooks(original: Any) -> Any:
+    """saved_tensors_hooks.__enter__: from now on unpacking a saved tensor may run code of the script."""
+
+    def enter(self: Any) -> Any:
+        global _has_hooks
+        _has_hooks = True
+        return original(self)
+
+    return enter
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
@@ -54,7 +68,8 @@ def _keeps(node: Any) -> bool | None:
             return False
         for one in value if isinstance(value, tuple | list) else (value,):
             if one is not None:
-                if one.data is not None:
+                held = torch_versions.still_holds(node, name, one, _has_hooks)
+                if held:
                     return True
-                keeps = False
+                keeps = False if held is False else keeps
     return keeps

@@ -1,0 +1,198 @@
+"""What a rank leaves behind of the running step, and what its replacement is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.rank.fakes import FakeChannel, make_session
+from ttprun.rank import proof
+from ttprun.rank.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
+from ttprun.rank.expected import MismatchError
+from ttprun.rank.session import Session
+
+LARGE = 1 << 20
+
+
+def new_evidence() -> Evidence:
+    evidence = Evidence(memoryview(bytearray(REGION_BYTES)))
+    evidence.clear()
+    return evidence
+
+
+def test_what_was_noted_of_a_step_is_found_by_kind_name_and_number() -> None:
+    evidence = new_evidence()
+
+    first = evidence.note(7, INPUT, "world", [torch.ones(3)])
+    second = evidence.note(7, INPUT, "world", [torch.zeros(3)])
+    third = evidence.note(7, BATCH, "loader", [torch.ones(3)])
+
+    assert evidence.left(7) == dict([first, second, third])
+    assert evidence.left(5) == {}
+
+
+def test_the_step_before_is_still_there_and_the_one_before_that_is_not() -> None:
+    evidence = new_evidence()
+
+    for step in (1, 2, 3):
+        evidence.note(step, LOSS, "", [torch.ones(1)])
+
+    assert [len(evidence.left(step)) for step in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_a_replacement_that_is_lost_in_its_turn_leaves_what_the_first_rank_had_noted() -> None:
+    region = memoryview(bytearray(REGION_BYTES))
+    lost, replacement = Evidence(region), Evidence(region)
+    lost.clear()
+    for number in range(3):
+        lost.note(4, INPUT, "world", [torch.full((2,), number)])
+    noted = lost.left(4)
+
+    replacement.note(4, INPUT, "world", [torch.full((2,), 9)])
+
+    assert replacement.left(4) == noted
+
+
+def test_more_than_there_is_room_for_is_not_noted() -> None:
+    evidence = new_evidence()
+
+    for number in range(ENTRIES + 5):
+        evidence.note(1, LOSS, "", [torch.full((1,), number)])
+
+    assert len(evidence.left(1)) == ENTRIES
+
+
+def test_another_element_of_a_small_tensor_is_seen_wherever_it_is() -> None:
+    tensor = torch.zeros(5000)
+    before = sampled([tensor], 0)
+
+    tensor[4321] = 1
+
+    assert sampled([tensor], 0) != before
+
+
+def test_each_step_looks_at_other_parts_of_a_large_tensor() -> None:
+    seen = set()
+    for step in range(LARGE // 64 // 16):
+        tensor = torch.zeros(LARGE)
+        before = sampled([tensor], step)[0]
+        tensor[9 * LARGE // 64 + 100] = 1
+        seen.add(sampled([tensor], step)[0] == before)
+
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_so"), [(1 + 1e-6, True), (1 + 1e-2, False), (float("nan"), False)], ids=["rounding", "more", "nan"]
+)
+def test_what_differs_by_rounding_is_told_from_what_differs(factor: float, is_so: bool) -> None:
+    one = torch.linspace(-1, 1, 50)
+    samples = [bytes(sampled([tensor], 0)[1]) for tensor in (one, one * factor)]
+
+    assert is_close(*samples, torch.float32) is is_so
+
+
+Replacement = Callable[[int, dict[str, list[torch.Tensor]]], tuple[Session, FakeChannel]]
+
+
+@pytest.fixture
+def replacement() -> Iterator[Replacement]:
+    """Makes a replacement that is live at a boundary, of what the lost rank had given to collectives, by group."""
+    channel = FakeChannel()
+
+    def make(step: int, lost: dict[str, list[torch.Tensor]]) -> tuple[Session, FakeChannel]:
+        session = make_session(channel=channel)
+        session.applied = step
+        older = Evidence(session.recorder.evidence._region)
+        for name, tensors in lost.items():
+            for tensor in tensors:
+                older.note(step, INPUT, name, [tensor])
+        session.proof = proof.Proof.of(session, step)
+        return session, channel
+
+    yield make
+    channel.close()
+
+
+def told(channel: FakeChannel) -> tuple[list[str], list[str]]:
+    (message,) = [message for message in channel.sent if message["op"] == "compared"]
+    return message["equal"], message["unproved"]
+
+
+def test_equal_inputs_are_told_once_all_that_the_lost_rank_gave_has_been_compared(replacement: Replacement) -> None:
+    session, channel = replacement(5, {"world": [torch.ones(40)]})
+
+    proof.note(session, INPUT, "world", [torch.ones(40)])
+
+    assert told(channel) == (["1 input of a collective in step 5"], [])
+    assert session.proof is None
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody ends a process that has told of a mismatch: it does not wait for that."""
+    monkeypatch.setattr("ttprun.rank.expected._KILL_LIMIT_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_another_input_is_refused_before_anybody_gets_it(replacement: Replacement) -> None:
+    session, channel = replacement(5, {"world": [torch.ones(40)]})
+
+    with pytest.raises(MismatchError, match="number 1 of step 5"):
+        proof.note(session, INPUT, "world", [torch.ones(40) * 2])
+
+    assert [message["op"] for message in channel.sent] == ["mismatch"]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_less_than_the_lost_rank_had_given_is_refused_at_the_end_of_the_step(replacement: Replacement) -> None:
+    session, _ = replacement(5, {"world": [torch.ones(40), torch.ones(40)]})
+    proof.note(session, INPUT, "world", [torch.ones(40)])
+    assert session.proof is not None
+
+    with pytest.raises(MismatchError, match="1 input of a collective"):
+        session.proof.end_step()
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2), torch.arange(90, dtype=torch.uint8)], ids=["a time", "a pickled object"]
+)
+def test_what_a_script_may_measure_is_named_and_not_refused(replacement: Replacement, tensor: torch.Tensor) -> None:
+    session, channel = replacement(5, {"world": [tensor]})
+
+    proof.note(session, INPUT, "world", [tensor + 1])
+
+    assert [len(part) for part in told(channel)] == [0, 2]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_small_gradient_that_the_script_reduces_itself_is_none_of_them(
+    replacement: Replacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, _ = replacement(5, {"world": [torch.ones(2)]})
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.zeros(2)
+    monkeypatch.setattr(proof.trained, "parameters", lambda: iter([weight]))
+
+    with pytest.raises(MismatchError):
+        proof.note(session, INPUT, "world", [weight.grad])
+
+
+def test_a_lost_rank_that_had_given_nothing_leaves_nothing_to_prove(replacement: Replacement) -> None:
+    session, channel = replacement(5, {})
+
+    assert session.proof is None
+    assert told(channel) == ([], ["the lost rank had left no loss and no input of a collective of step 5"])
+
+
+def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
+    replacement: Replacement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, channel = replacement(5, {"world": [torch.ones(40)]})
+    monkeypatch.setattr("ttprun.rank.evidence.bytes_of", lambda tensor: 1 / 0)
+
+    proof.note(session, INPUT, "world", [torch.ones(40)])
+
+    assert "cannot be compared" in told(channel)[1][0]

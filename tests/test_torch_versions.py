@@ -1,0 +1,42 @@
+"""What is said and done about torch releases, by their versions alone; scripts/test_matrix.sh runs jobs on them."""
+
+from __future__ import annotations
+
+import tomllib
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from ttprun import torch_versions
+
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+
+
+def test_the_bounds_of_the_package_are_the_releases_that_were_tried() -> None:
+    (oldest, newest) = torch_versions.OLDEST, torch_versions.NEWEST
+
+    assert f"torch>={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}" in PROJECT["dependencies"]
+    assert torch_versions.release_of(torch_versions.TRIED[0]) == oldest
+    assert torch_versions.release_of(torch_versions.TRIED[-1]) == newest
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.13.0+cpu", "2.15.1", "2.9.0a0+git1234"])
+def test_nothing_is_said_of_a_release_between_those_that_were_tried(version: str) -> None:
+    assert torch_versions.why_untried(version) == ""
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "3.0.0", "2.5.1", "unknown"])
+def test_another_release_is_named_with_what_to_do(version: str) -> None:
+    said = torch_versions.why_untried(version)
+
+    assert version in said
+    assert "ttprun doctor" in said
+    assert "\n" not in said
+
+
+def test_an_option_that_torchrun_does_not_have_yet_is_as_torch_does_anyway() -> None:
+    old = Namespace(nnodes="1")
+
+    assert torch_versions.launch_option(old, "signals_to_handle") == "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    assert torch_versions.launch_option(Namespace(signals_to_handle="SIGHUP"), "signals_to_handle") == "SIGHUP"
