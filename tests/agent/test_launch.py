@@ -22,7 +22,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[[], int]]:
     """Launches a job named night, which saves to tmp_path/save."""
     config = Config(save_dir=str(tmp_path / "save"), run_id="night")
     run = RunDirectory.create("night", tmp_path / "run")
-    yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run, is_python=True)
+    yield lambda: module.launch(config, LaunchConfig(1, 1, 1), "python", ["-u", "train.py"], run, True, True)
     run.release()
 
 
@@ -36,7 +36,7 @@ def test_nobody_else_writes_to_the_save_directory_while_a_checkpoint_is_chosen_a
             other.lock("day")
         raise ConfigError("the checkpoint is of another script", "start the same script")
 
-    monkeypatch.setattr(module.resume, "find", find)
+    monkeypatch.setattr(module.Resumption, "find", find)
 
     with pytest.raises(ConfigError, match="of another script"):
         launch()
@@ -51,7 +51,7 @@ def test_a_second_job_is_refused_before_any_checkpoint_is_read(
     holder = CheckpointStore(tmp_path / "save")
     holder.lock("day")
     is_read: list[bool] = []
-    monkeypatch.setattr(module.resume, "find", lambda *_: is_read.append(True))
+    monkeypatch.setattr(module.Resumption, "find", lambda *_: is_read.append(True))
 
     with pytest.raises(SaveDirectoryInUseError, match="run 'day'"):
         launch()

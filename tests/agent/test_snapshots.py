@@ -49,7 +49,6 @@ class FakeSupervisor:
         self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.checkpoints = FakeCheckpoints()
-        self.stored: Any = None
         self.advanced: list[recovery.Event] = []
         self.logged: list[dict[str, Any]] = []
 
@@ -181,10 +180,10 @@ def test_a_complete_one_is_what_all_ranks_go_back_to_and_is_written_to_disk(job:
     one.look()
 
     one.tell(1, 20)
-    assert one.supervisor.stored is None
+    assert one.snapshots.newest is None
     one.tell(0, 20)
 
-    assert (one.supervisor.stored.boundary, one.supervisor.stored.place) == (20, "shared memory")
+    assert (one.snapshots.newest.boundary, one.snapshots.newest.as_stored().place) == (20, "shared memory")
     assert [type(event) for event in one.supervisor.advanced] == [recovery.SnapshotTaken]
     assert one.events("snapshot_taken") == [
         {"event": "snapshot_taken", "boundary": 20, "bytes": 30, "took_s": 0.25, "number": 1}
@@ -241,7 +240,7 @@ def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_i
         {"event": "snapshot_failed", "boundary": 20, "reason": why_not, "is_off": True}
     ]
     assert [record.message for record in caplog.records] == [f"no snapshots are taken from now on: {why_not}"]
-    assert one.supervisor.stored is None
+    assert one.snapshots.newest is None
     assert one.look() == 1
 
 
@@ -283,7 +282,7 @@ def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
     one.now_s += 90
     one.look()
     one.take(400)
-    assert one.supervisor.stored.boundary == 400
+    assert one.snapshots.newest.boundary == 400
 
 
 @pytest.mark.parametrize(

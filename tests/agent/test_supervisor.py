@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.agent.starting import LIMIT_S, wait_for_end
+from ttprun import recovery
 from ttprun.agent.processes import RankHandler
+from ttprun.agent.resume import Resumption
 from ttprun.agent.stored import Stored
 from ttprun.agent.supervisor import Supervisor
 from ttprun.config import Config
@@ -32,10 +34,12 @@ def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callab
     """
     made: list[Supervisor] = []
 
-    def make_supervisor(resume_from: Stored | None = None, standbys: int = 0) -> Supervisor:
+    def make_supervisor(resume_from: Any = None, standbys: int = 0) -> Supervisor:
         run = RunDirectory.create("run", tmp_path / "run")
         store = CheckpointStore(tmp_path / "checkpoints", 3)
-        made.append(Supervisor(Config(standbys=standbys), run, 2, True, 0, store, resume_from))
+        config = Config(standbys=standbys)
+        resumption = resume_from or Resumption(config, store, 2, ["train.py"], is_place_named=True)
+        made.append(Supervisor(config, run, 2, True, 0, store, resumption))
         made[-1].start()
         return made[-1]
 
@@ -43,6 +47,26 @@ def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callab
     for supervisor in made:
         supervisor.stop(0)
         supervisor.run.release()
+
+
+class OneCheckpoint:
+    """A save directory with one checkpoint."""
+
+    is_named = False
+    is_found_by_same_command = True
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self.noted: list[str] = []
+
+    def find(self) -> tuple[recovery.Saved, ...]:
+        return (recovery.Saved(self._stored.boundary, self._stored.place),)
+
+    def opened(self, place: str) -> Stored:
+        return self._stored
+
+    def note_unusable(self, place: str, reason: str, is_refused: bool) -> None:
+        self.noted.append(reason)
 
 
 @pytest.fixture
@@ -137,7 +161,7 @@ def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not
     def read(rank: int) -> dict[str, Any]:
         raise RuntimeError("a bug of ours")
 
-    supervisor = make(Stored(5, "step-00000005", (), [], (), read))
+    supervisor = make(OneCheckpoint(Stored(5, "step-00000005", (), [], (), read)))
 
     begin(supervisor, [started("-c", "") for _ in range(2)])
 

@@ -20,6 +20,7 @@ class FakeLaunch:
         self.exit_code = exit_code
         self.calls: list[tuple[Config, LaunchConfig, Any, list[str], RunDirectory]] = []
         self.is_python: bool | None = None
+        self.is_place_named: bool | None = None
 
     def launch(
         self,
@@ -29,8 +30,10 @@ class FakeLaunch:
         args: list[str],
         run: RunDirectory,
         is_python: bool,
+        is_place_named: bool,
     ) -> int:
         self.is_python = is_python
+        self.is_place_named = is_place_named
         self.calls.append((config, launch_config, entrypoint, args, run))
         return self.exit_code
 

@@ -17,6 +17,7 @@ from tests.state.making_models import net, save
 from ttprun.cli.main import main
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.state.manifest import MANIFEST_NAME
+from ttprun.state.unusable import note
 
 TENSORS = "tensors-00000.safetensors"
 
@@ -53,21 +54,25 @@ def test_the_list_is_that_of_the_newest_run_and_says_what_cannot_be_used(
     assert code == 0
     assert [(line.split()[0], line.split()[-1]) for line in lines[1:5]] == [
         ("incomplete-step-00000130", "incomplete"),
-        ("step-00000120", "latest"),
-        ("step-00000110", "valid"),
+        ("step-00000120", "invalid"),
+        ("step-00000110", "latest"),
         ("step-00000100", "valid"),
     ]
-    assert lines[5:] == ["incomplete-step-00000130: it is incomplete: b.weight of rank 1 missing"]
+    assert lines[5:] == [
+        "incomplete-step-00000130: it is incomplete: b.weight of rank 1 missing",
+        f"step-00000120: {TENSORS} is damaged: its content is not what was written",
+    ]
 
 
 def test_the_list_in_json_has_one_object_a_checkpoint(save_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown = answer(capsys, "list", "--save-dir", str(save_dir))
 
     assert code == 0
-    assert (shown["save_dir"], shown["latest"]) == (str(save_dir), "step-00000120")
-    first, second = shown["checkpoints"][:2]
+    assert (shown["save_dir"], shown["latest"]) == (str(save_dir), "step-00000110")
+    first, damaged, second = shown["checkpoints"][:3]
     assert (first["boundary"], first["is_valid"], first["is_latest"]) == (130, False, False)
-    assert (second["boundary"], second["is_valid"], second["is_latest"]) == (120, True, True)
+    assert (damaged["boundary"], damaged["is_valid"], damaged["is_latest"]) == (120, False, False)
+    assert (second["boundary"], second["is_valid"], second["is_latest"]) == (110, True, True)
     assert (second["run_id"], second["cause"], second["world_size"], second["bytes"]) == ("night", "periodic", 2, 14)
 
 
@@ -88,10 +93,10 @@ def test_one_checkpoint_is_shown_by_name_step_or_directory(
 
 
 @pytest.mark.parametrize("line", [["show"], ["show", "latest"], ["show", "save"]])
-def test_without_a_name_the_newest_is_shown(
+def test_without_a_name_the_newest_that_is_whole_is_shown(
     save_dir: Path, line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert answer(capsys, *line)[1]["name"] == "step-00000120"
+    assert answer(capsys, *line)[1]["name"] == "step-00000110"
 
 
 def test_one_without_a_manifest_is_shown_with_that_reason(save_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,3 +240,16 @@ def test_the_list_fits_a_terminal_of_80_columns(save_dir: Path) -> None:
     assert done.returncode == 0
     assert "…" not in text
     assert "\x1b[31mincomplete" in text.replace("\x1b[0m", "")
+
+
+def test_that_a_launch_could_not_go_on_from_a_checkpoint_is_shown_with_its_reason(
+    save_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note(save_dir / "step-00000110", "a fingerprint", "rank 1: it stands elsewhere", is_refused=True)
+
+    main(["checkpoints", "list"])
+    text = capsys.readouterr().out
+    shown = answer(capsys, "show", "110")[1]
+
+    assert "step-00000110: a launch could not go on from it: rank 1: it stands elsewhere" in text.splitlines()
+    assert shown["refusals"] == ["rank 1: it stands elsewhere"]

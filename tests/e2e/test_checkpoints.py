@@ -18,7 +18,6 @@ import pytest
 from tests.e2e.harness import (
     EPOCHS,
     PLAIN,
-    SCRIPTS,
     TRAINER,
     TWO_OPTIMIZERS,
     WHILE_TRUE,
@@ -79,9 +78,9 @@ def assert_saved(run: Run, cause: str, exit_code: int = 143) -> None:
 
 def assert_resumed(run: Run, boundary: int) -> None:
     """The launch went on from a checkpoint of that boundary."""
-    first = run.incidents[0]
-    assert (first["kind"], first["rung"], first["outcome"]) == ("resume", "rewind", "recovered"), run.story()
-    assert first["boundary"] == boundary, run.story()
+    resume = run.status["resume"]
+    assert (resume["outcome"], resume["boundary"]) == ("recovered", boundary), run.story()
+    assert run.incidents == [], run.story()
 
 
 PREEMPTED = [
@@ -250,8 +249,8 @@ def test_snapshots_go_to_the_disk_in_the_background_and_a_killed_launcher_loses_
     second = run_ttprun(PLAIN, 2, **same)
 
     assert first.exit_code == -9
-    assert_resumed(second, second.incidents[0]["boundary"])
-    assert second.incidents[0]["boundary"] % 10 == 0
+    assert_resumed(second, second.status["resume"]["boundary"])
+    assert second.status["resume"]["boundary"] % 10 == 0
     assert second.hashes == undisturbed(PLAIN, 2, ["--steps", "400"]).hashes, second.story()
 
 
@@ -320,24 +319,6 @@ def test_another_script_or_a_checkpoint_that_is_none_is_one_line_and_nothing_is_
     assert "start the same script, or give --resume off" in another.output
     assert "is no valid checkpoint" in none.output
     assert not (another.folder / "run").exists()
-
-
-def test_a_script_that_has_been_changed_is_not_begun_anew_without_being_asked(
-    start_ttprun: StartTtprun, tmp_path: Path
-) -> None:
-    script = tmp_path / "script.py"
-    text = (SCRIPTS / PLAIN).read_text()
-    script.write_text(text)
-    options = ["--save-dir", str(tmp_path / "save")]
-    same = {"options": options, "out": tmp_path / "out"}
-    start_ttprun(script, 2, faults=["preempt:rank=0,step=10,phase=backward"], **same).finish()
-
-    script.write_text("import os\n" + text)  # every line of it stands elsewhere now
-    second = start_ttprun(script, 2, **same).finish()
-
-    assert second.exit_code == 93, second.story()
-    assert "the run cannot go on from the checkpoint of step" in second.status["reason"], second.story()
-    assert "--resume off begins anew" in second.status["reason"]
 
 
 def test_the_same_command_after_the_end_begins_anew(series: Callable[..., Series], undisturbed: Undisturbed) -> None:

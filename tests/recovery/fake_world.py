@@ -80,6 +80,8 @@ class FakeWorld:
         self.finished: set[int] = set()
         self.closed: list[Incident] = []
         self.snapshot_boundary = -1
+        self.stored_boundary = -1  # of what the ranks were told to go back to
+        self.unusable: set[str] = set()
         self.start_all()
 
     # What happens
@@ -267,7 +269,7 @@ class FakeWorld:
                 self.kill(rank)
             case recovery.Replay(rank, generation, boundary, source):
                 if source is None:
-                    assert boundary == self.snapshot_boundary
+                    assert boundary == self.stored_boundary
                 else:
                     self.check_source(source, boundary)
                 assert not self.processes[rank].has_orders
@@ -278,8 +280,10 @@ class FakeWorld:
                 assert not self.job.unreplicated_reason
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
-            case recovery.Rewind(boundary):
-                assert boundary == self.snapshot_boundary
+            case recovery.Rewind(boundary, place):
+                assert place == f"step-{boundary}" if place else boundary == self.snapshot_boundary
+                assert place not in self.unusable
+                self.stored_boundary = boundary
                 alive = [process for process in self.processes.values() if process.is_alive]
                 assert not any(process.is_whole or process.has_orders for process in alive)
             case recovery.LoadState(ranks, generation, boundary):
@@ -289,9 +293,13 @@ class FakeWorld:
                 assert ranks == self.job.survivors
                 assert {self.processes[rank].boundary for rank in ranks} == {boundary}
                 persisted = recovery.StatePersisted(
-                    generation=generation, place="a folder", is_handled=self.handles_stop, at_s=0.0
+                    generation=generation, place=f"step-{boundary}", is_handled=self.handles_stop, at_s=0.0
                 )
                 self.agent_unheard.append(persisted)
+            case recovery.NoteUnusable(place, reason, is_refused):
+                assert reason
+                if is_refused:
+                    self.unusable.add(place)
             case recovery.GiveUpCheckpoint(_, reason):
                 assert reason
                 self.awaits_checkpoint = False
@@ -347,7 +355,7 @@ class FakeWorld:
     def load_state(self, ranks: tuple[int, ...], generation: int, boundary: int) -> None:
         """Each rank loads what the snapshot holds."""
         assert ranks == self.job.lost
-        assert boundary == self.snapshot_boundary
+        assert boundary == self.stored_boundary
         for rank in ranks:
             process = self.processes[rank]
             assert process.boundary == boundary

@@ -67,7 +67,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.StateSent: {"digest": "same"},
     recovery.RankRepaired: {"digest": "same"},
 }
-TEXTS = {"reason", "name", "digest", "place", "why_not", "device_fault"}
+TEXTS = {"reason", "name", "digest", "place", "saved", "why_not", "why_unusable", "device_fault"}
 NUMBERS = {"silent"}
 RECORDED_FIRST = ("id", "phase", "rung", "outcome", "ranks", "attempt")
 RECORDED_NEVER = {"generation", "opened_at_s"}
@@ -128,6 +128,8 @@ class Scenario:
         values = {**DEFAULTS.get(event_type, {}), **values, "at_s": self.at_s}
         if "rank" in names and rank:
             values["rank"] = int(rank)
+        if event_type is recovery.ResumeAsked:
+            values = {"saved": read_saved(values["saved"]), "at_s": self.at_s}
         if "generation" in names:
             values.setdefault("generation", self.job.generation)
         if "pid" in names:
@@ -146,6 +148,11 @@ def read_value(name: str, text: str) -> Any:
     if text in ("yes", "no"):
         return text == "yes"
     return float(text) if "." in text else int(text)
+
+
+def read_saved(text: str) -> tuple[recovery.Saved, ...]:
+    """Checkpoints by their boundaries: "8,4"."""
+    return tuple(recovery.Saved(int(boundary), f"step-{int(boundary):08d}") for boundary in text.split(","))
 
 
 def write_value(value: Any) -> str:

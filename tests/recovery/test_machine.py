@@ -295,7 +295,7 @@ def test_a_fault_of_a_device_gives_its_name_to_the_incident_and_condemns_no_scri
 
 
 def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> None:
-    job = running_job(Settings(world_size=2, rungs=RUNGS - {"replace"}))
+    job = running_job(Settings(world_size=2, rungs=RUNGS - {"replace", "persist"}))
     job, _ = advance(job, ElasticDeclared(rank=0, at_s=1.0))
 
     job, actions = advance(job, killed(1, pid=101))
@@ -306,7 +306,7 @@ def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> N
 
 
 def test_ranks_that_all_hold_the_same_train_on_without_the_one_that_is_lost() -> None:
-    job = running_job(Settings(world_size=3, rungs=RUNGS - {"replace"}))
+    job = running_job(Settings(world_size=3, rungs=RUNGS - {"replace", "persist"}))
     for rank in range(3):
         job, _ = advance(job, ElasticDeclared(rank=rank, at_s=1.0))
 

@@ -18,7 +18,7 @@ def test_the_rank_that_differs_from_the_majority_is_named() -> None:
 
     _, divergence = after(replicas, 100, "bcb")
 
-    assert divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,))
+    assert divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,), digests=("b", "c", "b"))
 
 
 def test_several_ranks_that_differ_are_all_named() -> None:

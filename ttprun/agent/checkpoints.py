@@ -31,6 +31,7 @@ from ttprun.rank.shares import file_of
 from ttprun.state.checkpoint import Checkpoint, in_short
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
+from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import FileEntry, Fill
 from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
@@ -59,6 +60,20 @@ class _Writing:
     waiting: set[int]
     began_s: float
     told: list[Message] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What has become of a checkpoint.
+
+    checkpoint     None if there is none
+    why_not        why there is none
+    why_unusable   why no run can go on from it
+    """
+
+    checkpoint: Checkpoint | None
+    why_not: str
+    why_unusable: str
 
 
 class Checkpoints:
@@ -159,14 +174,14 @@ class Checkpoints:
         for told in writing.told:
             writing.draft.record(file_of(told["share"]), FileEntry(bytes=told["bytes"], xxh3=told["xxh3"]))
 
-        def done(checkpoint: Checkpoint | None, why_not: str) -> None:
-            place = ""
+        def done(written: _Written) -> None:
+            checkpoint, place, why_not = written.checkpoint, "", written.why_not
             if checkpoint is not None and checkpoint.is_valid:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
                 why_not = f"it would lack {in_short(missing)}; what there is lies in {checkpoint.path}"
             is_handled = any(told["is_handled"] for told in writing.told)
-            self._tell_machine(writing.order.generation, place, why_not, is_handled)
+            self._tell_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
         self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
 
@@ -208,7 +223,7 @@ class Checkpoints:
             return
         self._begin(draft.folder)
 
-        def finish(checkpoint: Checkpoint | None, why_not: str) -> None:
+        def finish(written: _Written) -> None:
             done()
 
         told = shelf.told
@@ -226,7 +241,7 @@ class Checkpoints:
         cause: str,
         missing: list[str],
         began_s: float,
-        done: Callable[[Checkpoint | None, str], None],
+        done: Callable[[_Written], None],
         shares: Iterable[tuple[int, Fill]] = (),
     ) -> None:
         """Write what is missing in a draft and make it a checkpoint, on the worker's thread.
@@ -234,7 +249,7 @@ class Checkpoints:
         parts   ranks' own parts
         first   what the rank with the first share has told: header and names of the tensors
         shares  files of tensors that no rank writes itself
-        done    called on the supervisor's thread: (the checkpoint, "") or (None, why not)
+        done    called on the supervisor's thread
         """
         start = self._supervisor.seats[0].handler.start
         words = command_of(start)
@@ -243,7 +258,7 @@ class Checkpoints:
         description = Description(world_size=len(self._supervisor.seats), cause=cause, script=script, model=model)
 
         def work() -> None:
-            checkpoint, why_not = None, ""
+            checkpoint, why_not, why_unusable = None, "", ""
             try:
                 for share, content in shares:
                     draft.add(file_of(share), content)
@@ -254,21 +269,24 @@ class Checkpoints:
                 if checkpoint.is_valid:
                     with contextlib.suppress(OSError):  # then the next run begins anew, and says so
                         (self._store.save_dir / ENDED_NAME).unlink(missing_ok=True)
+                    why_unusable = self._why_unusable(checkpoint)
             except ConfigError as error:
                 why_not = str(error)
             except Exception as error:  # whatever it is, training must not feel it
                 logger.exception("a checkpoint could not be written")
                 why_not = repr(error)
                 draft.discard()
-            self._outcomes.put((lambda: note(checkpoint, why_not), lambda: done(checkpoint, why_not)))
+            written = _Written(checkpoint, why_not, why_unusable)
+            self._outcomes.put((lambda: note(written), lambda: done(written)))
             self._supervisor.call(self._take_outcomes)
 
-        def note(checkpoint: Checkpoint | None, why_not: str) -> None:
+        def note(written: _Written) -> None:
             self.is_busy, self._filling = False, None
-            if checkpoint is None:
-                self._note_failure(draft.boundary, cause, why_not)
+            if written.checkpoint is None:
+                self._note_failure(draft.boundary, cause, written.why_not)
             else:
-                self._note(checkpoint, cause, time.monotonic() - began_s)
+                reason = written.checkpoint.reason or written.why_unusable
+                self._note(written.checkpoint, reason, cause, time.monotonic() - began_s)
 
         self.is_busy = True
         self._works.put(work)
@@ -292,7 +310,15 @@ class Checkpoints:
             with contextlib.suppress(OSError):  # it has just become a checkpoint, or has been given up
                 progress.tell(sum(entry.stat().st_size for entry in os.scandir(folder)))
 
-    def _note(self, checkpoint: Checkpoint, cause: str, took_s: float) -> None:
+    def _why_unusable(self, checkpoint: Checkpoint) -> str:
+        """Why a launch would not go on from what has just been written: whoever says so must have asked."""
+        try:
+            self._supervisor.resumption.open(checkpoint.path, is_new=True)
+        except (ConfigError, InvalidCheckpointError) as error:
+            return str(error)
+        return ""
+
+    def _note(self, checkpoint: Checkpoint, reason: str, cause: str, took_s: float) -> None:
         size = checkpoint.manifest.size_bytes if checkpoint.manifest is not None else 0
         self._count += 1
         self.status = CheckpointStatus(
@@ -303,15 +329,15 @@ class Checkpoints:
             bytes=size,
             took_s=took_s,
             written_at=timestamp(),
-            reason=checkpoint.reason,
+            reason=reason,
         )
         fields = {"boundary": checkpoint.boundary, "cause": cause, "path": str(checkpoint.path), "bytes": size}
-        self._supervisor.log("checkpoint_written", **fields, took_s=took_s, reason=checkpoint.reason)
+        self._supervisor.log("checkpoint_written", **fields, took_s=took_s, reason=reason)
         logger.log(
             logging.INFO if cause == "periodic" else logging.WARNING,
             "checkpoint of step %d: %.1f MiB in %.2f s, %s%s",
             *(checkpoint.boundary, size / (1 << 20), took_s, checkpoint.path),
-            f" ({checkpoint.reason})" if checkpoint.reason else "",
+            f" ({reason})" if reason else "",
         )
 
     def _note_failure(self, boundary: int, cause: str, why_not: str) -> None:
@@ -322,10 +348,17 @@ class Checkpoints:
         self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
         logger.warning("no checkpoint%s: %s", f" of step {boundary}" if boundary else "", why_not)
 
-    def _tell_machine(self, generation: int, place: str = "", why_not: str = "", is_handled: bool = False) -> None:
+    def _tell_machine(
+        self, generation: int, place: str = "", why_not: str = "", why_unusable: str = "", is_handled: bool = False
+    ) -> None:
         self._supervisor.advance(
             recovery.StatePersisted(
-                at_s=time.monotonic(), generation=generation, place=place, why_not=why_not, is_handled=is_handled
+                at_s=time.monotonic(),
+                generation=generation,
+                place=place,
+                why_not=why_not,
+                why_unusable=why_unusable,
+                is_handled=is_handled,
             )
         )
 

@@ -14,9 +14,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from ttprun import mindio, torch_versions
-from ttprun.agent import resume
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.processes import command_of
+from ttprun.agent.resume import Resumption
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
@@ -37,10 +37,12 @@ def launch(
     args: list[str],
     run: RunDirectory,
     is_python: bool,
+    is_place_named: bool,
 ) -> int:
     """Run the job to its end; returns the launcher's exit code.
 
-    is_python   False: the ranks run the user's own program (--no-python)
+    is_python        False: the ranks run the user's own program (--no-python)
+    is_place_named   the same command has the same save directory the next time
 
     Blocks as long as the job runs. What signals do to it is said in `signals.py`. Raises ConfigError, before any rank
     is started, if there is something wrong with the checkpoints.
@@ -61,15 +63,9 @@ def launch(
     if is_python and store.save_dir.parent != run.path:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
     try:
-        supervisor = Supervisor(
-            config,
-            run,
-            world_size,
-            is_python,
-            launch_config.max_restarts,
-            store,
-            resume.find(config, store, world_size, command_of({"args": args})) if is_python else None,
-        )
+        words = command_of({"args": args}) if is_python else []
+        resumption = Resumption(config, store, world_size, words, is_place_named)
+        supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
         store.unlock()
@@ -104,16 +100,22 @@ def _run(
         verdict = supervisor.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
         print(error, file=sys.stderr)
-        if reason:
-            print(f"ttprun: {reason}", file=sys.stderr)
+        _say(reason)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
     except SignalException as error:
         ended = supervisor.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
+        _say(reason)
         return exit_code_of(error.sigval), reason
     except KeyboardInterrupt:
         return exit_code_of(signal.SIGINT), "ended by SIGINT"
     return 0, ""
+
+
+def _say(reason: str) -> None:
+    """Say why the job has ended: once, and as its last word."""
+    if reason:
+        print(f"ttprun: the job has ended: {reason}", file=sys.stderr)
 
 
 def _code_of(error: ChildFailedError, has_progress: bool) -> int:

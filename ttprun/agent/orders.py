@@ -16,6 +16,7 @@ from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.verdict import Verdict
 from ttprun.board import LEADER, Field
+from ttprun.errors import ConfigError
 from ttprun.rank.recorder import Recorder, RecordTooLargeError
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -109,39 +110,56 @@ class Orders:
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
         supervisor = self._supervisor
-        stored = supervisor.stored
-        assert stored is not None
-        assert stored.boundary == action.boundary
         supervisor.board.set(LEADER, Field.SNAPSHOT_AT, 0)
         supervisor.board.set(LEADER, Field.OPEN_AT, 0)
-        for seat in supervisor.seats:
-            try:
+        seat = supervisor.seats[0]
+        try:
+            stored = supervisor.stored = self._stored(action)
+            for seat in supervisor.seats:
                 self._go_back(seat, stored)
-            except (InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
-                event = recovery.MismatchFound(
-                    at_s=time.monotonic(),
-                    rank=seat.rank,
-                    generation=supervisor.job.generation,
-                    reason=f"what is stored of it cannot be used: {error}",
-                )
-                supervisor.advance(event)
-                return
+        except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
+            event = recovery.MismatchFound(
+                at_s=time.monotonic(),
+                rank=seat.rank,
+                generation=supervisor.job.generation,
+                reason=f"what is stored of it cannot be used: {error}",
+            )
+            supervisor.advance(event)
 
-    def _go_back(self, seat: Seat, stored: Stored) -> None:
+    def _stored(self, action: recovery.Rewind) -> Stored | None:
+        """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
+        if not action.boundary:
+            return None
+        if action.place:
+            return self._supervisor.resumption.opened(action.place)
+        newest = self._supervisor.snapshots.newest
+        if newest is None or newest.boundary != action.boundary:
+            raise LookupError(f"there is no snapshot of step {action.boundary} any more")
+        return newest.as_stored()
+
+    def note_unusable(self, action: recovery.NoteUnusable) -> None:
+        """Keep the next launch from the same failure."""
+        self._supervisor.log("checkpoint_unusable", place=action.place, reason=action.reason)
+        again = "" if action.is_refused else " this time"
+        logger.warning("the run cannot go on from '%s'%s: %s", action.place, again, action.reason)
+        self._supervisor.resumption.note_unusable(action.place, action.reason, action.is_refused)
+
+    def _go_back(self, seat: Seat, stored: Stored | None) -> None:
         """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
         board, row = self._supervisor.board, seat.local_rank
         slot_bytes = self._supervisor.config.record_limit_mib << 20
         os.close(seat.record_fd)
         seat.record_fd = Recorder.create(slot_bytes)
         out, err = 0, 0
-        if stored.origin is None:
+        boundary = 0 if stored is None else stored.boundary
+        if stored is not None and stored.origin is None:
             part = stored.rank_part(seat.rank)
             Recorder(seat.record_fd, slot_bytes).restore(part)
             before = self.recorded(seat, stored.boundary)["lines"]
             out, err = (known + since for known, since in zip(before, part["lines"], strict=True))
-        seat.go_back_to(stored.boundary)
-        board.set(row, Field.RECORDED, stored.boundary)
-        board.set(row, Field.APPLIED, stored.boundary)
+        seat.go_back_to(boundary)
+        board.set(row, Field.RECORDED, boundary)
+        board.set(row, Field.APPLIED, boundary)
         board.set(row, Field.LINES_OUT, out)
         board.set(row, Field.LINES_ERR, err)
         board.forget_process(row)
@@ -207,7 +225,8 @@ class Orders:
         before = self._supervisor.verdict
         if before is not None and (before.kind, kind) != ("restart", "fail"):
             return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
-        logger.warning("%s: %s", "giving up this group of ranks" if kind == "restart" else "the job ends", reason)
+        if kind == "restart":  # why a job ends is said at its very end, by the launcher
+            logger.warning("all ranks are started anew: %s", reason)
         self._supervisor.log("group_given_up", kind=kind, reason=reason)
         self._supervisor.conclude(Verdict(kind, reason, has_progress))
 
@@ -216,19 +235,22 @@ class Orders:
         incident = action.incident
         self._supervisor.status.note_incident(incident)
         not_proved = self._supervisor.status.not_proved.of_incident(incident.id)
-        self._supervisor.log("incident", **asdict(incident), **({"not_proved": not_proved} if not_proved else {}))
+        event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
+        self._supervisor.log("incident" if incident.id else "resume", **event)
         self._supervisor.repairs.note_incident(incident)
-        told = f"incident {incident.id}, generation {incident.generation}: {incident.reason}"
+        name = f"incident {incident.id}, generation {incident.generation}" if incident.id else "resume"
         if incident.outcome == "open":
-            logger.info("%s: %s", told, incident.phase)
+            logger.info("%s: %s: %s", name, incident.reason, incident.phase)
             return
-        logger.warning(
-            "%s: %s in %.2f s%s",
-            told,
-            incident.outcome,
-            incident.total_s or 0.0,
-            "" if incident.steps_lost is None else f", {incident.steps_lost} steps lost",
-        )
+        outcome = f"{incident.outcome} in {incident.total_s or 0.0:.2f} s"
+        if incident.outcome != "recovered":
+            logger.warning("%s: %s", name, outcome)  # the reason is said where the ranks, or the job, are given up
+        elif incident.id:
+            logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
+        elif incident.boundary:
+            logger.warning("%s: went on from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
+        else:
+            logger.warning("%s: no checkpoint can be used: the script begins anew", name)
         if incident.outcome == "recovered":
             self._supervisor.first_failure.forget()
             for seat in self._supervisor.seats:

@@ -144,7 +144,7 @@ class Reports:
             who = ", ".join(map(str, ranks))
             reason = (
                 f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
-                f"{divergence.boundary}: the script has not done again what it had done before"
+                f"{divergence.boundary} ({divergence.held}): ttprun's repair has missed something that the steps use"
             )
         if is_unproved or not divergence.ranks:
             generation, at_s = job.generation, time.monotonic()

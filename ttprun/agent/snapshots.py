@@ -181,7 +181,6 @@ class Snapshots:
         self._supervisor.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=self._cost_s, number=self._number
         )
-        self._supervisor.stored = shelf.as_stored()
         self._supervisor.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
         if not self._supervisor.checkpoints.is_busy:
             shelf.is_read = True

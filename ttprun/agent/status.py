@@ -13,7 +13,15 @@ from ttprun.board import FINISHED, Field, Phase
 from ttprun.config import Config
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatus, read_status, write_status
+from ttprun.observe.status import (
+    IncidentStatus,
+    RankStatus,
+    ResumeStatus,
+    RunState,
+    RunStatus,
+    read_status,
+    write_status,
+)
 from ttprun.recovery import Incident, Job, is_elastic
 from ttprun.recovery import Phase as JobPhase
 
@@ -41,14 +49,19 @@ class StatusPublisher:
         self._started_at = timestamp()
         self._incidents: dict[int, Incident] = {}
         self._compared: dict[int, tuple[list[str], list[str]]] = {}  # incident -> what was equal, what is not proved
+        self._resume: ResumeStatus | None = None
         self._written_s = 0.0
         self._seen: tuple[object, ...] = ()
         self.restarts_left = 0
         self.not_proved = NotProved()
 
     def note_incident(self, incident: Incident) -> None:
-        """An incident was opened, has gone on, or has ended."""
-        self._incidents[incident.id] = incident
+        """An incident was opened, has gone on, or has ended; or it is none, and the run goes on from a checkpoint."""
+        if incident.id:
+            self._incidents[incident.id] = incident
+        if not incident.id or (self._resume is not None and self._resume.outcome == "open"):
+            told = ResumeStatus(incident.boundary, incident.outcome, incident.reason, incident.total_s)
+            self._resume = told
         self.not_proved.note_incident(incident)
 
     def note_compared(self, rank: int, equal: Sequence[str], unproved: Sequence[str]) -> int | None:
@@ -102,6 +115,7 @@ class StatusPublisher:
             ranks=tuple(self._rank(supervisor, seat, exit_code is not None) for seat in supervisor.seats),
             incidents=tuple(map(self._incident, self._incidents.values())),
             checkpoint=supervisor.checkpoints.status,
+            resume=self._resume,
             snapshot_step=supervisor.snapshots.newest.boundary if supervisor.snapshots.newest is not None else None,
             save_dir=supervisor.config.save_dir,
             away=job.away,

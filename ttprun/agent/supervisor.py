@@ -34,6 +34,7 @@ from ttprun.agent.processes import RankHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.replays import Replays
 from ttprun.agent.reports import Reports
+from ttprun.agent.resume import Resumption
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standbys import Standbys
@@ -58,7 +59,8 @@ class Supervisor:
     """Supervises the ranks of one node.
 
     verdict    set when the present group must be restarted, has failed or is done; None while it lives
-    stored     what all ranks can go back to: the newest snapshot, or the checkpoint that a new launch goes on from
+    resumption opens checkpoints to go on from
+    stored     what all ranks go back to, or could: a snapshot, or a checkpoint
     is_broken  it has failed: nothing is decided any more, and the job goes on as under torchrun
     """
 
@@ -70,8 +72,9 @@ class Supervisor:
         is_python: bool,
         max_restarts: int,
         store: CheckpointStore,
-        resume_from: Stored | None = None,
+        resumption: Resumption,
     ) -> None:
+        """`resumption` is asked at once from what a new launch goes on; raises ConfigError as its `find` does."""
         self.config = config
         self.verdict: Verdict | None = None
         self._is_settled = threading.Event()  # there is a verdict, or nobody who would come to one
@@ -98,8 +101,9 @@ class Supervisor:
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
         self.standing = Standing(self)
-        self.stored = resume_from
-        self._is_resumed = resume_from is not None
+        self.resumption = resumption
+        self.stored: Stored | None = None
+        self._resume_from = resumption.find() if is_python else ()
         self._is_stopping = False
         self._is_paused = False
         self.is_broken = False
@@ -121,6 +125,8 @@ class Supervisor:
             max_incidents_per_hour=config.max_incidents_per_hour,
             max_restarts=max_restarts,
             saves_before_restart=config.mindio,
+            begins_anew=not resumption.is_named,
+            same_command_goes_on=resumption.is_found_by_same_command,
             limits=limits,
         )
         self.job = recovery.new_job(settings)
@@ -168,24 +174,25 @@ class Supervisor:
 
     def _begin(self, is_restart: bool) -> None:
         """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
-        is_resumed, self._is_resumed = self._is_resumed and not self.is_broken, False
+        resume_from, self._resume_from = self._resume_from, ()
+        is_resumed = bool(resume_from) and not self.is_broken
         try:
             self._is_paused = False
             if is_restart:
                 self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
             self._is_paused = self.is_broken
-            if is_resumed and self.stored is not None:
-                where = self.stored
+            if is_resumed:
+                where = self.resumption.opened(resume_from[0].place)
                 self.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
-                event = recovery.ResumeAsked(at_s=time.monotonic(), boundary=where.boundary, place=where.place)
-                self.advance(event)
+                self.advance(recovery.ResumeAsked(at_s=time.monotonic(), saved=resume_from))
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would tell them where to go on
-                why = f"the run cannot go on from the checkpoint: {error!r}; --resume off begins anew"
+                self.resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
+                why = f"the run cannot go on from the checkpoint: {error!r}; the next launch does not try it again"
                 self.conclude(Verdict("fail", why, has_progress=False))
                 raise
             for seat in self.seats:

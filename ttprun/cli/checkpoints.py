@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,7 @@ from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.manifest import MANIFEST_NAME
 from ttprun.state.store import CheckpointStore, last_written_first, read_latest
+from ttprun.state.unusable import refusals
 
 app = typer.Typer(
     add_completion=False,
@@ -81,11 +83,10 @@ def wait_for_checkpoint(directory: RunDirectory, after: int) -> CheckpointStatus
 def list_checkpoints(save_dir: SaveDir = None, as_json: AsJson = False) -> int:
     """List all checkpoints, the newest step first, with what is wrong with those that cannot be used.
 
-    Sizes of files are checked, not their content: see 'verify'.
+    'latest' is the one that a launch would go on from: its files are read, of the others only sizes are checked.
     """
     store = open_store(save_dir)
-    found = store.checkpoints()
-    latest = read_latest(store.save_dir)
+    found, latest = with_latest(store.checkpoints())
     if as_json:
         described = [described_in_json(one, latest) for one in found]
         print(json.dumps({"save_dir": str(store.save_dir), "latest": latest, "checkpoints": described}))
@@ -106,7 +107,7 @@ def show_checkpoint(
     as_json: AsJson = False,
 ) -> int:
     """Show all that is known of one checkpoint: who wrote it, when and why, its files and its models."""
-    one = find_checkpoint(checkpoint, save_dir)
+    one = check(find_checkpoint(checkpoint, save_dir)).checkpoint
     latest = read_latest(one.path.parent)
     if as_json:
         content = None if one.manifest is None else one.manifest.model_dump(mode="json")
@@ -177,6 +178,17 @@ def export_model(
     count = f"{len(tensors)} tensors of step {checked.boundary}, {told_bytes(written)}"
     print(json.dumps(told) if as_json else f"wrote '{out}' ({form}): {count}")
     return 0
+
+
+def with_latest(found: Sequence[Checkpoint]) -> tuple[list[Checkpoint], str | None]:
+    """The checkpoints, and the name of the one written last whose files are whole; what is damaged has a reason now."""
+    damaged: dict[str, Checkpoint] = {}
+    for candidate in last_written_first(found):
+        checked = check(candidate).checkpoint
+        if checked.is_valid:
+            return [damaged.get(one.name, one) for one in found], checked.name
+        damaged[checked.name] = checked
+    return [damaged.get(one.name, one) for one in found], None
 
 
 @dataclass(frozen=True)
@@ -256,16 +268,16 @@ def find_checkpoint(which: str | None, save_dir: str | None) -> Checkpoint:
         which, save_dir = None, str(path)
     store = open_store(save_dir)
     found = store.checkpoints()
-    if which is None:
-        newest = next(iter(last_written_first(found)), None)
-        if newest is None:
+    if which in (None, "latest"):
+        found, latest = with_latest(found)
+        if latest is None:
             raise ConfigError(
                 f"there is no valid checkpoint in '{store.save_dir}'", "look at 'ttprun checkpoints list'"
             )
-        return newest
-    wanted = read_latest(store.save_dir) if which == "latest" else which
+        which = latest
+    assert which is not None
     for one in [*last_written_first(found), *found]:
-        if wanted == one.name or (which.isdecimal() and int(which) == one.boundary):
+        if which == one.name or (which.isdecimal() and int(which) == one.boundary):
             return one
     names = [one.name for one in found]
     raise ConfigError(
@@ -284,6 +296,7 @@ def described_in_json(one: Checkpoint, latest: str | None) -> dict[str, Any]:
         "is_valid": one.is_valid,
         "is_latest": one.name == latest,
         "reason": one.reason,
+        "refusals": refusals(one.path),
         "run_id": manifest and manifest.run_id,
         "created_at": manifest and manifest.created_at,
         "cause": manifest and manifest.cause,

@@ -12,6 +12,7 @@ from ttprun.cli.terminal import new_table
 from ttprun.observe.progress import told_bytes
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.manifest import Manifest
+from ttprun.state.unusable import refusals
 
 
 def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str | None) -> RenderableType:
@@ -21,7 +22,13 @@ def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str |
     for one in checkpoints:
         table.add_row(one.name, *_facts(one.manifest), _state(one, latest))
     reasons = [Text(f"{one.name}: {one.reason}") for one in checkpoints if one.reason]
+    reasons += [Text(f"{one.name}: {told}") for one in checkpoints for told in told_refusals(one)]
     return Group(table, *reasons)
+
+
+def told_refusals(one: Checkpoint) -> list[str]:
+    """That launches could not go on from it."""
+    return [f"a launch could not go on from it: {reason}" for reason in refusals(one.path)]
 
 
 def draw_one(console: Console, one: Checkpoint, latest: str | None) -> RenderableType:
@@ -29,6 +36,7 @@ def draw_one(console: Console, one: Checkpoint, latest: str | None) -> Renderabl
     parts: list[RenderableType] = [Text.assemble(f"{one.path} · ", _state(one, latest))]
     if one.reason:
         parts.append(Text(one.reason))
+    parts += map(Text, told_refusals(one))
     if one.manifest is None:
         return Group(*parts)
     manifest = one.manifest

@@ -43,11 +43,13 @@ class Invocation:
     config    resolved, with a run id; `launch` holds torchrun's options as they are used
     torchrun  torchrun's options as its own `config_from_args` takes them
     notices   what the user must be told on stderr, one line each
+    is_place_named   the same command has the same save directory the next time
     """
 
     config: Config
     torchrun: Namespace
     notices: tuple[str, ...]
+    is_place_named: bool
 
 
 def run(words: Sequence[str]) -> int:
@@ -83,7 +85,8 @@ def run(words: Sequence[str]) -> int:
     from ttprun.agent.launch import launch
 
     try:
-        return launch(config, launch_config, entrypoint, arguments, directory, is_python=not torchrun.no_python)
+        how = {"is_python": not torchrun.no_python, "is_place_named": invocation.is_place_named}
+        return launch(config, launch_config, entrypoint, arguments, directory, **how)
     except ConfigError:
         directory.discard()
         raise
@@ -107,10 +110,11 @@ def read_command_line(words: Sequence[str]) -> Invocation:
         if getattr(torchrun, flag) and "replace" in config.rungs:
             config = config.without_repair()
             notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group")
+    is_place_named = any((config.save_dir, config.run_dir, config.run_id))
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}
     )
-    return Invocation(config, torchrun, tuple(notices))
+    return Invocation(config, torchrun, tuple(notices), is_place_named)
 
 
 def used_launch_options(torchrun: Namespace) -> dict[str, LaunchValue]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ttprun.cli.terminal import new_table
 from ttprun.observe.progress import told_bytes
-from ttprun.observe.status import CheckpointStatus, IncidentStatus, RunStatus
+from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
@@ -52,6 +52,8 @@ def draw_headline(shown: RunStatus) -> Text:
         line.append(f"\n{told_away(shown)}")
     if shown.reason:
         line.append(f"\n{shown.reason}")
+    if shown.resume is not None:
+        line.append(f"\n{told_resume(shown.resume)}")
     if shown.checkpoint is not None:
         line.append(f"\n{told_checkpoint(shown.checkpoint)}")
     if shown.snapshot_step is not None and not shown.has_ended:
@@ -69,6 +71,16 @@ def told_away(shown: RunStatus) -> str:
     goes_on = "went" if shown.has_ended else "goes"
     left = f"training {goes_on} on with {shown.world_size - len(shown.away)} of {shown.world_size} ranks"
     return f"rank {', '.join(map(str, shown.away))} away{since}, {left}"
+
+
+def told_resume(one: ResumeStatus) -> str:
+    """From where the run has gone on, in a line."""
+    if one.outcome == "open":
+        return f"resuming: {one.reason}"
+    if one.outcome != "recovered":
+        return "not resumed"
+    took = "" if one.total_s is None else f" in {one.total_s:.1f} s"
+    return f"resumed from step {one.boundary}{took}" if one.boundary else f"begun anew: {one.reason}"
 
 
 def told_checkpoint(one: CheckpointStatus) -> str:

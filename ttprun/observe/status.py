@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 RunState = Literal["starting", "healthy", "recovering", "restarting", "done", "failed"]
 logger = logging.getLogger(__name__)
 
-StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "RunStatus")
+StatusT = TypeVar("StatusT", "RankStatus", "IncidentStatus", "CheckpointStatus", "ResumeStatus", "RunStatus")
 ENDED: frozenset[str] = frozenset({"done", "failed"})
 
 
@@ -106,6 +106,22 @@ class CheckpointStatus:
 
 
 @dataclass(frozen=True)
+class ResumeStatus:
+    """How a run has gone on from what an earlier one had saved.
+
+    boundary  optimizer steps that were done; 0: no checkpoint could be used, and it has begun anew
+    outcome   open, recovered or failed
+    reason    which checkpoint was found, and why others were not used
+    total_s   from the launch of the ranks until all trained; null until then
+    """
+
+    boundary: int | None
+    outcome: str
+    reason: str
+    total_s: float | None = None
+
+
+@dataclass(frozen=True)
 class RunStatus:
     """One run, as its agent sees it.
 
@@ -117,6 +133,7 @@ class RunStatus:
     protection     "on", or why a lost rank cannot be replaced
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
+    resume         how it has gone on from a checkpoint, null if it has begun at the top of the script
     snapshot_step  boundary of the snapshot in shared memory to which all ranks can go back, null if there is none
     save_dir       directory of the run's checkpoints
     not_proved     what of the ranks' variables can change and is in no record, by name, type and reason
@@ -140,6 +157,7 @@ class RunStatus:
     ranks: tuple[RankStatus, ...] = ()
     incidents: tuple[IncidentStatus, ...] = ()
     checkpoint: CheckpointStatus | None = None
+    resume: ResumeStatus | None = None
     snapshot_step: int | None = None
     save_dir: str | None = None
     away: tuple[int, ...] = ()
@@ -186,7 +204,8 @@ def read_status(path: str | Path) -> RunStatus:
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
-        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint}
+        resume = _build(ResumeStatus, raw["resume"]) if raw.get("resume") else None
+        parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint, "resume": resume}
         parts |= _tuples(raw, "away", "not_proved")
         status = _build(RunStatus, raw | parts)
         is_orphaned = not (status.has_ended or _is_agent_alive(status))

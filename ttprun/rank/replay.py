@@ -22,13 +22,12 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, gradients, loaders, loops, proof, random_state, sharded, trained
+from ttprun.rank import faults, files, gradients, loaders, loops, proof, random_state, sharded, trained, way_back
 from ttprun.rank.expected import MismatchError, report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.moved import Mover
 from ttprun.rank.output import Diverted
 from ttprun.rank.record import Record
-from ttprun.rank.recorder import SLOTS
 from ttprun.rank.results import Answers, as_if_alone, as_result
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop
@@ -39,38 +38,6 @@ if TYPE_CHECKING:
 STEPS_TO_LOOK_FOR = (
     64  # optimizer steps that the replay may pass before it comes by the place of the first recorded boundary
 )
-
-
-def read_record(session: Session, number: int) -> Record:
-    """A boundary's record. Raises KeyError if the recorder does not hold it."""
-    found = session.recorder.read(number)
-    if found is None:
-        raise KeyError(number)
-    return Record.of(*found)
-
-
-def _record_to_begin_at(session: Session, target: Record) -> Record | None:
-    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
-
-    From a run's first record behind a change of its ranks there is no way back: a replay comes straight by its place.
-    At a boundary at which a loader has ended whose batches are still to be trained on, it cannot begin: nobody knows
-    how to get hold of these.
-    """
-    number = target["boundary"]
-    if target["is_straight"]:
-        return target
-    others = []
-    for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
-        record = read_record(session, earlier)
-        if not record.fields.get("is_draining"):
-            if record["place"] == target["place"]:
-                return record
-            others.append(record)
-        if record["is_straight"]:
-            break
-    if others:
-        return others[0]
-    return read_record(session, number - 1) if number > 1 else None
 
 
 class _Skip:
@@ -126,10 +93,9 @@ class Replay:
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
         """The replay of what a lost rank has left in its recorder. Raises KeyError."""
-        target = read_record(session, number)
-        before = _record_to_begin_at(session, target)
-        first = before["boundary"] if before else number
-        records = [read_record(session, known) for known in range(first, number + 1)]
+        records = way_back.records_up_to(session.recorder, number)
+        target, is_first = records[-1], len(records) == 1 and not records[-1]["is_straight"]
+        before = None if is_first else records[0]
         recent = [as_result(packed) for record in records for packed in record["results"]]
         return cls(session, number, skip_lines, target, before, Answers(session.recorder.read_log(), recent))
 
@@ -238,7 +204,7 @@ class Replay:
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
-            record = self._target if is_target else read_record(self.session, self._passed)
+            record = self._target if is_target else way_back.read_record(self.session.recorder, self._passed)
             difference = self._difference(record, frame)
             if difference:
                 self.refuse(f"the replay has come to another place than boundary {self._passed}: {difference}")
@@ -276,8 +242,9 @@ class Replay:
 
     def _difference(self, record: Record, frame: FrameType) -> str:
         """Where this place differs from a record's, "" if it is the same."""
-        if record["unfollowed"]:
-            self.refuse(record["unfollowed"])
+        why_never = way_back.why_never(record)
+        if why_never:
+            self.refuse(why_never)
         difference = difference_of_place(record, frame, is_on_the_way=record is not self._target)
         if difference:
             return difference
@@ -294,9 +261,8 @@ class Replay:
                 for mine, lost in pairs
             ):
                 return "a DataLoader has handed out another batch than in the lost rank"
-        if record["entropy"] and (record is not self._before or record is self._target):
-            return "the script draws from os.urandom in its steps, and other numbers come out each time"
-        return ""
+        is_run_again = record is not self._before or record is self._target
+        return way_back.why_other_numbers(record) if is_run_again else ""
 
     def _put_in(self, record: Record, frame: FrameType, returned: Any, is_comparing: bool) -> tuple[Restore, Any]:
         """Write what a record holds into the variables; returns what its closure returned, too."""

@@ -69,12 +69,28 @@ class SendState(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rewind(Action):
-    """Put the records of a snapshot in the place of the ranks' own; all their processes have been ended before.
+    """Put stored records in the place of the ranks' own; all their processes have been ended before.
 
-    boundary   of the snapshot
+    boundary   of the snapshot or checkpoint; 0: the ranks begin anew, and have no past
+    place      directory of the checkpoint; "": the snapshot in shared memory, or none
     """
 
     boundary: int
+    place: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NoteUnusable(Action):
+    """Note beside a checkpoint that this script could not go on from it, so that no launch fails by it again.
+
+    place        its directory
+    reason       why not
+    is_refused   False: processes were lost on the way, which may go better the next time
+    """
+
+    place: str
+    reason: str
+    is_refused: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -383,16 +383,26 @@ class SnapshotTaken(Event):
     boundary: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeAsked(Event):
-    """The job's ranks are about to be started, and go on from a checkpoint instead of the top of the script.
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint on disk from which all ranks can go on.
 
-    boundary   of the checkpoint, which is also the job's newest snapshot
-    place      where it is, for the operator
+    boundary   of the optimizer step that it holds
+    place      its directory
     """
 
     boundary: int
     place: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeAsked(Event):
+    """The job's ranks are about to be started, and go on from a checkpoint instead of the top of the script.
+
+    saved   the checkpoints that they can go on from, the one to try first first; at least one
+    """
+
+    saved: tuple[Saved, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,15 +414,17 @@ class CheckpointAsked(Event):
 class StatePersisted(Event):
     """A checkpoint is written, or could not be.
 
-    generation   in which it was ordered
-    place        where it is; "" if it was not written
-    why_not      why it was not written; "" if it was
-    is_handled   the script handles the signal that ends it itself, and must be able to go on for that
+    generation    in which it was ordered
+    place         where it is; "" if it was not written
+    why_not       why it was not written; "" if it was
+    why_unusable  why no run can go on from it, though it was written; "" if one can
+    is_handled    the script handles the signal that ends it itself, and must be able to go on for that
     """
 
     generation: int
     place: str = ""
     why_not: str = ""
+    why_unusable: str = ""
     is_handled: bool = False
 
 

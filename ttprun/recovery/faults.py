@@ -25,8 +25,10 @@ from ttprun.recovery.events import (
 from ttprun.recovery.job import Ending, Fault, Job, Life, Phase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     DEADLINE_NAMES,
+    RESUME,
     Result,
     begin_attempt,
+    count_as_incident,
     drain,
     end_job,
     enter,
@@ -36,6 +38,7 @@ from ttprun.recovery.ladder import (
     reason_of,
     restart_group,
     unchanged,
+    why_too_many_incidents,
 )
 from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.resize import give_up_replacing
@@ -184,7 +187,7 @@ def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     """Ranks that should be alike are not, and which is right is not known."""
     fault = f"rank {event.rank} found a mismatch ({event.reason})"
     job = open_incident(job, event.at_s, "mismatch", fault, detect_s=0.0).with_incident(ranks=(event.rank,))
-    return restart_group(job, event.at_s, "the state of the ranks cannot be trusted")
+    return restart_group(job, event.at_s, "the state of the ranks cannot be trusted", is_trusted=False)
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:
@@ -205,7 +208,10 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         unreplicated_reason="",
         snapshot=None,
         rewind_to=None,
+        rewind_place="",
         is_resumed=False,
+        went_back_to=None,
+        stood_at=None,
         persists_at=None,
         restarts=job.restarts + 1,
     )
@@ -221,8 +227,9 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     making their process group raise one when a peer is lost.
     """
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
+    is_going_back = job.rewind_to is not None and not {*job.survivors} - {event.rank}
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
-    why_not = why_not_protected(job, needs_process)
+    why_not = why_not_protected(job, needs_process and not is_going_back)
     was_survivor = job.members[event.rank].life is Life.LIVE
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
@@ -245,7 +252,7 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
         return restart_group(job, at_s, "all ranks of the group were lost")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to replace {name_ranks(job.lost)} failed, the last one in {phase}"
-        return give_up_replacing(job, at_s, why)
+        return give_up_replacing(job, at_s, why, is_refusal=False)
     return begin_attempt(job.with_incident(attempt=attempt), at_s)
 
 
@@ -270,11 +277,7 @@ def why_it_does_not_help(job: Job) -> str:
     if times > job.settings.max_same_faults:
         where = f"at boundary {newest.boundary}"
         return f"rank {newest.rank} had the same fault {where} {times} times: another attempt would not help"
-    limit = job.settings.max_incidents_per_hour
-    alike = sum(opening.kind == newest.kind for opening in job.openings)
-    if limit is not None and alike > limit:
-        return f"there were {alike} incidents of the kind '{newest.kind}' within an hour (max_incidents_per_hour)"
-    return ""
+    return why_too_many_incidents(job)
 
 
 def note_fault(job: Job, event: Loss) -> Job:
@@ -288,6 +291,9 @@ def note_fault(job: Job, event: Loss) -> Job:
         job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
         job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
         return job.with_incident(ranks=(event.rank,))
+    if job.incident.kind == RESUME:
+        job = count_as_incident(job, event.at_s, event.kind)
+    assert job.incident is not None
     ranks = job.incident.ranks
     return job.with_incident(
         ranks=ranks if event.rank in ranks else (*ranks, event.rank),

@@ -59,7 +59,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
         why = f"{job.phase} took more than {took_s:.0f} s: waited for {missing_from(job)}"
-        return restart_group(job, event.at_s, why)
+        return restart_group(job, event.at_s, why, is_refusal=False)
     hung = (
         RankHung(
             at_s=event.at_s,
@@ -189,5 +189,5 @@ def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
     if attempt > job.settings.max_attempts:
         why = f"{job.settings.max_attempts} attempts to {what_for} failed, the last one in {job.phase}"
-        return restart_group(job, at_s, why)
+        return restart_group(job, at_s, why, is_refusal=False)
     return begin_attempt(job.with_incident(attempt=attempt), at_s)

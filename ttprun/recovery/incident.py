@@ -15,10 +15,10 @@ class Incident:
 
     Those from `freeze_s` to `reissue_s` are of the last attempt, but for `spawn_s`: the slowest start of all attempts.
 
-    id            1 for the job's first incident
+    id            1 for the job's first incident; 0: it is none, a new launch goes on from a checkpoint (kind "resume")
     kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch", a fault of a
                   device; "planned": healthy ranks were to be replaced; "upgrade": ranks that were away were called
-                  back; "checkpoint": it could not be gone on from one; "resume": a new launch goes on from one
+                  back; "checkpoint": it could not be gone on from one; "resume": see `id`
     ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
     rung          the way out that is tried: connect anew, run the script again in the same processes, replace the
                   ranks, go back to a snapshot, train on with fewer ranks (or with all of them again), restart the

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
-from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, UpgradeAsked
+from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, Saved, UpgradeAsked
 from ttprun.recovery.incident import Incident
 
 NOBODY = -1  # the rank of a fault that is no rank's own
@@ -67,6 +67,8 @@ class Settings:
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
     max_restarts         whole-group restarts; None: any number
     saves_before_restart  what living ranks save is what a restarted script begins with: a framework's own checkpoint
+    begins_anew          a new launch that can go on from no checkpoint runs the script from its top; False: it ends
+    same_command_goes_on  what this job saves is found by the next launch of the same command
     """
 
     world_size: int
@@ -77,6 +79,8 @@ class Settings:
     max_incidents_per_hour: int | None = None
     max_restarts: int | None = None
     saves_before_restart: bool = False
+    begins_anew: bool = True
+    same_command_goes_on: bool = True
     limits: Limits = Limits()
 
 
@@ -155,7 +159,9 @@ class Ending:
     has_progress    False: the same fault comes back again and again
     is_fault        False: the user or the scheduler has asked for it
     rung            of the open incident, "" to leave it
-    is_restart      the job goes on with new ranks
+    is_restart      the job goes on with new ranks, which run the script from its top
+    goes_on         the job goes on from the newest saved state, if there is one
+    why             for that case: the reason without what keeps the job from a restart
     """
 
     reason: str
@@ -163,6 +169,8 @@ class Ending:
     is_fault: bool = True
     rung: str = ""
     is_restart: bool = False
+    goes_on: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +187,13 @@ class Job:
     faults               that opened incidents at the newest boundary, to see one that comes back
     openings             of incidents within WINDOW_S
     snapshot             boundary of the newest complete snapshot; None if there is none to go back to
-    rewind_to            boundary of the snapshot to which all go back, or from which a new launch goes on; None: nobody
+    saved                checkpoints on disk to which all can go back, the one to try first first
+    rewind_to            boundary to which all go back, or from which a new launch goes on; 0: all begin anew; None:
+                         nobody goes back
+    rewind_place         directory of the checkpoint that holds it; "": it is the snapshot, or there is none
     is_resumed           the present rewind is that of a new launch
+    went_back_to         boundary of the saved state from which this job has gone on last; None: from none yet
+    stood_at             boundary at which the survivors stood still to write what they hold
     persists_at          boundary at which a checkpoint is being written; None: nobody writes yet
     ending               what ends the job, or its ranks, once its state is written; None: they go on
     restarts             of the whole group so far
@@ -199,8 +212,12 @@ class Job:
     faults: tuple[Fault, ...] = ()
     openings: tuple[Opening, ...] = ()
     snapshot: int | None = None
+    saved: tuple[Saved, ...] = ()
     rewind_to: int | None = None
+    rewind_place: str = ""
     is_resumed: bool = False
+    went_back_to: int | None = None
+    stood_at: int | None = None
     persists_at: int | None = None
     ending: Ending | None = None
     restarts: int = 0

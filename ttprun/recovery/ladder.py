@@ -15,13 +15,14 @@ from ttprun.recovery.actions import (
     FinishJob,
     Freeze,
     KillRank,
+    NoteUnusable,
     RecordIncident,
     RestartGroup,
     Rewind,
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.events import Event
+from ttprun.recovery.events import Event, Saved
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import WINDOW_S, Ending, Job, Life, Member, Opening, Phase, name_ranks
 
@@ -35,6 +36,7 @@ DEADLINE_NAMES = {
     Phase.PERSISTING: "persist",
     Phase.DRAINING: "drain",
 }
+RESUME = "resume"  # kind of what is no incident: a new launch goes on from a checkpoint
 HALT = "halt"  # the deadline for standing still, with which PERSISTING begins
 # What an attempt has measured, and the next one measures anew.
 UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
@@ -45,8 +47,26 @@ def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
 
     fault   a sentence that goes on from "it began when"
     """
-    incident = Incident(
-        id=job.incident_count + 1,
+    job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s))
+    return count_as_incident(job, at_s, kind)
+
+
+def open_resume(job: Job, at_s: float, why: str) -> Job:
+    """The job on its way back to a checkpoint, as a new launch: no incident, unless a rank is lost on the way."""
+    return replace(job, incident=_new_incident(job, at_s, RESUME, why, detect_s=0.0))
+
+
+def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
+    """The job whose open incident has got its number, and counts against the limits."""
+    recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
+    openings = (*recent, Opening(at_s=at_s, kind=kind))
+    number = job.incident_count + 1
+    return replace(job.with_incident(id=number, kind=kind), incident_count=number, openings=openings)
+
+
+def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Incident:
+    return Incident(
+        id=0,
         kind=kind,
         ranks=(),
         rung="replace",
@@ -57,9 +77,6 @@ def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
         opened_at_s=at_s,
         detect_s=detect_s,
     )
-    recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
-    openings = (*recent, Opening(at_s=at_s, kind=kind))
-    return replace(job, incident=incident, incident_count=incident.id, openings=openings)
 
 
 def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
@@ -112,7 +129,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     job = replace(job, members=tuple(members))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
-    job = replace(job, rewind_to=None)
+    job = replace(job, rewind_to=None, rewind_place="")
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
     return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **UNDONE)
@@ -133,29 +150,97 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
-def restart_group(job: Job, at_s: float, why: str) -> Result:
-    """Rung "rewind" if there is a snapshot, else "restart": the agent restarts the whole group; else the job ends.
+def restart_group(job: Job, at_s: float, why: str, is_refusal: bool = True, is_trusted: bool = True) -> Result:
+    """All ranks get new processes: rung "rewind" if there is a snapshot, else "restart"; else the job ends.
 
-    If a restarted script begins with what the ranks save, they save it first. Whoever has switched both off wants the
-    scheduler to start the job again, or nobody.
+    is_refusal   on a way back: a check has refused it, and would do so again; False: processes were lost on it
+    is_trusted   False: what the living ranks hold may be wrong
     """
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all stood still for a checkpoint", detect_s=0.0)
-    if job.is_resumed:
-        why = f"the run cannot go on from the checkpoint of step {job.rewind_to}: {why}; --resume off begins anew"
-        return fail_job(job, at_s, why, has_progress=False, rung="fail")
     if job.rewind_to is not None:
-        why = f"going back to the snapshot of step {job.rewind_to} failed: {why}"
-        job = replace(job, rewind_to=None, snapshot=None)
-    elif may_rewind(job):
-        return begin_rewind(job.with_incident(reason=reason_of(job, why)), at_s)
-    if "restart" not in job.settings.rungs:
-        return fail_job(job, at_s, f"{why}; restarting the group is switched off (rungs)", rung="fail")
-    if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
-        return fail_job(job, at_s, f"{why}; no restart is left (--max-restarts)", rung="restart")
-    ending = Ending(reason=reason_of(job, why), rung="restart", is_restart=True)
+        return leave_way_back(job, at_s, why, is_refusal)
+    if may_rewind(job):
+        assert job.snapshot is not None
+        return go_back(job, at_s, Saved(job.snapshot, place=""), reason_of(job, why))
+    return leave_group(job, at_s, why, is_trusted)
+
+
+def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
+    """Going back to a stored state has failed: it is not tried again; the next older one is, or the script's top."""
+    boundary, place = job.rewind_to, job.rewind_place
+    job = replace(job, rewind_to=None, rewind_place="")
+    if not boundary:
+        return leave_group(job, at_s, f"beginning anew failed: {why}")
+    if not place:
+        why = f"going back to the snapshot of step {boundary} failed: {why}"
+        return leave_group(replace(job, snapshot=None), at_s, why)
+    note = NoteUnusable(place, why, is_refusal)
+    job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
+    why = f"the run cannot go on from the checkpoint of step {boundary}: {why}"
+    told = why if job.is_resumed or job.incident is None else f"{job.incident.reason}; {why}"
+    if not is_refusal:
+        why = f"{why}; its state is still saved: {place}"
+        job, actions = fail_job(job, at_s, why, rung="fail")
+    elif job.saved:
+        to = job.saved[0]
+        job, actions = go_back(job, at_s, to, f"{told}; all go on from the one of step {to.boundary}")
+    elif job.is_resumed and job.settings.begins_anew:
+        to = Saved(0, place="")
+        job, actions = go_back(job, at_s, to, f"{told}; no other can be used, so the script begins anew")
+    elif job.is_resumed:
+        job, actions = fail_job(
+            job, at_s, f"{why}; --resume auto takes another, --resume off begins anew", has_progress=False, rung="fail"
+        )
+    else:
+        job, actions = leave_group(job, at_s, why)
+    return job, (note, *actions)
+
+
+def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Result:
+    """Rung "restart": from the state that is saved now, or was before; else from the top; else the job ends.
+
+    Going on from a saved state is not counted as a restart, but ends when it brings no progress, or by the limit for
+    incidents of one kind. If a restarted script begins with what the ranks save by themselves, they save it first.
+    Whoever has switched off both "restart" and "persist" wants the scheduler to start the job again, or nobody.
+    """
+    has_progress, settings, ending_rung = True, job.settings, "restart"
+    why_no_restart = ""
+    if "restart" not in settings.rungs:
+        why_no_restart, ending_rung = "restarting the group is switched off (rungs)", "fail"
+    elif settings.max_restarts is not None and job.restarts >= settings.max_restarts:
+        why_no_restart = "no restart is left (--max-restarts)"
+    goes_on = may_go_on_from_saved_state(job)
+    why_too_often = why_too_many_incidents(job) if goes_on else ""
+    if why_too_often:
+        goes_on, has_progress, why_no_restart = False, False, why_too_often
+    ending = Ending(
+        reason=reason_of(job, f"{why}; {why_no_restart}" if why_no_restart else why),
+        has_progress=has_progress,
+        rung=ending_rung,
+        is_restart=not why_no_restart,
+        goes_on=goes_on,
+        why=reason_of(job, why),
+    )
+    stands_at_start = job.source is not None and job.source.boundary == 0
+    is_of_use = (goes_on and not stands_at_start) or not ending.is_restart or settings.saves_before_restart
     job = replace(job, ending=ending)
-    return begin_persisting(job, at_s) if job.settings.saves_before_restart and may_persist(job) else end_job(job, at_s)
+    return begin_persisting(job, at_s) if is_trusted and is_of_use and may_persist(job) else end_job(job, at_s)
+
+
+def may_go_on_from_saved_state(job: Job) -> bool:
+    """Whether all ranks may get new processes that go on from a checkpoint on disk."""
+    return {"restart", "persist"} <= job.settings.rungs and not job.settings.saves_before_restart and not job.finished
+
+
+def why_too_many_incidents(job: Job) -> str:
+    """Why an incident of the open one's kind is one too many; "" if it is not."""
+    limit = job.settings.max_incidents_per_hour
+    kind = job.incident.kind if job.incident is not None else ""
+    alike = sum(opening.kind == kind for opening in job.openings)
+    if limit is not None and alike > limit:
+        return f"there were {alike} incidents of the kind '{kind}' within an hour (max_incidents_per_hour)"
+    return ""
 
 
 def may_rewind(job: Job) -> bool:
@@ -164,22 +249,34 @@ def may_rewind(job: Job) -> bool:
     return is_possible and "rewind" in job.settings.rungs
 
 
+def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
+    """All ranks go back to a stored state; with boundary 0 they begin anew.
+
+    why   for the operator
+    """
+    job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
+    if to.place or not to.boundary:  # whatever kept the old processes from it, these are new ones
+        job = replace(job, unprotected_reason="")
+    return begin_rewind(job, at_s)
+
+
 def begin_rewind(job: Job, at_s: float) -> Result:
-    """Rung "rewind": every rank gets a new process, which replays up to the boundary of the snapshot."""
-    boundary = job.snapshot if job.rewind_to is None else job.rewind_to
+    """Rung "rewind": every rank gets a new process, which replays up to the boundary of what is stored.
+
+    Rung "restart" if that is a checkpoint which this job has saved because it could not go on otherwise.
+    """
+    boundary = job.rewind_to
     assert boundary is not None
-    job = replace(job, generation=job.generation + 1, rewind_to=boundary)
-    kills = tuple(
-        KillRank(member.rank, f"all ranks go back to step {boundary}")
-        for member in job.members
-        if member.pid is not None
-    )
+    job = replace(job, generation=job.generation + 1)
+    where = f"all ranks go back to step {boundary}" if boundary else "all ranks begin anew"
+    kills = tuple(KillRank(member.rank, where) for member in job.members if member.pid is not None)
     unasked = [member.rank for member in job.members if member.pid is not None or member.spawn_asked_at_s is None]
     fresh = (Member(rank=rank, life=Life.LOST, spawn_asked_at_s=at_s) for rank in range(len(job.members)))
-    job = replace(job, members=tuple(fresh))
+    job = replace(job, members=tuple(fresh), persists_at=None)
     spawns = (SpawnRank(rank, job.generation) for rank in unasked)
-    actions = (*kills, Rewind(boundary), *spawns, deadline_of(job, Phase.REPLAYING))
-    return enter(job, Phase.REPLAYING, at_s, actions, rung="rewind", **UNDONE | {"boundary": boundary})
+    actions = (*kills, Rewind(boundary, job.rewind_place), *spawns, deadline_of(job, Phase.REPLAYING))
+    rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
+    return enter(job, Phase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
 
 
 def finish_job(job: Job, at_s: float) -> Result:
@@ -201,9 +298,16 @@ def fail_job(
 
 
 def end_job(job: Job, at_s: float) -> Result:
-    """The job, or its present group of ranks, ends as `job.ending` says."""
+    """The job, or its present group of ranks, ends as `job.ending` says; or all go on from the newest saved state."""
     ending = job.ending
     assert ending is not None
+    if ending.goes_on and job.saved and not job.finished:
+        newest = job.saved[0]
+        if job.went_back_to is None or newest.boundary > job.went_back_to:
+            why = f"{ending.why}; all go on from the state saved at step {newest.boundary}"
+            return go_back(replace(job, went_back_to=newest.boundary), at_s, newest, why)
+        why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
+        ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
     if ending.is_restart:
         actions = (RestartGroup(ending.reason),)
         return enter(replace(job, ending=None), Phase.RESTARTING, at_s, actions, rung="restart", reason=ending.reason)
@@ -236,7 +340,7 @@ def begin_persisting(job: Job, at_s: float) -> Result:
 
     If the job goes on afterwards no rank is lost; if it ends, the places of lost ranks are not taken any more.
     """
-    job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None)
+    job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None, rewind_place="")
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))

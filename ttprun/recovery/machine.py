@@ -93,7 +93,7 @@ OF_SIZE = (ElasticDeclared, DowngradeAsked, UpgradeAsked)
 # (by way of PERSISTING).
 DOWN = (P.REPLAYING, P.RESTARTING, P.PERSISTING, P.FAILED)
 END = (P.PERSISTING, P.FAILED)
-OVER = (P.RESTARTING, P.FAILED)
+OVER = (P.REPLAYING, P.RESTARTING, P.FAILED)
 ANSWERS = (P.FREEZING, P.DRAINING, *DOWN)
 
 TRANSITIONS: dict[Key, Row] = {
@@ -144,7 +144,7 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.FREEZING, "all connections are cut anyhow", ConnectionBroken),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     #
-    (P.REPLAYING, RankStarted): row(resize.unless_away(repair.on_started_in_replaying), P.REPLAYING),
+    (P.REPLAYING, RankStarted): row(resize.unless_away(repair.on_started_in_replaying), P.REPLAYING, P.RESUMING),
     (P.REPLAYING, SpawnFailed): row(resize.on_spawn_failed, P.FREEZING, *DOWN),
     (P.REPLAYING, RankProtected): row(faults.on_protected, P.REPLAYING),
     (P.REPLAYING, RankUnprotected): row(faults.on_unprotected_in_repair, *DOWN),

@@ -23,6 +23,7 @@ from ttprun.recovery.events import (
     RankFrozen,
     RankStarted,
     ResumeAsked,
+    Saved,
     SnapshotTaken,
     StatePersisted,
     StopAsked,
@@ -35,11 +36,12 @@ from ttprun.recovery.ladder import (
     Result,
     begin_attempt,
     begin_persisting,
-    begin_rewind,
     deadline_of,
     end_job,
     enter,
+    go_back,
     open_incident,
+    open_resume,
     reason_of,
     unchanged,
     why_not_saved,
@@ -57,10 +59,11 @@ def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
 
     Their processes are already on their way, so none is asked for.
     """
+    newest = event.saved[0]
     members = tuple(replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s) for member in job.members)
-    job = replace(job, members=members, snapshot=event.boundary, is_resumed=True)
-    why = f"a checkpoint of step {event.boundary} was found ({event.place})"
-    return begin_rewind(open_incident(job, event.at_s, "resume", why, detect_s=0.0), event.at_s)
+    job = replace(job, members=members, saved=event.saved, is_resumed=True)
+    why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
+    return go_back(open_resume(job, event.at_s, why), event.at_s, newest, why)
 
 
 def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
@@ -82,7 +85,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
         why_not = "no optimizer step has been completed yet"
     if why_not:
         return give_up(job, event.at_s, why_not)
-    job = replace(job, persists_at=event.boundary)
+    job = replace(job, persists_at=event.boundary, stood_at=event.boundary)
     cause = "asked" if job.ending is None else "dying gasp" if job.ending.is_fault else "ended"
     order = Persist(job.survivors, job.generation, event.boundary, cause)
     return enter(job, Phase.PERSISTING, event.at_s, (order, deadline_of(job, Phase.PERSISTING)))
@@ -90,11 +93,24 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
 
 def on_persisted(job: Job, event: StatePersisted) -> Result:
     """The checkpoint is written, or it could not be, which the agent itself has said."""
+    is_usable = bool(event.place) and not event.why_unusable
+    if is_usable and job.persists_at is not None and not job.settings.saves_before_restart:
+        job = replace(job, saved=(Saved(job.persists_at, event.place), *job.saved))
     if job.ending is not None and event.place:
-        how = "" if job.ending.is_restart else ", the same command goes on from there"
-        note = f"{job.ending.reason}; its state was saved{how}: {event.place}"
+        note = f"{job.ending.reason}; {what_was_saved(job, event)}"
         job = replace(job, ending=replace(job.ending, reason=note))
     return go_on(job, event.at_s, event.why_not, event.is_handled)
+
+
+def what_was_saved(job: Job, event: StatePersisted) -> str:
+    """What can become of the checkpoint that was written, for the operator."""
+    if event.why_unusable:
+        return f"what the ranks hold was saved, but no run can go on from it ({event.why_unusable}): {event.place}"
+    if job.ending is not None and job.ending.is_restart:
+        return f"its state was saved: {event.place}"
+    if job.settings.same_command_goes_on:
+        return f"its state was saved, the same command goes on from there: {event.place}"
+    return f"its state was saved, and this goes on from there: --resume {event.place}"
 
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
@@ -190,7 +206,7 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
 
 def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The checkpoint that is being written is the job's last one."""
-    if job.ending is not None and not job.ending.is_restart:
+    if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on):
         return unchanged(job, event)
     return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
 

@@ -59,7 +59,7 @@ def on_frozen(job: Job, event: RankFrozen) -> Result:
     job = job.with_incident(freeze_s=event.at_s - job.phase_since_s)
     disagreement = why_survivors_disagree(job)
     if disagreement:
-        return restart_group(job, event.at_s, disagreement)
+        return restart_group(job, event.at_s, disagreement, is_trusted=False)
     return end_freezing(job.with_incident(boundary=event.boundary), event.at_s)
 
 
@@ -113,8 +113,13 @@ def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
 
 
 def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
-    """A replacement is there, and the boundary is known."""
-    return order_replays(note_process(job, event))
+    """A replacement is there, and the boundary is known; if all begin anew, the last one was waited for."""
+    job = note_process(job, event)
+    if job.rewind_to != 0:
+        return order_replays(job)
+    if any(member.pid is None for member in job.replacements):
+        return job, ()
+    return begin_resuming(job, event.at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
 
 def on_replayed(job: Job, event: RankReplayed) -> Result:
@@ -166,7 +171,7 @@ def end_transferring(job: Job, at_s: float) -> Result:
         return job, ()
     if sent_digest != source.digest:
         why = f"rank {source.rank} froze with state {source.digest or 'none'}, but sent {sent_digest or 'none'}"
-        return restart_group(job, at_s, why)
+        return restart_group(job, at_s, why, is_trusted=False)
     wrong = [member for member in job.replacements if member.repaired_digest != sent_digest]
     if wrong:
         loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
@@ -228,7 +233,7 @@ def end_resuming(job: Job, at_s: float) -> Result:
     reissue_s = at_s - job.phase_since_s - rebuild_s
     steps_lost = steps_lost_by_rewinding(job)
     members = tuple(member.with_answers_forgotten() for member in job.members)
-    job = replace(job, members=members, rewind_to=None, is_resumed=False)
+    job = replace(job, members=members, rewind_to=None, rewind_place="", is_resumed=False, stood_at=None)
     phase, actions = (Phase.RUNNING, ()) if working else (Phase.DONE, (FinishJob(),))
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
 
@@ -239,7 +244,8 @@ def steps_lost_by_rewinding(job: Job) -> int:
         return 0 if job.source is None else job.source.boundary - stands_at(job, job.source)
     if job.is_resumed:
         return 0
-    return max(0, *(fault.boundary - job.rewind_to for fault in job.faults), 0)
+    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
+    return max(0, *(boundary - job.rewind_to for boundary in reached), 0)
 
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:

@@ -19,11 +19,21 @@ class Divergence:
     boundary   at which it was seen
     agreed_at  newest boundary before it at which all were alike
     ranks      that differ from the majority; empty if there is no majority
+    digests    what each rank holds
     """
 
     boundary: int
     agreed_at: int
     ranks: tuple[int, ...]
+    digests: tuple[str, ...] = ()
+
+    @property
+    def held(self) -> str:
+        """Which ranks hold what, for an operator."""
+        holders: dict[str, list[str]] = {}
+        for rank, digest in enumerate(self.digests):
+            holders.setdefault(digest, []).append(str(rank))
+        return "; ".join(f"rank {', '.join(ranks)}: {digest[:8]}" for digest, ranks in holders.items())
 
     @property
     def sentence(self) -> str:
@@ -66,4 +76,5 @@ class Replicas:
         common, times = counts.most_common(1)[0]
         has_majority = times * 2 > self.world_size
         odd = tuple(rank for rank, found in sorted(of_boundary.items()) if found != common) if has_majority else ()
-        return after, Divergence(boundary=boundary, agreed_at=self.agreed_at, ranks=odd)
+        digests = tuple(of_boundary[rank] for rank in range(self.world_size))
+        return after, Divergence(boundary=boundary, agreed_at=self.agreed_at, ranks=odd, digests=digests)

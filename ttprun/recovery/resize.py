@@ -22,13 +22,14 @@ def on_declared(job: Job, event: ElasticDeclared) -> Result:
     return job.with_member(event.rank, elastic=event), ()
 
 
-def give_up_replacing(job: Job, at_s: float, why: str) -> Result:
+def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True) -> Result:
     """The lost ranks cannot be had again: the others train on without them, or the group is restarted.
 
-    why   for the operator
+    why          for the operator
+    is_refusal   see `restart_group`
     """
     if not is_elastic(job):
-        return restart_group(job, at_s, why)
+        return restart_group(job, at_s, why, is_refusal)
     why_not = why_not_without(job, job.lost)
     if why_not:
         why = f"{why}; the others cannot train on without {name_ranks(job.lost)}: {why_not}"
@@ -41,7 +42,8 @@ def on_spawn_failed(job: Job, event: SpawnFailed) -> Result:
     job, _ = forget_spawn(job, event)
     if job.members[event.rank].life is not Life.LOST:
         return job, ()
-    return give_up_replacing(job, event.at_s, f"no process can be started for rank {event.rank} ({event.reason})")
+    why = f"no process can be started for rank {event.rank} ({event.reason})"
+    return give_up_replacing(job, event.at_s, why, is_refusal=False)
 
 
 def forget_spawn(job: Job, event: SpawnFailed) -> Result:

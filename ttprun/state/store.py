@@ -24,6 +24,7 @@ from ttprun.state.errors import cannot_write, free_name
 from ttprun.state.files import FileEntry, Progress, sync, write_file
 from ttprun.state.lock import DirectoryLock
 from ttprun.state.manifest import Description, Manifest
+from ttprun.state.unusable import is_noted
 
 LATEST_NAME = "latest"
 DEFAULT_KEEP = 3
@@ -57,7 +58,7 @@ class CheckpointStore:
         self._keep = keep
         self._at = at
         self._lock: DirectoryLock | None = None
-        # What `newest_valid` has found damaged, though its sizes are right.
+        # What `verify` has found damaged, though its sizes are right.
         self._damaged: dict[str, str] = {}
 
     def lock(self, run_id: str) -> None:
@@ -124,11 +125,10 @@ class CheckpointStore:
         skipped = [one for one in found if not one.is_valid]
         chosen = None
         for candidate in last_written_first(found):
-            checked = verify(candidate, progress)
+            checked = self.verify(candidate, progress)
             if checked.is_valid:
                 chosen = checked
                 break
-            self._damaged[checked.name] = checked.reason
             skipped.append(checked)
         newer = [
             (one.name, one.reason)
@@ -136,6 +136,13 @@ class CheckpointStore:
             if chosen is None or one.boundary >= chosen.boundary or one.sequence > chosen.sequence
         ]
         return chosen, newer
+
+    def verify(self, checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -> Checkpoint:
+        """A checkpoint whose files have been read; one that is damaged is never removed to make room."""
+        checked = verify(checkpoint, progress)
+        if checkpoint.is_valid and not checked.is_valid:
+            self._damaged[checked.name] = checked.reason
+        return checked
 
     def _publish(
         self, draft: Draft, description: Description, entries: dict[str, FileEntry], missing: Sequence[str]
@@ -185,13 +192,17 @@ class CheckpointStore:
     def _remove_old(self, published: Checkpoint) -> None:
         """Remove valid checkpoints beyond the number to keep, and those of the boundary that was just written again.
 
+        Those from which some launch could not go on are counted by themselves: a run that begins anew because of them
+        must not remove them, since they can be all that is left of days of training.
+
         Renamed first, so that one that is half removed is not taken for a damaged one.
         """
         candidates = [one for one in last_written_first(self.checkpoints()) if one.name not in self._damaged]
-        others = [one for one in candidates if one.name != published.name]
+        noted = [one for one in candidates if is_noted(one.path)]
+        others = [one for one in candidates if one.name != published.name and one not in noted]
         again = [one for one in others if one.boundary == published.boundary]
         older = [one for one in others if one.boundary != published.boundary]
-        for old in again + older[self._keep - 1 :]:
+        for old in again + older[self._keep - 1 :] + noted[self._keep :]:
             doomed = self.save_dir / f".removing-{old.name}"
             _remove(doomed)
             old.path.rename(doomed)
