@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import selectors
 import socket
 import stat
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ttprun.agent import control
 from ttprun.agent.control import ControlSocket
 from ttprun.observe.run_directory import RunDirectory
 
+LIMIT_S = 10.0
 Ask = Callable[[bytes], Any]
 
 
@@ -32,36 +34,64 @@ def asked(run: RunDirectory) -> list[Any]:
     return []
 
 
-@pytest.fixture
-def listener(run: RunDirectory, asked: list[Any]) -> Iterator[ControlSocket]:
-    """An agent's control socket that carries out every fault but the one that is called wrong."""
+class Agent:
+    """A control socket and the selector on which it runs, served by hand."""
 
-    def answer(request: Any) -> Any:
-        asked.append(request)
+    def __init__(self, run: RunDirectory, asked: list[Any]) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.asked = asked
+        self.socket = ControlSocket(run, self._answer, self.selector)
+
+    def _answer(self, request: Any) -> Any:
+        self.asked.append(request)
         if request["fault"] == "wrong":
             raise ValueError("that is no fault")
         return {"ok": True, "message": "done"}
 
-    found = ControlSocket(run, answer)
-    yield found
-    found.close()
+    def serve(self) -> float:
+        """Answer all that is ready; returns the longest time in seconds that one call of ours has taken."""
+        longest_s = 0.0
+        while ready := self.selector.select(0.0):
+            for key, _ in ready:
+                began_s = time.monotonic()
+                key.data()
+                longest_s = max(longest_s, time.monotonic() - began_s)
+        self.socket.pass_time()
+        return longest_s
 
 
 @pytest.fixture
-def ask(run: RunDirectory, listener: ControlSocket) -> Ask:
+def agent(run: RunDirectory, asked: list[Any]) -> Iterator[Agent]:
+    """Carries out every fault but the one that is called wrong."""
+    found = Agent(run, asked)
+    yield found
+    found.socket.close()
+    found.selector.close()
+
+
+def connect(run: RunDirectory) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(LIMIT_S)
+    with run.control_address() as address:
+        client.connect(address)
+    return client
+
+
+@pytest.fixture
+def ask(run: RunDirectory, agent: Agent) -> Ask:
     """`ask(line)`: what the agent answers, None if it hangs up."""
 
     def ask_once(line: bytes) -> Any:
-        with socket.socket(socket.AF_UNIX) as client, run.control_address() as address:
-            client.connect(address)
-            thread = threading.Thread(target=listener.accept)
-            thread.start()
-            reply = b""
-            with contextlib.suppress(OSError):  # it may hang up before all is said
-                client.sendall(line)
+        with connect(run) as client:
+            client.setblocking(False)
+            with contextlib.suppress(OSError):  # it may not take all of it
+                client.send(line)
                 client.shutdown(socket.SHUT_WR)
+            agent.serve()
+            client.settimeout(LIMIT_S)
+            reply = b""
+            with contextlib.suppress(OSError):
                 reply = client.recv(1 << 16)
-            thread.join()
         return json.loads(reply) if reply else None
 
     return ask_once
@@ -106,26 +136,55 @@ def test_nonsense_does_not_end_the_agent(run: RunDirectory, ask: Ask, line: byte
     assert ask(line_of(run))["ok"] is True
 
 
-def test_a_client_that_says_nothing_is_not_waited_for(
-    run: RunDirectory, listener: ControlSocket, ask: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "_REQUEST_LIMIT_S", 0.05)
-    with socket.socket(socket.AF_UNIX) as silent, run.control_address() as address:
-        silent.connect(address)
-        listener.accept()
+def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    silent = [connect(run) for _ in range(8)]
+    for client in silent[4:]:
+        client.sendall(b'{"op": ')
+
+    longest_s = agent.serve()
 
     assert ask(line_of(run)) == {"ok": True, "message": "done"}
+    assert longest_s < 0.1
+    for client in silent:
+        client.close()
 
 
-def test_the_run_directory_and_what_is_in_it_are_the_owners_alone(run: RunDirectory, listener: ControlSocket) -> None:
+def test_who_has_had_its_time_is_hung_up_on(run: RunDirectory, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "CLIENT_LIMIT_S", 0.0)
+    with connect(run) as client:
+        agent.serve()
+
+        assert client.recv(1) == b""
+
+
+def test_of_too_many_clients_the_oldest_is_hung_up_on(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    clients = [connect(run) for _ in range(control.MOST_CLIENTS + 1)]
+
+    agent.serve()
+
+    assert clients[0].recv(1) == b""
+    assert ask(line_of(run))["ok"] is True
+    for client in clients:
+        client.close()
+
+
+def test_who_does_not_take_its_answer_delays_nobody(run: RunDirectory, agent: Agent, ask: Ask) -> None:
+    with connect(run) as client:
+        client.sendall(line_of(run, op="x" * 60_000))
+
+        assert agent.serve() < 0.1
+
+    assert ask(line_of(run))["ok"] is True
+
+
+def test_the_run_directory_and_what_is_in_it_are_the_owners_alone(run: RunDirectory, agent: Agent) -> None:
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.path, run.control_socket, run.control_token)]
 
     assert modes == [0o700, 0o600, 0o600]
 
 
 def test_a_socket_that_is_closed_leaves_nothing(run: RunDirectory) -> None:
-    listener = ControlSocket(run, lambda request: {})
-
-    listener.close()
+    with selectors.DefaultSelector() as selector:
+        ControlSocket(run, lambda request: {}, selector).close()
 
     assert not run.control_socket.exists()

@@ -140,8 +140,7 @@ class Supervisor:
     def start(self) -> None:
         """Begin to supervise; no rank is there yet."""
         self.selector.register(self._wake_r, selectors.EVENT_READ, self._on_wake)
-        self._control = ControlSocket(self.run, lambda request: requests.answer(self, request))
-        self.selector.register(self._control.listener, selectors.EVENT_READ, self._control.accept)
+        self._control = ControlSocket(self.run, lambda request: requests.answer(self, request), self.selector)
         self._thread.start()
 
     def begin_group(self, ranks: list[tuple[int, int]], replace_handler: Callable[[int, RankHandler], None]) -> None:
@@ -297,6 +296,7 @@ class Supervisor:
                     if self.selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
                 self._pass_deadlines()
+                self._control.pass_time()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
                     self.repairs.look()
