@@ -34,6 +34,14 @@ RungName = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
+# Keys that people write beside ours, and that belong under `launch`.
+OF_TORCHRUN = (
+    "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir "
+    "logs_specs master_addr master_port max_restarts module monitor_interval nnodes no_python node_rank "
+    "nproc_per_node numa_binding rdzv_backend rdzv_conf rdzv_endpoint rdzv_id redirects role run_path "
+    "shutdown_timeout signals_to_handle standalone start_method tee virtual_local_rank"
+)
+
 
 class Config(BaseModel):
     """The resolved configuration. `configs/default.yaml` shows every key with its default."""
@@ -85,6 +93,12 @@ class Config(BaseModel):
         "auto", description="between two snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min"
     )
     keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
+    keep_runs: int = Field(
+        20,
+        ge=1,
+        description="run directories to keep in ttprun-runs/; none is removed that runs or holds a script's newest "
+        "checkpoint",
+    )
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",
         description="seconds after which a rank that others wait for is taken for hung, killed and replaced; 0: never; "
@@ -317,7 +331,10 @@ def _check(source: Source) -> Config:
         if key not in Config.model_fields:
             is_file = source.kind == "file"
             known = [source.spelling(name) for name in Config.model_fields if is_file or name not in FILE_ONLY]
-            cure = suggestion(source.spelling(key), known, f"use one of {', '.join(known)}")
+            otherwise = "'ttprun --help' lists all"
+            if is_file and key.replace("-", "_") in OF_TORCHRUN.split():
+                otherwise = f"it is an option of torchrun's; write it under 'launch:', as launch: {{{key}: ...}}"
+            cure = suggestion(source.spelling(key), known, otherwise)
             raise ConfigError(f"{source.where(key)}: unknown", cure)
     try:
         # A file has types, so "2" is not 2 there; variables and options are text.

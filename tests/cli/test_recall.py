@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.cli.fakes import FakeAgent
 from ttprun.cli.main import main
+from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.observe.status import RunStatus, read_status, write_status
 
 
 @pytest.fixture
@@ -18,6 +22,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
     """The newest run here."""
     monkeypatch.chdir(tmp_path)
     found = RunDirectory.create("r1")
+    now = timestamp()
+    write_status(found.status, RunStatus("r1", "healthy", 0, 4, os.getpid(), now, now))
     yield found
     found.release()
 
@@ -37,3 +43,12 @@ def test_a_refusal_is_one_line(run: RunDirectory, capsys: pytest.CaptureFixture[
 
     assert code == 2
     assert capsys.readouterr().err == "ttprun: error: no rank was called back: no rank is away; see 'ttprun status'\n"
+
+
+def test_of_a_run_that_has_ended_nobody_is_asked(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    write_status(run.status, replace(read_status(run.status), state="done"))
+
+    code = main(["recall"])
+
+    assert code == 2
+    assert capsys.readouterr().err == "ttprun: error: run r1 has ended (done); name a running one\n"

@@ -13,6 +13,8 @@ import yaml
 from tests.cli.fakes import FakeLaunch
 from ttprun.cli.main import main
 from ttprun.cli.run import fill_rendezvous, read_command_line
+from ttprun.cli.torchrun_parser import build_parser, torchrun_options
+from ttprun.config import OF_TORCHRUN
 from ttprun.observe.status import read_status
 
 
@@ -196,10 +198,9 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
             ["--signals-to-handle", "SIGTERM,SIGKILL", "train.py"],
             "--signals-to-handle: 'SIGTERM,SIGKILL' will not do (no process can handle SIGKILL",
         ),
-        (
-            ["--signals-to-handle", "SIGX", "train.py"],
-            "--signals-to-handle: 'SIGX' will not do (there is no",
-        ),
+        ([""], "the name of the script is empty; name a script, or -m and a module"),
+        (["."], "'.' is a directory; name a script"),
+        (["--nproc-per-node", "99999999", "train.py"], "--nproc-per-node: 99999999 ranks need"),
         (["--event-log-handler", "x", "train.py"], "--event-log-handler: 'x' will not do (torch has no such handler)"),
         (["--no-python", "-m", "true"], "Don't use both the '--no-python' flag and the '--module' flag"),
         (["--run-dir", "train.py/out", "train.py"], "run directory '"),
@@ -316,3 +317,26 @@ def test_the_installed_command_answers_a_missing_script_in_one_line(tmp_path: Pa
     assert done.returncode == 2
     assert done.stderr == f"ttprun: error: there is no script 'no.py'; it was looked for in {tmp_path}\n"
     assert list(tmp_path.iterdir()) == [tmp_path / "train.py"]
+
+
+def test_a_signal_that_does_not_exist_is_left_to_torch_which_warns_of_it(agent: FakeLaunch) -> None:
+    assert main(["--signals-to-handle", "SIGTERM,SIGFOO", "train.py"]) == agent.exit_code
+    assert len(agent.calls) == 1
+
+
+def test_an_option_of_torchruns_among_our_keys_is_answered_with_its_place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.yaml").write_text("max-restarts: 3")
+    (tmp_path / "other.yaml").write_text("keep_run: 3")
+
+    codes = [main(["--config", name, "train.py"]) for name in ("job.yaml", "other.yaml")]
+
+    first, second = capfd.readouterr().err.splitlines()
+    assert codes == [2, 2]
+    assert "write it under 'launch:'" in first
+    assert "did you mean 'keep_runs'?" in second
+
+
+def test_the_names_of_torchruns_options_are_torchruns(tmp_path: Path) -> None:
+    assert {*OF_TORCHRUN.split()} >= {*torchrun_options(build_parser())}

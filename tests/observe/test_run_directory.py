@@ -37,7 +37,6 @@ def test_the_directory_of_an_ended_run_is_used_again_without_its_old_status(tmp_
     old_token = ended.read_token()
     ended.status.write_text("{}")
     ended.events.write_text('{"event": "old"}\n')
-    ended.path.chmod(0o755)
     ended.release()
 
     again = RunDirectory.create("r2", tmp_path / "out")
@@ -46,6 +45,29 @@ def test_the_directory_of_an_ended_run_is_used_again_without_its_old_status(tmp_
     assert not again.status.exists()
     assert again.events.read_text() == '{"event": "old"}\n'
     assert mode(again.path) == 0o700
+
+
+def test_a_directory_that_somebody_else_could_change_is_refused_with_the_cure(tmp_path: Path) -> None:
+    wide, link = tmp_path / "wide", tmp_path / "link"
+    wide.mkdir(mode=0o755)
+    link.symlink_to(wide)
+    (tmp_path / "file").write_text("")
+
+    for path, why in ((wide, r"open to other users \(mode 0755\); chmod 700 it"), (link, "is a symbolic link")):
+        with pytest.raises(ConfigError, match=why):
+            RunDirectory.create("r1", path)
+    with pytest.raises(ConfigError, match="is a file; name another"):
+        RunDirectory.create("r1", tmp_path / "file")
+    assert list(wide.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 12345, -1)
+
+    with pytest.raises(ConfigError, match="belongs to another user \\(uid 12345\\)"):
+        RunDirectory.create("r1", tmp_path / "theirs")
 
 
 def test_the_directory_of_a_living_run_is_refused(tmp_path: Path) -> None:
@@ -82,7 +104,7 @@ def test_a_run_that_cannot_start_leaves_no_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_was_there_before_is_not_removed(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out").mkdir(mode=0o700)
     run = RunDirectory.create("r1", tmp_path / "out")
 
     run.discard()

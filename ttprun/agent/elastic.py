@@ -29,10 +29,12 @@ class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
     supervisor, signals   set on the class before torch makes its agent
+    has_started_ranks     at least one group of ranks was started
     """
 
     supervisor: Supervisor
     signals: Signals
+    has_started_ranks = False
     _groups_started = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -45,6 +47,7 @@ class ReplacingAgent(LocalElasticAgent):
         self.signals.install()
         supervisor.group_started(is_restart=self._groups_started > 0)
         self._groups_started += 1
+        ReplacingAgent.has_started_ranks = True
         return dict(pids)
 
     def _make_handler(self, **start: Any) -> RankHandler:

@@ -21,6 +21,7 @@ from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
 from ttprun.agent.status import write_last_status
 from ttprun.agent.supervisor import Supervisor
 from ttprun.config import Config
+from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.state.store import CheckpointStore
 
@@ -102,6 +103,13 @@ def _run(
         print(error, file=sys.stderr)
         _say(reason)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason
+    except OSError as error:
+        if supervisor is None or ReplacingAgent.has_started_ranks:
+            raise
+        why = f"the ranks cannot be started ({error.strerror or error})"
+        raise ConfigError(
+            why, "start fewer (--nproc-per-node), or raise the limits of your shell (ulimit -a)"
+        ) from None
     except SignalException as error:
         ended = supervisor.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"

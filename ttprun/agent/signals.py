@@ -34,7 +34,7 @@ class Signals:
 
     def __init__(self, signals_to_handle: str, note: Callable[[], None], end_at_once: Callable[[], None]) -> None:
         names = (name.strip() for name in signals_to_handle.split(","))
-        handled = {getattr(signal, name) for name in names if hasattr(signal, name)}
+        handled = {signal.Signals[name] for name in names if name in signal.Signals.__members__}
         self._handled = handled | {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1}
         self._note = note
         self._end_at_once = end_at_once

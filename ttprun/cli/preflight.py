@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
-import signal
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -28,6 +28,11 @@ from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.faults import parse_fault
+
+# Files that the agent holds open for each rank (its line, record, stack, pidfd, two shelves of a snapshot, logs), and
+# for itself.
+FILES_OF_RANK = 12
+FILES_OF_AGENT = 64
 
 
 def check_options(torchrun: Namespace) -> None:
@@ -77,6 +82,8 @@ def check_mindio(torchrun: Namespace) -> None:
 def check_script(torchrun: Namespace) -> None:
     """The script, or with --no-python the program, must be there; a module is left for Python to find."""
     script = torchrun.training_script
+    if not script:
+        raise ConfigError("the name of the script is empty", "name a script, or -m and a module")
     if torchrun.module and not torchrun.run_path:
         return
     if torchrun.no_python and not torchrun.run_path:
@@ -95,6 +102,10 @@ def check_script(torchrun: Namespace) -> None:
         else:
             cure = f"it was looked for in {Path.cwd()}"
         raise ConfigError(f"there is no script '{script}'", cure)
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise ConfigError(f"'{script}' is a directory", "name a script; a directory needs a __main__.py to be run")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"script '{script}' cannot be read (permission denied)", "make it readable for you")
 
 
 def check_rendezvous_backend(backend: str) -> None:
@@ -148,6 +159,14 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
     """Check what is known only after torch has worked out the numbers. Raises ConfigError."""
     if launch.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node: {launch.nproc_per_node} ranks", "give 1 or more")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = launch.nproc_per_node * FILES_OF_RANK + FILES_OF_AGENT
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        most = max(0, (limit - FILES_OF_AGENT) // FILES_OF_RANK)
+        raise ConfigError(
+            f"--nproc-per-node: {launch.nproc_per_node} ranks need {needed} open files, and {limit} are allowed",
+            f"start at most {most}, or raise 'ulimit -n'",
+        )
     world_size = launch.nproc_per_node * launch.max_nodes
     for text in config.faults:
         fault = parse_fault(text)
@@ -156,9 +175,7 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
 
 
 def _read_signals(names: str) -> None:
-    for name in map(str.strip, names.split(",")):
-        if name not in signal.Signals.__members__:
-            raise ValueError(f"there is no signal {name}")
+    for name in map(str.strip, names.split(",")):  # of one that does not exist torch warns, and goes on
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"no process can handle {name}")
 

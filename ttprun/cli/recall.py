@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ttprun.cli.control import ask
+from ttprun.cli.status import load
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 
@@ -21,8 +22,11 @@ def recall(
     Exit code: 0 they are on their way (see 'ttprun status'), 2 nobody is away, or they cannot come now.
     """
     directory = RunDirectory.find(run)
+    before = load(directory)
+    if before.has_ended:
+        raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one")
     answer = ask(directory, {"op": "recall"})
-    if not answer["ok"]:
-        raise ConfigError(f"no rank was called back: {answer['error']}", "see 'ttprun status'")
+    if not answer.get("ok"):
+        raise ConfigError(f"no rank was called back: {answer.get('error')}", "see 'ttprun status'")
     print(json.dumps({"run": str(directory.path), **answer}) if as_json else answer["message"])
     return 0

@@ -22,6 +22,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
+from ttprun.cli.old_runs import remove_old_runs
 from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
 from ttprun.cli.script_config import take_script_config
@@ -81,6 +82,7 @@ def run(words: Sequence[str]) -> int:
     for notice in filter(None, (*invocation.notices, torch_versions.why_untried(torch.__version__))):
         print(f"ttprun: {notice}", file=sys.stderr)
     write_first_status(directory, config, launch_config)
+    remove_old_runs(config.keep_runs, used=config.resume)
 
     from ttprun.agent.launch import launch
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,12 +37,16 @@ class RunDirectory:
         The directory of a run that has ended is used again: its status and token are replaced, events are appended,
         logs stay. The lock lasts as long as this process.
 
-        Raises ConfigError if the directory cannot be written, belongs to a living run, or holds somebody's other files.
+        Raises ConfigError if the directory cannot be written, belongs to a living run, holds somebody's other files, or
+        could be written by somebody else: who can change it can ask the agent for anything.
         """
         run = cls(path if path is not None else base / run_id)
         try:
-            run._is_new = not run.path.exists()
-            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                run.path.mkdir(mode=0o700, parents=True)
+                run._is_new = True
+            except FileExistsError:
+                run._check_owner()
             if any(run.path.iterdir()) and not run.control_token.is_file():
                 raise ConfigError(f"run directory '{run.path}' holds other files", "name a new one with --run-dir")
             run._lock()
@@ -79,6 +84,22 @@ class RunDirectory:
                 return candidate
         known = [found.path.name for found in _runs_in(base)]
         raise ConfigError(f"there is no run '{run}'", suggestion(run, known, f"see the names in '{base}'"))
+
+    def _check_owner(self) -> None:
+        """An existing directory must be this user's alone. Raises ConfigError, OSError."""
+        found = self.path.lstat()
+        cure = "name another with --run-dir"
+        if stat.S_ISLNK(found.st_mode):
+            raise ConfigError(f"run directory '{self.path}' is a symbolic link", f"{cure}, or the place it leads to")
+        if not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"run directory '{self.path}' is a file", cure)
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"run directory '{self.path}' belongs to another user (uid {found.st_uid})", cure)
+        rights = stat.S_IMODE(found.st_mode)
+        if rights & 0o077:
+            raise ConfigError(
+                f"run directory '{self.path}' is open to other users (mode {rights:04o})", f"chmod 700 it, or {cure}"
+            )
 
     @property
     def is_run(self) -> bool:
@@ -135,4 +156,4 @@ class RunDirectory:
 def _runs_in(base: Path) -> list[RunDirectory]:
     if not base.is_dir():
         return []
-    return [run for run in map(RunDirectory, sorted(base.iterdir())) if run.is_run]
+    return [run for run in map(RunDirectory, sorted(base.iterdir())) if run.is_run and run.path.name[0] != "."]

@@ -111,6 +111,7 @@ class Connection:
         self, exchange: Exchange, generation: int, name: str, rank: int, size: int, op_limit: timedelta
     ) -> None:
         prefix = f"group {name}/"
+        opened_before = _native_fds()
         with Connection._making:
             before = _listening_ports()
             device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
@@ -134,6 +135,9 @@ class Connection:
         self.generation = generation
         # A broken connection has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
         self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
+        for fd in _native_fds() - opened_before:  # a child of the script must not hold them open
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
 
     def cut(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""
@@ -174,6 +178,16 @@ def _socket_fds() -> list[int]:
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 found.append(int(name))
+    return found
+
+
+def _native_fds() -> set[int]:
+    """Descriptors of the kinds that gloo opens, without close-on-exec (torch 2.13)."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:", "anon_inode:[eventpoll]")):
+                found.add(int(name))
     return found
 
 

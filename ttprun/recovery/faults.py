@@ -38,6 +38,7 @@ from ttprun.recovery.ladder import (
     reason_of,
     restart_group,
     unchanged,
+    why_no_restart,
     why_too_many_incidents,
 )
 from ttprun.recovery.repair import end_resuming, note_process
@@ -237,7 +238,8 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     phase = job.phase
     job = note_fault(job, event)
     at_s = event.at_s
-    if event.is_script_error and event.boundary == 0 and is_first_fault and not why_not:
+    is_early = event.is_script_error and event.boundary == 0 and is_first_fault
+    if is_early and (not why_not or why_no_restart(job)):
         why = f"the script failed before its first step in rank {event.rank}"
         return end_job(replace(job, ending=Ending(reason=reason_of(job, why), rung="fail")), at_s)
     is_repair_on = not job.settings.rungs.isdisjoint(("rerun", "replace"))
@@ -261,8 +263,10 @@ def why_not_protected(job: Job, needs_process: bool = True) -> str:
 
     needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
+    if needs_process and job.settings.world_size == 1 and "replace" not in job.settings.rungs:
+        return "a rank alone has no other to be repaired from"
     if needs_process and "replace" not in job.settings.rungs:
-        return "replacement is switched off"
+        return "replacement is switched off (rungs)"
     return job.unprotected_reason
 
 

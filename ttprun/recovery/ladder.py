@@ -204,21 +204,18 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
     incidents of one kind. If a restarted script begins with what the ranks save by themselves, they save it first.
     Whoever has switched off both "restart" and "persist" wants the scheduler to start the job again, or nobody.
     """
-    has_progress, settings, ending_rung = True, job.settings, "restart"
-    why_no_restart = ""
-    if "restart" not in settings.rungs:
-        why_no_restart, ending_rung = "restarting the group is switched off (rungs)", "fail"
-    elif settings.max_restarts is not None and job.restarts >= settings.max_restarts:
-        why_no_restart = "no restart is left (--max-restarts)"
+    has_progress, settings = True, job.settings
+    ending_rung = "restart" if "restart" in settings.rungs else "fail"
+    why_not = why_no_restart(job)
     goes_on = may_go_on_from_saved_state(job)
     why_too_often = why_too_many_incidents(job) if goes_on else ""
     if why_too_often:
-        goes_on, has_progress, why_no_restart = False, False, why_too_often
+        goes_on, has_progress, why_not = False, False, why_too_often
     ending = Ending(
-        reason=reason_of(job, f"{why}; {why_no_restart}" if why_no_restart else why),
+        reason=reason_of(job, f"{why}; {why_not}" if why_not else why),
         has_progress=has_progress,
         rung=ending_rung,
-        is_restart=not why_no_restart,
+        is_restart=not why_not,
         goes_on=goes_on,
         why=reason_of(job, why),
     )
@@ -226,6 +223,15 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
     is_of_use = (goes_on and not stands_at_start) or not ending.is_restart or settings.saves_before_restart
     job = replace(job, ending=ending)
     return begin_persisting(job, at_s) if is_trusted and is_of_use and may_persist(job) else end_job(job, at_s)
+
+
+def why_no_restart(job: Job) -> str:
+    """Why the script cannot be started from its top again; "" if it can."""
+    if "restart" not in job.settings.rungs:
+        return "restarting the group is switched off (rungs)"
+    if job.settings.max_restarts is not None and job.restarts >= job.settings.max_restarts:
+        return "no restart is left (--max-restarts)"
+    return ""
 
 
 def may_go_on_from_saved_state(job: Job) -> bool:

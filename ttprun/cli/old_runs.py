@@ -1,0 +1,92 @@
+"""Run directories of earlier runs in `ttprun-runs/`: the newest stay, the others are removed when a run starts.
+
+None is removed that still runs, whose end is not known, or that holds a script's newest checkpoint: that may be all
+that is left of a training. Begin with `remove_old_runs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from ttprun.observe.run_directory import BASE, RunDirectory
+from ttprun.observe.status import read_status
+from ttprun.state.store import CheckpointStore
+
+_DOOMED = ".removing-"
+
+
+def remove_old_runs(keep: int, used: str, base: Path = BASE) -> list[str]:
+    """Remove the oldest runs beyond `keep`; returns their names.
+
+    keep   directories that stay, the one of the run that starts among them
+    used   a path that the run that starts reads from, which stays: what --resume names
+
+    Never raises: what cannot be removed stays, and is tried again by the next run.
+    """
+    removed = []
+    with contextlib.suppress(OSError):
+        for leftover in base.glob(f"{_DOOMED}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        runs = sorted(_runs_in(base), key=lambda run: run.started_at_s, reverse=True)
+        old = runs[keep:]
+        needed = _with_newest_checkpoints(runs) if old else set()
+        for run in old:
+            is_used = Path(used).expanduser().absolute().is_relative_to(run.path)
+            if run.path not in needed and not is_used and _has_ended(run) and _remove(run):
+                removed.append(run.path.name)
+    return removed
+
+
+def _runs_in(base: Path) -> Iterator[RunDirectory]:
+    """Directories that this user's runs have made here."""
+    for path in base.iterdir():
+        run = RunDirectory(path)
+        if not path.is_symlink() and path.lstat().st_uid == os.geteuid() and run.is_run and path.name[0] != ".":
+            yield run
+
+
+def _with_newest_checkpoints(runs: list[RunDirectory]) -> set[Path]:
+    """For each script, the directory of the run that has written its newest valid checkpoint."""
+    newest: dict[str, tuple[str, Path]] = {}
+    for run in runs:
+        for one in CheckpointStore(run.path / "checkpoints").checkpoints():
+            if one.manifest is not None and one.is_valid:
+                found = (one.manifest.created_at, run.path)
+                newest[one.manifest.script] = max(newest.get(one.manifest.script, found), found)
+    return {path for _, path in newest.values()}
+
+
+def _has_ended(run: RunDirectory) -> bool:
+    """No process holds its lock, and it says so, or was killed before it had a status."""
+    try:
+        fd = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    try:
+        return read_status(run.status).has_ended
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _remove(run: RunDirectory) -> bool:
+    """Renamed first, so that one that is half removed is not taken for a run."""
+    doomed = run.path.with_name(_DOOMED + run.path.name)
+    try:
+        run.path.rename(doomed)
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
