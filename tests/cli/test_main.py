@@ -1,5 +1,6 @@
 """`ttprun` itself: help, the choice of a command, and what stays unimported."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,12 @@ def test_what_must_answer_at_once_imports_no_torch(line: str, tmp_path: Path) ->
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, check=False)
 
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("line", [["--help"], ["explain"], ["status", "nope"]])
+def test_closed_outputs_are_no_error_of_their_own(line: list[str]) -> None:
+    command = shlex.join([sys.executable, "-m", "ttprun", *line])
+
+    closed = subprocess.run(["/bin/sh", "-c", f"{command} >&- 2>&-"], check=False)
+
+    assert closed.returncode == (2 if line[0] == "status" else 0)

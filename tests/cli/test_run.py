@@ -190,6 +190,7 @@ def test_without_a_directory_the_run_is_kept_under_a_name_that_sorts_by_time(age
         (["--max-restarts", "-1", "train.py"], "--max-restarts: -1 is below 0; give 0 or more"),
         (["--max-restarts", "x", "train.py"], "argument --max-restarts/--max_restarts: invalid int value: 'x'; see"),
         (["--monitor-interval", "0", "train.py"], "--monitor-interval: 0.0 is no interval; give seconds above 0"),
+        (["--monitor-interval", "nan", "train.py"], "--monitor-interval: nan is no interval; give seconds above 0"),
         (["--tee", "x", "train.py"], "--tee: 'x' will not do ("),
         (["--rdzv-backend", "c10", "train.py"], "--rdzv-backend: there is no 'c10'; did you mean 'c10d'?"),
         (["--rdzv-conf", "x", "train.py"], "The rendezvous configuration option 'x' must have a value specified; see"),

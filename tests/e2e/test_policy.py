@@ -42,6 +42,7 @@ def test_a_job_that_may_not_be_restarted_ends_with_the_reason(run_ttprun: RunTtp
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"]) == ("fail", "failed"), run.story()
     assert "restarting the group is switched off" in run.status["reason"], run.story()
+    assert run.output.count("restarting the group is switched off") == 1, run.story()
 
 
 def test_more_incidents_of_one_kind_than_allowed_within_an_hour_end_the_job_with_93(run_ttprun: RunTtprun) -> None:

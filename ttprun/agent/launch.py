@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from ttprun import mindio, torch_versions
 from ttprun.agent.elastic import ReplacingAgent
+from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.processes import command_of
 from ttprun.agent.resume import Resumption
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
@@ -81,8 +83,10 @@ def _supervise(
     setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
     code, reason = 1, "the launcher failed"
     supervisor.start()
+    is_by_itself = launch_config.rdzv_endpoint == ONE_NODE_ENDPOINT and launch_config.local_addr == ADDRESS
     try:
-        code, reason = _run(launch_config, entrypoint, args, supervisor)
+        with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
+            code, reason = _run(launch_config, entrypoint, args, supervisor)
     finally:
         signals.is_over = True
         supervisor.stop(code, reason)

@@ -64,7 +64,7 @@ class Resumption:
         if self._config.resume == "off":
             return ()
         if self.is_named:
-            return self._named(Path(self._config.resume).expanduser().absolute())
+            return self._named(Path(os.path.expanduser(self._config.resume)).absolute())
         candidates = self._candidates()
         if candidates and (self._store.save_dir / ENDED_NAME).exists():
             logger.warning(

@@ -6,6 +6,7 @@ Whatever does not begin with a command's name is `ttprun [options] script.py [sc
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -54,6 +55,9 @@ exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code. argv: without the program's name, default sys.argv[1:]."""
     arguments = sys.argv[1:] if argv is None else argv
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who has started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to our end
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print_help()

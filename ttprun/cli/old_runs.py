@@ -36,7 +36,7 @@ def remove_old_runs(keep: int, used: str, base: Path = BASE) -> list[str]:
         old = runs[keep:]
         needed = _with_newest_checkpoints(runs) if old else set()
         for run in old:
-            is_used = Path(used).expanduser().absolute().is_relative_to(run.path)
+            is_used = Path(os.path.expanduser(used)).absolute().is_relative_to(run.path)
             if run.path not in needed and not is_used and _has_ended(run) and _remove(run):
                 removed.append(run.path.name)
     return removed

@@ -50,7 +50,7 @@ def check_options(torchrun: Namespace) -> None:
         value = getattr(torchrun, name, None)
         if value is not None and value < minimum:
             raise ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more")
-    if torchrun.monitor_interval <= 0:
+    if not 0 < torchrun.monitor_interval < float("inf"):  # NaN neither
         raise ConfigError(f"--monitor-interval: {torchrun.monitor_interval} is no interval", "give seconds above 0")
     check_rendezvous_backend(torchrun.rdzv_backend)
 
@@ -58,6 +58,7 @@ def check_options(torchrun: Namespace) -> None:
 def check_host(torchrun: Namespace, config: Config) -> None:
     """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
     check_script(torchrun)
+    check_files(determine_local_world_size(torchrun.nproc_per_node))
     if config.mindio:
         check_mindio(torchrun)
     for path in config.user_paths:
@@ -66,6 +67,18 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     port = hosted_port(torchrun)
     if port is not None:
         check_port(port)
+
+
+def check_files(ranks: int) -> None:
+    """The agent must be able to hold open what belongs to so many ranks."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = ranks * FILES_OF_RANK + FILES_OF_AGENT
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        most = max(0, (limit - FILES_OF_AGENT) // FILES_OF_RANK)
+        raise ConfigError(
+            f"--nproc-per-node: {ranks} ranks need {needed} open files, and {limit} are allowed",
+            f"start at most {most}, or raise 'ulimit -n'",
+        )
 
 
 def check_mindio(torchrun: Namespace) -> None:
@@ -159,14 +172,6 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
     """Check what is known only after torch has worked out the numbers. Raises ConfigError."""
     if launch.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node: {launch.nproc_per_node} ranks", "give 1 or more")
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = launch.nproc_per_node * FILES_OF_RANK + FILES_OF_AGENT
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        most = max(0, (limit - FILES_OF_AGENT) // FILES_OF_RANK)
-        raise ConfigError(
-            f"--nproc-per-node: {launch.nproc_per_node} ranks need {needed} open files, and {limit} are allowed",
-            f"start at most {most}, or raise 'ulimit -n'",
-        )
     world_size = launch.nproc_per_node * launch.max_nodes
     for text in config.faults:
         fault = parse_fault(text)

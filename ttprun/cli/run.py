@@ -14,7 +14,6 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from secrets import token_hex
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
+from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT
 from ttprun.cli.old_runs import remove_old_runs
 from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
@@ -32,6 +32,7 @@ from ttprun.errors import ConfigError, one_line
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status
+from ttprun.state.store import CheckpointStore
 
 # torchrun's default; only static rendezvous uses it.
 MASTER_PORT = 29500
@@ -65,7 +66,7 @@ def run(words: Sequence[str]) -> int:
     check_host(torchrun, config)
     assert config.run_id is not None
     directory = RunDirectory.create(config.run_id, config.run_dir)
-    save_dir = str(Path(config.save_dir or directory.path / "checkpoints").expanduser().absolute())
+    save_dir = str(CheckpointStore(config.save_dir or directory.path / "checkpoints").save_dir)
     config = config.model_copy(update={"run_dir": str(directory.path), "save_dir": save_dir})
     try:
         launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
@@ -136,7 +137,9 @@ def fill_rendezvous(torchrun: Namespace) -> None:
     has_no_address = torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint and torchrun.master_port is None
     if torchrun.standalone or (has_no_address and max_nodes == 1):
         torchrun.rdzv_backend = "c10d"
-        torchrun.rdzv_endpoint = "localhost:0"
+        torchrun.rdzv_endpoint = ONE_NODE_ENDPOINT
+        # Where the ranks find the store, which listens there alone.
+        torchrun.local_addr = torchrun.local_addr or ADDRESS
         torchrun.rdzv_id = str(uuid.uuid4())
     if torchrun.master_port is None:
         torchrun.master_port = MASTER_PORT

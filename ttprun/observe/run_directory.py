@@ -20,7 +20,7 @@ class RunDirectory:
     """Paths of one run. `create` makes a directory, `find` looks one up."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser().absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self.config = self.path / "config.yaml"
         self.status = self.path / "status.json"
         self.events = self.path / "events.jsonl"

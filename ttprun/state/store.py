@@ -54,7 +54,7 @@ class CheckpointStore:
     def __init__(
         self, save_dir: str | Path, keep: int = DEFAULT_KEEP, at: Callable[[str], None] = lambda point: None
     ) -> None:
-        self.save_dir = Path(save_dir).expanduser().absolute()
+        self.save_dir = Path(os.path.expanduser(save_dir)).absolute()  # where there is no home, as it is
         self._keep = keep
         self._at = at
         self._lock: DirectoryLock | None = None
