@@ -263,6 +263,8 @@ def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
     job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
     if to.place or not to.boundary:  # whatever kept the old processes from it, these are new ones
         job = replace(job, unprotected_reason="")
+    if to.place and not job.is_resumed:
+        job = replace(job, went_back_to=to.boundary)
     return begin_rewind(job, at_s)
 
 
@@ -311,7 +313,7 @@ def end_job(job: Job, at_s: float) -> Result:
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
             why = f"{ending.why}; all go on from the state saved at step {newest.boundary}"
-            return go_back(replace(job, went_back_to=newest.boundary), at_s, newest, why)
+            return go_back(job, at_s, newest, why)
         why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
     if ending.is_restart:
