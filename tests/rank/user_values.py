@@ -6,7 +6,7 @@ import enum
 import functools
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
@@ -256,3 +256,71 @@ class Cached:
     @functools.lru_cache  # noqa: B019 - as scripts do
     def noise(self, number: int) -> float:
         return random.random() + number
+
+
+touched: list[str] = []  # what was called of the classes below
+
+
+def _touchy(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        touched.append(name)
+        raise KeyError(name)
+
+    return method
+
+
+_OVERRIDDEN = (
+    "keys values items __iter__ __getitem__ __setitem__ __contains__ __len__ __bool__ __eq__ __getattr__ __str__"
+)
+_methods = {name: _touchy(name) for name in _OVERRIDDEN.split()} | {"__class__": property(_touchy("__class__"))}
+
+
+class TouchyDict(dict):  # type: ignore[type-arg]
+    """A registry that loads what it is asked for."""
+
+    locals().update(_methods)
+
+
+class TouchyOrder(OrderedDict):  # type: ignore[type-arg]
+    locals().update(_methods)
+
+
+class TouchyCounter(defaultdict):  # type: ignore[type-arg]
+    locals().update(_methods)
+    default_factory = property(_touchy("default_factory"))  # type: ignore[assignment]
+
+
+class TouchyList(list):  # type: ignore[type-arg]
+    locals().update(_methods)
+
+
+class TouchySet(set):  # type: ignore[type-arg]
+    locals().update(_methods)
+
+
+class TouchyText(str):
+    locals().update({name: method for name, method in _methods.items() if name != "__getitem__"})
+    __slots__ = ()
+
+
+class Touchy:
+    """Neither its attributes nor its class can be asked for."""
+
+    __slots__ = ("__dict__", "slot")
+    locals().update(_methods)
+
+    def __init__(self, number: int) -> None:
+        object.__setattr__(self, "number", number)
+        object.__setattr__(self, "slot", [number])
+
+    __getattribute__ = _touchy("__getattribute__")
+    __setattr__ = _touchy("__setattr__")
+
+
+def held_by(one: Touchy) -> Any:
+    return object.__getattribute__(one, "number"), object.__getattribute__(one, "slot")
+
+
+class Link:
+    def __init__(self, number: int, following: Any) -> None:
+        self.number, self.next = number, following

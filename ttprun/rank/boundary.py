@@ -223,8 +223,9 @@ def _write_record(
         if why_not:
             session.give_up_protection(why_not)
         else:
-            record, blobs, is_open = describe(session, boundary, frame, returned)
-            head = values.pack(record)
+            with values.room_to_walk():
+                record, blobs, is_open = describe(session, boundary, frame, returned)
+                head = values.pack(record)
             session.recorder.write(boundary, head, blobs)
             session.tell_not_proved(record["not_proved"])
             if boundary == 1:

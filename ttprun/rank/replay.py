@@ -30,7 +30,7 @@ from ttprun.rank.output import Diverted
 from ttprun.rank.record import Record
 from ttprun.rank.results import Answers, as_if_alone, as_result
 from ttprun.rank.session import Session
-from ttprun.rank.values import CannotRestoreError, Restore, restore_loop
+from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 
 if TYPE_CHECKING:
     from ttprun.rank.journal import Entry
@@ -193,7 +193,8 @@ class Replay:
         """
         self._note_setup()
         try:
-            return self._come_to(frame, returned)
+            with room_to_walk():
+                return self._come_to(frame, returned)
         except MismatchError:
             raise
         except Exception as error:  # the script must not go on with half of it

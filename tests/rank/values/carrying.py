@@ -26,7 +26,8 @@ def record(
 ) -> tuple[Any, list[memoryview]]:
     """A scope as it comes out of the recorder; one with a key was recorded under it before."""
     snapshot = Snapshot(dict.fromkeys(stepped, 0) if stepped else _NOTHING)
-    packed = values.pack(snapshot.variables(scope, key, is_lasting))
+    with values.room_to_walk():
+        packed = values.pack(snapshot.variables(scope, key, is_lasting))
     blobs = as_the_recorder_writes_them(snapshot.blobs)
     return values.unpack(packed), blobs
 
@@ -40,14 +41,16 @@ def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str
     """Put the lost rank's variables into the replacement's; returns the mismatches."""
     recorded, blobs = record(lost, stepped)
     restore = Restore(blobs, is_comparing=True)
-    restore.module(here, recorded, "")
+    with values.room_to_walk():
+        restore.module(here, recorded, "")
     return restore.mismatches
 
 
 def not_proved(lost: Scope) -> list[str]:
     """What `ttprun status` would say of these variables."""
     snapshot = Snapshot(_NOTHING)
-    nodes = snapshot.variables(lost)
+    with values.room_to_walk():
+        nodes = snapshot.variables(lost)
     return values.names_not_proved(snapshot, {"": nodes})
 
 

@@ -13,7 +13,7 @@ from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.named import names_of as names_not_proved
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.restore import Restore
-from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.snapshot import Snapshot, room_to_walk
 from ttprun.rank.values.suspended import restore_loop
 from ttprun.rank.values.touched import spoil
 from ttprun.rank.values.trees import Tree
@@ -21,7 +21,8 @@ from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
-    "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "restore_loop", "spoil", "unpack",
+    "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "restore_loop", "room_to_walk",
+    "spoil", "unpack",
 ]  # fmt: skip
 
 
@@ -44,6 +45,7 @@ def forget() -> None:
         modules._made,
         objects._of_user,
         objects._slots,
+        objects._dictionaries,
         objects._left_out,
         objects._forms,
         snapshot._scopes,

@@ -148,7 +148,9 @@ def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> 
 
 def class_attributes(kind: type) -> dict[str, Any]:
     """What a class holds beside its methods."""
-    if hasattr(kind, "__members__") or hasattr(kind, "_field_defaults"):  # enumerations and named tuples do not change
+    if any(
+        name in vars(base) for base in kind.__mro__ for name in ("_member_map_", "_field_defaults")
+    ):  # enumerations and named tuples do not change
         return {}
     return {
         name: _unbound(item)

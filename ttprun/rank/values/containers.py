@@ -8,6 +8,7 @@ import ctypes
 import io
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
@@ -32,14 +33,37 @@ _TRIES = 32
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
+# What a class overrides is its own business: it may load modules, or count. All is read and written by way of the base.
+_FACTORY: Any = vars(collections.defaultdict)["default_factory"]
+_factory_of = _FACTORY.__get__
+_max_length_of: Any = deque.maxlen.__get__
+
+
+def _base_of(value: Any) -> Any:
+    """Who knows the order of a dictionary."""
+    return OrderedDict if issubclass(type(value), OrderedDict) else dict
+
+
+def _held(live: Any, base: Any) -> list[Any]:
+    """The items of a container, those of a dictionary being its keys; none if it is no such container."""
+    if not issubclass(type(live), base):
+        return []
+    return list((_base_of(live) if base is dict else base).__iter__(live))
+
+
+def _length_of(live: Any) -> int:
+    kind = type(live)
+    return int(next(base for base in (list, deque, dict) if issubclass(kind, base)).__len__(live))
+
+
 def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list[Any]:
     """What a container of a subclass has beside its items: its type and attributes."""
     kind = type(value)
     if kind is exact:
         return []
     attributes = snapshot.attributes(attributes_of(value), depth)
-    if isinstance(value, collections.defaultdict):
-        attributes["default_factory"] = snapshot.node(value.default_factory, depth + 1)
+    if issubclass(kind, collections.defaultdict):
+        attributes["default_factory"] = snapshot.node(_factory_of(value), depth + 1)
     return [name_of(kind), attributes]
 
 
@@ -61,15 +85,15 @@ def _packed(found: list[Any] | Kept | Rows) -> Any:
     return found if isinstance(found, list) else found.packed
 
 
-def _long(value: Any, *parts: list[Any] | Kept | Rows) -> list[Any]:
+def _long(value: Any, length: int, *parts: list[Any] | Kept | Rows) -> list[Any]:
     """Too long to be recorded: compared by a digest."""
     digests, first = [], 0
     for part in parts:
         if isinstance(part, list):
-            return [Tag.REFUSED, f"is a container of {len(value)} items that can change"]
+            return [Tag.REFUSED, f"is a container of {length} items that can change"]
         digests.append(part.digest)
         first = part.first if isinstance(part, Rows) else first
-    return [Tag.LONG, name_of(type(value)), len(value), " ".join(digests), first]
+    return [Tag.LONG, name_of(type(value)), length, " ".join(digests), first]
 
 
 def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
@@ -77,7 +101,7 @@ def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     _, kind, length, digest, first = node
     if live is MISSING or name_of(type(live)) != kind:
         return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
-    if len(live) != length:
+    if _length_of(live) != length:
         restore.is_same(False, name, "is a long container of another length")
         return live
     mine = restore.snapshot(live)
@@ -91,16 +115,17 @@ def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 def record_sequence(tag: Tag, exact: type | None) -> Handler:
     """A handler for lists and deques; `exact` is the type that need not be told."""
+    iterate: Any = list.__iter__ if tag is Tag.LIST else deque.__iter__
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = snapshot.number(value)
-        items = value if type(value) is list else list(value)
+        items = value if type(value) is list else list(iterate(value))
         found = _items(snapshot, value, items, depth)
-        if len(value) > MAX_ITEMS:
-            return _long(value, found)
+        if len(items) > MAX_ITEMS:
+            return _long(value, len(items), found)
         nodes = _packed(found)
         own = _own(snapshot, value, exact, depth)
-        return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, value.maxlen]
+        return [tag, number, nodes, *own] if tag is Tag.LIST else [tag, number, nodes, *own, _max_length_of(value)]
 
     return handle
 
@@ -125,7 +150,7 @@ def restore_list(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, list, name)
     if target is MISSING:
         return live
-    items = restore.items(list(live) if isinstance(live, list) else [], node[2], name)
+    items = restore.items(_held(live, list), node[2], name)
     list.__setitem__(target, slice(None), items)
     if len(node) > 3:
         restore_attributes(restore, target, node[4], name)
@@ -138,13 +163,13 @@ def restore_deque(restore: Restore, live: Any, node: list[Any], name: str) -> An
     kind: Any = look_up_type(kind_name, deque) or (type(live) if name_of(type(live)) == kind_name else None)
     if kind is None:
         return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {told(live)} here")
-    if type(live) is kind and live.maxlen == maxlen and restore.claim(number, live):
+    if type(live) is kind and _max_length_of(live) == maxlen and restore.claim(number, live):
         target = live
     else:
         target = kind.__new__(kind)
         deque.__init__(target, (), maxlen)
         restore.claim(number, target)
-    items = restore.items(list(live) if isinstance(live, deque) else [], nodes, name)
+    items = restore.items(_held(live, deque), nodes, name)
     deque.clear(target)
     deque.extend(target, items)
     restore_attributes(restore, target, attributes, name)
@@ -153,7 +178,7 @@ def restore_deque(restore: Restore, live: Any, node: list[Any], name: str) -> An
 
 def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A tuple; of named tuples and the like the type, too."""
-    items = snapshot.items(value, depth)
+    items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
         return [Tag.REFUSED, f"is a tuple of {len(items)} items"]
     return [Tag.TUPLE, items, *_own(snapshot, value, tuple, depth)]
@@ -166,8 +191,9 @@ def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> An
         kind = type(live) if name_of(type(live)) == node[2] else None
         if kind is None:
             return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
-    items = restore.items(live if isinstance(live, tuple) else (), node[1], name)
-    if type(live) is kind and len(live) == len(items) and all(a is b for a, b in zip(live, items, strict=True)):
+    have = _held(live, tuple)
+    items = restore.items(have, node[1], name)
+    if type(live) is kind and len(have) == len(items) and all(map(is_, have, items)):
         return live
     if len(items) != len(node[1]):
         return live
@@ -179,20 +205,21 @@ def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> An
     return made
 
 
-def record_set(tag: Tag, exact: type) -> Handler:
+def record_set(tag: Tag, exact: Any) -> Handler:
     """A handler for sets: of values that are told by themselves, or that the replay reproduces."""
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = [snapshot.number(value)] if tag is Tag.SET else []
-        nodes = [snapshot.node(item, depth + 1) for item in value] if value else []
-        if all(map(is_settled, nodes)) or all(map(_is_found_class, value, nodes)):
+        items = list(exact.__iter__(value))
+        nodes = [snapshot.node(item, depth + 1) for item in items]
+        if all(map(is_settled, nodes)) or all(map(_is_found_class, items, nodes)):
             own = _own(snapshot, value, exact, depth)
             if tag is Tag.FROZENSET:
                 return [tag, nodes, *own]
-            return [tag, *number, nodes, *(own or (None, {})), _slots(value)]
+            return [tag, *number, nodes, *(own or (None, {})), _slots(value, items)]
         if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
             return [Tag.REFUSED, "is a set of objects that can change"]
-        kinds = sorted(name_of(type(item)) for item in value)
+        kinds = sorted(name_of(type(item)) for item in items)
         return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
 
     return handle
@@ -200,15 +227,15 @@ def record_set(tag: Tag, exact: type) -> Handler:
 
 def _is_found_class(value: Any, node: Any) -> bool:
     """Whether it is a class that another process finds by its name."""
-    return isinstance(value, type) and node[0] is not Tag.SAME
+    return issubclass(type(value), type) and node[0] is not Tag.SAME
 
 
-def _slots(value: set[Any]) -> int:
+def _slots(value: set[Any], items: list[Any]) -> int:
     """Slots of a set's table (0: as few as can be), which decide in what order its items come.
 
     -1 if no script can count on that order, since their hashes are others in each run without ttprun.
     """
-    return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, value)) else -1
+    return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, items)) else -1
 
 
 def _has_lasting_hash(item: Any) -> bool:
@@ -228,10 +255,10 @@ def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
         return live
     items = restore.items([], nodes, name)
     if slots < 0:
-        if set(items) != target:
+        if set(items) != set(_held(target, set)):
             set.clear(target)
             set.update(target, items)
-    elif list(target) != items and not _is_put_in_order(target, items, slots):
+    elif _held(target, set) != items and not _is_put_in_order(target, items, slots):
         return restore.refuse(
             live, f"{name} is a set, and its order in the lost rank cannot be reached: a dict keeps it"
         )
@@ -249,7 +276,7 @@ def _is_put_in_order(target: set[Any], items: list[Any], slots: int) -> bool:
         set.update(target, makes_room([*order, *others]))
         for other in others:
             set.discard(target, other)
-        found = list(target)
+        found = _held(target, set)
         if found == items:
             return True
         misplaced = next(item for item, there in zip(items, found, strict=True) if item != there)
@@ -265,11 +292,12 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
     if kind is None:
         return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
     has_order = all(map(_has_lasting_hash, items))
-    if type(live) is kind and live == frozenset(items) and (list(live) == items or not has_order):
+    have = _held(live, frozenset)
+    if type(live) is kind and frozenset(have) == frozenset(items) and (have == items or not has_order):
         return live
     # How large a table it gets, and so its order, depends on what it is made of.
     made = (frozenset.__new__(kind, of(items)) for of in (list, set, dict.fromkeys))
-    found = next((one for one in made if list(one) == items or not has_order), None)
+    found = next((one for one in made if _held(one, frozenset) == items or not has_order), None)
     if found is None:
         why = "its order in the lost rank cannot be reached: a dict keeps it"
         return restore.refuse(live, f"{name} is a frozenset, and {why}")
@@ -279,13 +307,18 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
     number = snapshot.number(value)
-    if len(value) < MIN_ITEMS:
-        keys, values = snapshot.items(value, depth), snapshot.items(value.values(), depth)
+    if type(value) is dict:
+        all_keys, all_values = list(value), list(value.values())
     else:
-        of_keys = _items(snapshot, value, list(value), depth)
-        of_values = _items(snapshot, value, list(value.values()), depth, 1)
-        if len(value) > MAX_ITEMS:
-            return _long(value, of_keys, of_values)
+        base = _base_of(value)
+        all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
+    if len(all_keys) < MIN_ITEMS:
+        keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
+    else:
+        of_keys = _items(snapshot, value, all_keys, depth)
+        of_values = _items(snapshot, value, all_values, depth, 1)
+        if len(all_keys) > MAX_ITEMS:
+            return _long(value, len(all_keys), of_keys, of_values)
         keys, values = _packed(of_keys), _packed(of_values)
     return [Tag.DICT, number, keys, values, *_own(snapshot, value, dict, depth)]
 
@@ -295,10 +328,10 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     target = _made(restore, live, node[1], node[4] if len(node) > 4 else None, dict, name)
     if target is MISSING:
         return live
-    base = OrderedDict if isinstance(target, OrderedDict) else dict
-    have = list(live) if isinstance(live, dict) else []
+    base: Any = _base_of(target)
+    have = _held(live, dict)
     key_nodes, value_nodes = (n if isinstance(n, list) else list(unpack_items(n)) for n in node[2:4])
-    old = dict(live) if isinstance(live, dict) else {}
+    old = dict(zip(have, _base_of(live).values(live), strict=True)) if issubclass(type(live), dict) else {}
     new = {}
     for index, (key_node, value_node) in enumerate(zip(key_nodes, value_nodes, strict=True)):
         key = restore.value(have[index] if index < len(have) else MISSING, key_node, f"a key of {name}")
@@ -308,15 +341,17 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
                 raise CannotRestoreError(f"{name} holds objects that are not in the replacement and cannot be recorded")
             continue
         new[key] = value
-    if list(new) != list(target) or any(base.__getitem__(target, key) is not value for key, value in new.items()):
+    if list(new) != list(base.__iter__(target)) or any(
+        base.__getitem__(target, key) is not value for key, value in new.items()
+    ):
         base.clear(target)
         for key, value in new.items():
             base.__setitem__(target, key, value)
     if len(node) > 4:
         attributes = dict(node[5])
-        if isinstance(target, collections.defaultdict):
-            factory = restore.value(target.default_factory or MISSING, attributes.pop("default_factory"), name)
-            target.default_factory = None if factory is MISSING else factory
+        if issubclass(type(target), collections.defaultdict):
+            factory = restore.value(_factory_of(target) or MISSING, attributes.pop("default_factory"), name)
+            _FACTORY.__set__(target, None if factory is MISSING else factory)
         restore_attributes(restore, target, attributes, name)
     return target
 

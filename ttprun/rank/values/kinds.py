@@ -153,6 +153,7 @@ objects.leave_out(torch.utils.data.DataLoader, "_iterator")
 RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.SAME: restore.restore_same,
     Tag.NOT_PROVED: not_proved.restore_not_proved,
+    Tag.DEEP: restore.restore_deep,
     Tag.REFUSED: restore.restore_refused,
     Tag.REFERENCE: restore.restore_reference,
     Tag.PLAIN: plain.restore_plain,

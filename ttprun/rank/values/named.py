@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.nodes import Tag, unpack
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.trees import Part, listed, shape_of
 
 _MOST_NAMES = 20
+_MOST_LETTERS = 100
 _known: tuple[list[str], list[str]] = ([], [])
 
 
@@ -46,17 +47,21 @@ def _named(node: Any, name: str) -> Iterable[str]:
         node, name = left.pop()
         if node.__class__ is not list:
             continue
-        if node[0] is Tag.NOT_PROVED:
+        if node[0] == Tag.NOT_PROVED:
+            name = name if len(name) <= _MOST_LETTERS else f"{name[:40]}...{name[-40:]}"
             yield f"{name} ({node[1].removeprefix('builtins:').replace(':', '.')}): {node[2]}"
         left += reversed(list(_parts(node, name)))
 
 
 def _parts(node: list[Any], name: str) -> Iterable[tuple[Any, str]]:
-    if node[0] is Tag.DICT:
+    if node[0] == Tag.DEEP:
+        yield unpack(node[1]), name
+        return
+    if node[0] == Tag.DICT:
         keys, values = map(listed, node[2:4])
         yield from ((value, f"{name}[{_told_key(key)}]") for key, value in zip(keys, values, strict=True))
         return
-    if node[0] is Tag.MODULE and node[6] is None:
+    if node[0] == Tag.MODULE and node[6] is None:
         for path, nodes in node[4].items():
             yield from ((one, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, one in nodes.items())
         return

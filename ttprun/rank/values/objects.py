@@ -6,7 +6,9 @@ attributes are written into it. A frozen dataclass is a value, and is made anew 
 
 from __future__ import annotations
 
+import threading
 import types
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -21,8 +23,10 @@ _PROCESS_LOCAL = """
     thread_id _thread_id port _port address _address hostname
 """
 PROCESS_LOCAL = frozenset(_PROCESS_LOCAL.split())
+_OF_DICTIONARIES = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _of_user: dict[type, bool] = {}
-_slots: dict[type, tuple[str, ...]] = {}
+_slots: dict[type, dict[str, Any]] = {}
+_dictionaries: dict[type, Callable[[Any], dict[str, Any]] | None] = {}
 
 
 def is_of_user(kind: type) -> bool:
@@ -33,38 +37,45 @@ def is_of_user(kind: type) -> bool:
     return known
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the slots of a class and its bases."""
+def slots_of(kind: type) -> dict[str, Any]:
+    """The slots of a class and its bases, by name."""
     known = _slots.get(kind)
     if known is None:
-        known = _slots[kind] = tuple(
-            name
-            for base in kind.__mro__
+        known = _slots[kind] = {
+            name: item
+            for base in reversed(kind.__mro__)
             for name, item in vars(base).items()
             if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and "__slots__" in vars(base)
-        )
+        }
     return known
+
+
+def dictionary_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes itself; no code of its class's is run for it, nor of a proxy's."""
+    kind = type(value)
+    if kind not in _dictionaries:
+        found = (vars(base).get("__dict__") for base in kind.__mro__)
+        known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
+        _dictionaries[kind] = None if known is None else known.__get__
+        if issubclass(kind, threading.local):  # each thread has another one, of which the class does not tell
+            _dictionaries[kind] = lambda one: threading.local.__getattribute__(one, "__dict__")
+    get = _dictionaries[kind]
+    return None if get is None else get(value)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """All attributes that an object itself holds."""
-    found = getattr(value, "__dict__", None)
+    found = dictionary_of(value)
     slots = slots_of(type(value))
     if not slots:
-        return found if isinstance(found, dict) else {}
-    found = dict(found) if isinstance(found, dict) else {}
-    for name in slots:
-        item = _slot(value, name)
-        if item is not MISSING:
-            found[name] = item
+        return found or {}
+    found = dict(found or {})
+    for name, slot in slots.items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue  # it is empty
     return found
-
-
-def _slot(value: Any, name: str) -> Any:
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return MISSING
 
 
 # Of objects of these classes some attributes are left to the replay; see `leave_out`.
@@ -96,7 +107,7 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if form is None:
         form = _forms[kind] = (name_of(kind), not slots_of(kind), left_out(kind))
     name, is_without_slots, without = form
-    if is_without_slots and isinstance(held := getattr(value, "__dict__", None), dict):
+    if is_without_slots and (held := dictionary_of(value)) is not None:
         return [Tag.OBJECT, number, name, snapshot.lasting_attributes(held, depth, without)]
     return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
 
@@ -104,7 +115,7 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
 def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write the attributes into the replacement's object."""
     _, number, kind, attributes = node
-    if name_of(type(live)) != kind or isinstance(live, type):
+    if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(
             live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} in the replacement"
         )
@@ -122,26 +133,28 @@ def restore_attributes(
     """
     scope = attributes_of(live)
     slots = slots_of(type(live))
+    held = dictionary_of(live)
     for key, node in nodes.items():
         old = scope.get(key, MISSING)
         value = restore.value(old, node, f"{name}.{key}")
         if value is not old and value is not MISSING:
             if key in slots:
-                object.__setattr__(live, key, value)
-            else:
-                vars(live)[key] = value
+                slots[key].__set__(live, value)
+            elif held is not None:
+                held[key] = value
     if keep is None:
         return
     for key in [key for key in scope if key not in nodes and key not in keep]:
         if key in slots:
-            object.__delattr__(live, key)
-        else:
-            del vars(live)[key]
+            slots[key].__delete__(live)
+        elif held is not None:
+            del held[key]
 
 
 def is_frozen(kind: type) -> bool:
     """Whether a class is a frozen dataclass."""
-    return bool(getattr(getattr(kind, "__dataclass_params__", None), "frozen", False))
+    found = (vars(base).get("__dataclass_params__") for base in kind.__mro__)
+    return bool(getattr(next(filter(None, found), None), "frozen", False))
 
 
 def record_value_object(snapshot: Snapshot, value: Any, depth: int) -> Any:

@@ -23,6 +23,7 @@ import numpy
 import torch
 
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, look_up, look_up_type, name_of
+from ttprun.rank.values.objects import dictionary_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -38,7 +39,7 @@ def _encode(value: Any) -> Any:
     if type(value) is int:
         return value if abs(value) < 1 << 63 else [Tag.PLAIN, "int", _int_text(value)]
     for base, kind in BASES:
-        if isinstance(value, base):
+        if issubclass(type(value), base):
             return [Tag.PLAIN, kind, *map(_encode, CODECS[kind][0](value))]
     raise TypeError(type(value).__qualname__)
 
@@ -102,11 +103,21 @@ def _module_of(name: str) -> types.ModuleType:
     return sys.modules[name]
 
 
+# What a subclass overrides is not asked.
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (bytes, bytes.__bytes__),
+    (complex, complex.__complex__),
+)
+
+
 def _scalar_parts(value: Any) -> tuple[Any, ...]:
-    if getattr(value, "__dict__", None):
+    if dictionary_of(value):
         raise TypeError("number or text with attributes")
-    base: Any = next(base for base in (int, float, str, bytes, complex) if isinstance(value, base))
-    return name_of(type(value)), base.__new__(base, value)
+    plain = next(plain for base, plain in _PLAIN if issubclass(type(value), base))
+    return name_of(type(value)), plain(value)
 
 
 def _scalar_of(kind: str, value: Any) -> Any:

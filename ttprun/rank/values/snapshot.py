@@ -7,8 +7,10 @@ recorded nor compared says so, and is refused by name when it is needed. How a t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 from ttprun.rank import looped, loops
 from ttprun.rank.values import unchanged
-from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, pack
+from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
 from ttprun.rank.values.versions import Versions
 
 # Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
@@ -43,6 +45,9 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
     _fixed.update(fixed)
 
 
+MAX_OBJECTS = 200_000  # a second's walk
+_MAX_CHUNKS = 10
+_FRAMES = 20_000  # that a walk as deep as can be takes, at most
 _MOST_TOUCHES = 8  # boundaries between which something was assigned in a module
 # Of loops, and of what torch.compile puts beside the functions that it has compiled.
 _HIDDEN_PREFIXES = (
@@ -164,6 +169,7 @@ class Snapshot:
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
         self.not_proved: list[str] = []
+        self._chunks = 0  # that are open now, of MAX_DEPTH levels each
         self.computed: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
@@ -187,7 +193,7 @@ class Snapshot:
         found = {}
         for name in known.rest:
             value = scope[name]
-            found[name] = value if value.__class__ in SETTLED else self.node(value, 0)
+            found[name] = value if type(value) in SETTLED else self.node(value, 0)
         if not known.moving.issuperset(found):
             self._settle(known, scope, found)
         if known.fixed:
@@ -237,9 +243,26 @@ class Snapshot:
         known = self.numbers.get(id(value))
         if known is not None:
             return [Tag.REFERENCE, known]
-        if depth > MAX_DEPTH:
-            return [Tag.REFUSED, f"is nested more than {MAX_DEPTH} deep"]
-        return handler(self, value, depth)
+        if len(self.alive) > MAX_OBJECTS:
+            return self._not_proved(kind, f"it comes behind the {MAX_OBJECTS:,} objects that are recorded at each step")
+        try:
+            return handler(self, value, depth) if depth <= MAX_DEPTH else self._deep(handler, value)
+        except Exception as error:  # of a thread that changes it just now, say: the others can be recorded
+            return [Tag.REFUSED, f"raised {type(error).__name__} when it was read"]
+
+    def _deep(self, handler: Handler, value: Any) -> Any:
+        """What is nested deeply is packed by itself: msgpack's own depth is limited."""
+        if self._chunks == _MAX_CHUNKS:
+            return self._not_proved(type(value), f"it is nested more than {_MAX_CHUNKS * MAX_DEPTH:,} deep")
+        self._chunks += 1
+        try:
+            return [Tag.DEEP, pack(handler(self, value, 0))]
+        finally:
+            self._chunks -= 1
+
+    def _not_proved(self, kind: type, why: str) -> list[Any]:
+        self.not_proved.append(name_of(kind))
+        return [Tag.NOT_PROVED, name_of(kind), why]
 
     def node_apart(self, value: Any, depth: int) -> Any:
         """The node of a value, from a walk of its own: nothing is left behind if the node is not used."""
@@ -254,7 +277,7 @@ class Snapshot:
     def attributes(self, scope: Mapping[str, Any], depth: int, without: frozenset[str] = frozenset()) -> dict[str, Any]:
         """Nodes of an object's attributes."""
         return {
-            name: value if value.__class__ in SETTLED else self.node(value, depth + 1)
+            name: value if type(value) in SETTLED else self.node(value, depth + 1)
             for name, value in scope.items()
             if name not in without and name.__class__ is str
         }
@@ -266,6 +289,17 @@ class Snapshot:
             known = self.attributes(scope, depth, without)
             unchanged.keep_attributes(scope, without, known)
         return known
+
+
+@contextlib.contextmanager
+def room_to_walk() -> Iterator[None]:
+    """A walk may go as deep as it must, whatever of Python's limit the script and its frameworks use up."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(limit + _FRAMES)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _is_fixed(value: Any, node: Any) -> bool:
