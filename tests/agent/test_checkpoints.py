@@ -36,6 +36,7 @@ class FakeSupervisor:
         self.advanced: list[recovery.Event] = []
         self.advance = self.advanced.append
 
+        self.job = recovery.new_job(recovery.Settings(world_size=ranks))
         self.logged: list[str] = []
 
     def log(self, event: str, **fields: Any) -> None:

@@ -80,7 +80,8 @@ def reports(supervisor: FakeSupervisor) -> Reports:
 def hold(reports: Reports, supervisor: FakeSupervisor, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
     for seat, digest in zip(supervisor.seats, digests, strict=True):
-        reports.take(seat, {"op": "digest", "boundary": boundary, "digest": digest})
+        held = {"w": [digest, "gradient"]}
+        reports.take(seat, {"op": "held", "boundary": boundary, "is_full": boundary == 1, "held": held, "names": {}})
 
 
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(

@@ -17,6 +17,8 @@ from ttprun.agent import snapshots as module
 from ttprun.agent.snapshots import Shelf, Snapshots, path_of
 from ttprun.board import Board, Field
 from ttprun.rank.memory import Memory
+from ttprun.rank.shares import version_of
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 RANKS = 2
 NO_ROOM = "it takes 1024 MiB of shared memory, and less than that is free"
@@ -40,12 +42,33 @@ class FakeCheckpoints:
         self._done.pop(0)()
 
 
+class FakeReports:
+    """Notes what is known of the ranks."""
+
+    def __init__(self) -> None:
+        self.looked: list[int] = []
+        self.told = 0
+
+    def look_soon(self, boundary: int) -> None:
+        self.looked.append(boundary)
+
+    def tell_owners(self, seat: Any) -> None:
+        self.told += 1
+
+
 class FakeSupervisor:
     """What the decisions look at and bring about: a job that runs, a board, and the events that are logged."""
 
     def __init__(self, every: str) -> None:
         self.config = SimpleNamespace(snapshot_every=every)
-        self.job: Any = SimpleNamespace(phase=recovery.Phase.RUNNING, unprotected_reason="", incident_count=0)
+        self.job: Any = SimpleNamespace(
+            phase=recovery.Phase.RUNNING,
+            unprotected_reason="",
+            unreplicated_reason="",
+            incident_count=0,
+            replicas=UNKNOWN,
+        )
+        self.reports = FakeReports()
         self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.checkpoints = FakeCheckpoints()
@@ -88,7 +111,8 @@ class Job:
         os.pwrite(shelf.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
         told = {
             "number": self.asked, "boundary": boundary, "why_not": "", "share": rank, "bytes": 10, "records_bytes": 5,
-            "header_xxh3": "h", "header": [], "took_s": 0.25, "weights": "same",
+            "header_xxh3": "h", "header": [], "took_s": 0.25, "digests": {"w": "same"},
+            "apart": version_of(self.supervisor.job.replicas.parted),
         }  # fmt: skip
         self.snapshots.take(self.supervisor.seats[rank], told | differing)  # type: ignore[arg-type]
 
@@ -140,6 +164,27 @@ def test_by_itself_it_is_asked_for_after_a_quarter_of_an_hour(job: Callable[[str
     one.now_s += 1
 
     assert one.look() == 1
+
+
+def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth_and_seldom_goes_to_disk(
+    job: Callable[[str], Job],
+) -> None:
+    one = job("auto")
+    one.supervisor.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+
+    one.now_s += 2
+    assert one.look() == 1
+    one.take(7)  # it took 0.25 s
+    one.supervisor.checkpoints.finish()
+    one.now_s += 24
+    assert one.look() == 1
+    one.now_s += 1
+    assert one.look() == 2
+    one.take(9)
+
+    assert one.snapshots.newest is not None
+    assert one.snapshots.newest.boundary == 9
+    assert one.supervisor.checkpoints.written == [7]
 
 
 def test_never_is_never(job: Callable[[str], Job]) -> None:
@@ -244,24 +289,66 @@ def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_i
     assert one.look() == 1
 
 
-@pytest.mark.parametrize(
-    ("differing", "why_not"),
-    [
-        ({"weights": "others"}, "the ranks hold different weights, of which there is no replica"),
-        ({"boundary": 40}, "the ranks have taken it at different steps"),
-    ],
-)
-def test_parts_that_do_not_belong_together_are_no_snapshot(
-    job: Callable[[str], Job], differing: dict[str, Any], why_not: str
-) -> None:
+def test_parts_that_do_not_belong_together_are_no_snapshot(job: Callable[[str], Job]) -> None:
     one = job("20steps")
     one.look()
 
     one.tell(0, 20)
-    one.tell(1, **({"boundary": 20} | differing))
+    one.tell(1, 40)
 
-    assert [event["reason"] for event in one.events("snapshot_failed")] == [why_not]
+    reasons = [event["reason"] for event in one.events("snapshot_failed")]
+    assert reasons == ["the ranks have taken it at different steps"]
     assert one.snapshots.newest is None
+
+
+def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: Callable[[str], Job]) -> None:
+    one = job("90s")
+    one.now_s += 90
+    one.look()
+
+    one.tell(0, 20)
+    one.tell(1, 20, digests={"w": "others"})
+
+    reason = "ranks that were replicas of each other hold different values of w"
+    assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(reason, False)]
+    assert one.snapshots.newest is None
+    assert one.supervisor.reports.looked == [20]
+
+
+def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str], Job]) -> None:
+    one = job("20steps")
+    one.supervisor.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+    one.look()
+
+    one.tell(0, 20)
+    one.tell(1, 20, digests={"w": "others"}, header=["its own"])
+
+    assert one.snapshots.newest is not None
+    stored = one.snapshots.newest.as_stored()
+    assert stored.replicas.parted == {"w": (0, 1)}
+    assert (stored.header_of(0), stored.header_of(1)) == ([], ["its own"])
+
+
+def test_a_snapshot_by_ranks_that_did_not_know_what_they_hold_alone_is_taken_again(job: Callable[[str], Job]) -> None:
+    one = job("90s")
+    one.now_s += 90
+    one.look()
+
+    one.tell(0, 20)
+    one.tell(1, 20, apart="of before")
+
+    assert one.snapshots.newest is None
+    assert one.supervisor.reports.told == RANKS
+    assert one.look() == 2
+
+
+def test_by_itself_the_first_one_is_not_put_off_where_a_rank_holds_something_alone(job: Callable[[str], Job]) -> None:
+    one, timed = job("auto"), job("90s")
+
+    one.snapshots.take_one_at_once()
+    timed.snapshots.take_one_at_once()
+
+    assert (one.look(), timed.look()) == (1, 0)
 
 
 def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(

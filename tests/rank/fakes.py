@@ -11,6 +11,7 @@ from ttprun.channel import Channel, Message
 from ttprun.rank import session as sessions
 from ttprun.rank import trained
 from ttprun.rank.connection import Exchange
+from ttprun.rank.holdings import Holdings
 from ttprun.rank.journal import Journal
 from ttprun.rank.kept_weights import KeptWeights
 from ttprun.rank.recorder import Recorder
@@ -77,6 +78,7 @@ def make_session(
         snapshots=Snapshots(page, 0, [], 0),
         recorder=known.pop("recorder", recorder),
         journal=journal,
+        holdings=Holdings(),
         kept_weights=KeptWeights(trained.newest, lambda text: None),
         verifier=Verifier(line, journal, every=0, nan_limit_s=None),
         results=known.pop("results", Results(recorder)),

@@ -10,6 +10,8 @@ import pytest
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.rank.recovery import Recovery
 
+OWN = {"owners": {}, "writers": [0]}
+
 
 def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_path: Path) -> None:
     """A mismatch would be a reason to restart all ranks, as soon as they train again."""
@@ -17,7 +19,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     recovery = Recovery(make_session(channel=channel, rank=1))
     path = tmp_path / "gone" / "tensors-00000.safetensors"
 
-    recovery._on_dump({"op": "dump", "generation": 4, "path": str(path), "share": 0, "of": 1})
+    recovery._on_dump({"op": "dump", "generation": 4, "path": str(path), "share": 0, "of": 1, **OWN})
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
     assert channel.sent == [{"op": "dumped", "generation": 4, "why_not": why_not, "is_handled": False}]
@@ -38,7 +40,7 @@ def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then
     """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that stands still as well."""
     channel = FakeChannel()
     recovery = Recovery(make_session(channel=channel, rank=1))
-    order = {"op": "dump", "generation": 4, "path": str(tmp_path / "gone" / "x"), "share": 0, "of": 1}
+    order = {"op": "dump", "generation": 4, "path": str(tmp_path / "gone" / "x"), "share": 0, "of": 1, **OWN}
 
     recovery._on_dump(order)
     old = signal.signal(signal.Signals[name], Handler())

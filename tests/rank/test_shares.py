@@ -124,7 +124,7 @@ def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = trained[0]
-    monkeypatch.setattr(shares, "_modules", lambda frame: iter([("net", model)]))
+    monkeypatch.setattr(shares, "modules_in", lambda frame: iter([("net", model)]))
 
     told = shares.write(str(tmp_path / "first"), 0, 1, None)
 
@@ -159,6 +159,32 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -
 
     with pytest.raises(NotRepairableError, match=r"has shape \[32, 16\], and one of \[32, 17\] is to come"):
         shares.load(header, paths)
+
+
+def owned(rank: int) -> shares.Apart:
+    """Ranks 0 and 1 hold other weights than ranks 2 and 3 of the first layer; the rest is alike."""
+    return shares.Apart({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
+
+
+def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_each_rank_loads_its_own(
+    tmp_path: Path, trained: Trained
+) -> None:
+    paths, header, expected = [], [], {}
+    for rank in range(4):
+        with torch.no_grad():
+            next(iter(trained[0].parameters())).fill_(float(rank // 2))
+        expected[rank] = state()
+        paths.append(str(tmp_path / shares.file_of(rank)))
+        header = shares.write(paths[-1], rank, 4, None, owned(rank))["header"]
+    keys = sorted(key for path in paths for key in load_file(path) if "@" in key)
+
+    for rank in (1, 3):
+        disturb(trained)
+        shares.load(header, paths, owned(rank))
+        assert all(torch.equal(expected[rank][key], tensor) for key, tensor in state().items())
+
+    of_first = ("exp_avg", "exp_avg_sq", "step", "weight")
+    assert keys == sorted(f"optimizer.0/0.0/{name}@{owner}" for name in of_first for owner in (0, 2))
 
 
 def test_a_file_of_an_attempt_that_was_given_up_is_not_written_into(tmp_path: Path, trained: Trained) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.rank.fakes import FakeChannel
 from ttprun import channel
-from ttprun.rank import verification
+from ttprun.rank import holdings, verification
 from ttprun.rank.journal import Entry, Journal
 from ttprun.rank.verification import Verifier, look_for_nan, nan_in
 
+OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -67,7 +70,7 @@ def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no
     verifier = Verifier(rank, journal_of([torch.tensor([NAN])]), every=0, nan_limit_s=0.05)
 
     with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
-        verifier.look(8, lambda: [torch.ones(3)])
+        verifier.look(8, OPTIMIZER, None, are_new=False)
 
     assert [told["op"] for told in agent.read_available()] == ["nan"]
     agent.close()
@@ -93,38 +96,64 @@ def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_o
     rank.close()
 
 
-def test_a_recovery_that_could_not_be_proved_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_HASH_LIMIT_S", 0.05)
-    agent, rank = channel.pair()
-    verifier = Verifier(rank, Journal(limit_bytes=1), every=0, nan_limit_s=None)
-    verifier._is_idle.clear()  # as while an earlier look is being hashed
+class Told:
+    """What a rank has sent, of each message the boundary and whether it was a full look."""
 
-    verifier.prove_from(7)
-    verifier.look(8, lambda: [torch.ones(3)])
-    (told,) = agent.read_available()
-    verifier.look(10, lambda: [torch.ones(3)])  # behind the proof's steps: nobody waits
+    def __init__(self) -> None:
+        self.agent, self.rank = channel.pair()
 
-    assert told["op"] == "note"
-    assert "at step 8 the recovery is not proved" in told["text"]
-    agent.close()
-    rank.close()
+    def looks(self) -> list[tuple[int, bool]]:
+        return [(told["boundary"], told["is_full"]) for told in self.agent.read_available()]
+
+    def close(self) -> None:
+        self.agent.close()
+        self.rank.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    """The line to the agent."""
+    found = Told()
+    yield found
+    found.close()
+
+
+def test_what_is_new_and_what_follows_a_recovery_is_looked_at_in_full_and_the_rest_now_and_then(told: Told) -> None:
+    verifier = Verifier(told.rank, Journal(limit_bytes=1), every=5, nan_limit_s=None)
+
+    for boundary in range(1, 12):
+        verifier.look(boundary, OPTIMIZER, None, are_new=boundary <= 2)
+        if boundary == 7:
+            verifier.prove_from(7)
+        assert verifier._is_idle.wait(5.0)
+
+    assert told.looks() == [(1, True), (2, True), (5, False), (8, True), (9, True), (10, False)]
+
+
+def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:
+    line = FakeChannel()
+    verifier = Verifier(line, Journal(limit_bytes=1), every=1, nan_limit_s=None, is_compared=False)
+
+    verifier.look(1, OPTIMIZER, None, are_new=True)
+
+    assert line.sent == []
+    line.close()
 
 
 def test_weights_that_cannot_be_hashed_are_told_once_and_no_recovery_counts_as_proved_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(tensor: torch.Tensor) -> memoryview:
+    def fail(optimizer: torch.optim.Optimizer) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(verification, "bytes_of", fail)
-    monkeypatch.setattr(verification, "_HASH_LIMIT_S", 5.0)
+    monkeypatch.setattr(holdings, "in_full", fail)
     agent, rank = channel.pair()
     verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
 
-    verifier.look(1, lambda: [torch.ones(3)])
+    verifier.look(1, OPTIMIZER, None, are_new=True)
     verifier.prove_from(1)
-    verifier.look(2, lambda: [torch.ones(3)])
-    verifier.look(4, lambda: [torch.ones(3)])
+    verifier.look(2, OPTIMIZER, None, are_new=True)
+    verifier.look(4, OPTIMIZER, None, are_new=False)
     told = agent.read_available()
 
     assert [message["op"] for message in told] == ["note", "note"]

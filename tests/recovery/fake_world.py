@@ -11,6 +11,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.recovery import Action, Event, Incident, Job, Phase, RepairEvent, Settings, advance, new_job
+from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
 SETTLED = (Phase.RUNNING, Phase.DONE, Phase.FAILED)
@@ -43,10 +44,10 @@ class Process:
         """It does nothing that it is told to."""
         return self.is_hung or self.is_faulted
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, weights: str) -> None:
         """It waits for orders like a replacement that has just started, but stands where it stood."""
         self.is_faulted = self.is_whole = self.has_orders = False
-        self.weights = "weights"
+        self.weights = weights
 
     @property
     def digest(self) -> str:
@@ -57,13 +58,15 @@ class Process:
 class FakeWorld:
     """Processes and agent of one job, with what they have said and the machine has not heard yet.
 
+    apart             replica groups, which hold nothing in common: rank r is in group r modulo this number
     tensor_parallel   ranks that hold one replica of the model together, if they can train on in a smaller group; 0: no
     has_room          another process can be started
     handles_stop      the scripts have something to do when they are told to end
     awaits_checkpoint somebody has asked for a checkpoint, and knows neither that it is there nor why not
     """
 
-    def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0) -> None:
+    def __init__(self, settings: Settings, restarts: int, tensor_parallel: int = 0, apart: int = 1) -> None:
+        self.apart = apart
         self.job: Job = new_job(settings)
         self.tensor_parallel = tensor_parallel
         self.has_room = True
@@ -91,17 +94,24 @@ class FakeWorld:
         self.finished = set()
         for rank in self.unheard:
             self.start(rank).is_whole = True
+        owners = tuple(rank % self.apart for rank in self.unheard)
+        replicas = Replicas(compared_at=1, parted={"w": owners} if any(owners) else {})
+        self.agent_unheard.append(recovery.RanksCompared(replicas=replicas, at_s=0.0))
 
     def start(self, rank: int) -> Process:
         """A rank gets a process."""
         self.next_pid += 1
-        process = self.processes[rank] = Process(self.next_pid)
+        process = self.processes[rank] = Process(self.next_pid, self.weights_of(rank))
         self.unheard[rank].append(recovery.RankStarted(rank=rank, pid=process.pid, at_s=0.0))
         self.unheard[rank].append(recovery.RankProtected(rank=rank, at_s=0.0))
         if self.tensor_parallel:
             declared = recovery.ElasticDeclared(rank=rank, replicas=(self.replicas_of(rank),), at_s=0.0)
             self.unheard[rank].append(declared)
         return process
+
+    def weights_of(self, rank: int) -> str:
+        """What a rank holds when nothing has gone wrong."""
+        return f"weights {rank % self.apart}"
 
     def replicas_of(self, rank: int) -> ReplicaGroup:
         """Ranks that hold the same as this one."""
@@ -206,7 +216,7 @@ class FakeWorld:
         event = replace(event, at_s=self.at_s)
         before = self.job
         if isinstance(event, recovery.RankFaulted) and self.processes[event.rank].pid == event.pid:
-            self.processes[event.rank].begin_anew()
+            self.processes[event.rank].begin_anew(self.weights_of(event.rank))
         self.job, actions = advance(before, event)
         if isinstance(event, recovery.CheckpointAsked) and before.phase is Phase.RUNNING:
             self.awaits_checkpoint = True
@@ -272,6 +282,7 @@ class FakeWorld:
                     assert boundary == self.stored_boundary
                 else:
                     self.check_source(source, boundary)
+                    assert self.weights_of(source) == self.weights_of(rank)
                 assert not self.processes[rank].has_orders
                 self.processes[rank].has_orders = True
                 self.processes[rank].boundary = boundary
@@ -338,7 +349,9 @@ class FakeWorld:
 
     def send_state(self, source: int, to: tuple[int, ...], generation: int, boundary: int) -> None:
         """The source sends, and each replacement loads, if both live."""
-        assert to == self.job.lost
+        assert to
+        assert {*to} <= {*self.job.lost}
+        assert {self.weights_of(rank) for rank in to} == {self.weights_of(source)}
         assert all(self.processes[rank].boundary == boundary for rank in to)
         if not self.processes[source].is_alive or self.processes[source].is_stuck:
             return
@@ -359,7 +372,7 @@ class FakeWorld:
         for rank in ranks:
             process = self.processes[rank]
             assert process.boundary == boundary
-            process.weights = "weights"
+            process.weights = self.weights_of(rank)
             process.agreed_digest = process.digest
             self.say(rank, recovery.RankRepaired(rank=rank, generation=generation, digest=process.digest, at_s=0.0))
 
@@ -377,7 +390,9 @@ class FakeWorld:
         assert all(self.job.members[rank].pid is not None for rank in ranks)
         alike = ranks if boundary > 0 else self.job.survivors
         if self.job.incident is not None:  # else it was for a checkpoint, which leaves all as they were
-            assert len({self.processes[rank].agreed_digest for rank in alike}) == 1
+            for group in range(self.apart):
+                of_group = [rank for rank in alike if rank % self.apart == group]
+                assert len({self.processes[rank].agreed_digest for rank in of_group}) <= 1
         for rank in ranks if self.job.away else ():
             assert self.replicas_of(rank).whole_copy(ranks) is not None
             assert len({*self.replicas_of(rank).ranks} & {*ranks}) == len(ranks) // self.tensor_parallel

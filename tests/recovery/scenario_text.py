@@ -7,9 +7,10 @@
     -> FREEZING generation=1
 
 The first line makes the job (`job ranks=4`), `all_started` starts and protects all its ranks, with pids 100, 101 and
-so on; after `all_elastic tensor_parallel=2` they can train on in a smaller group. Left out, `at` is that of the event
-before, `generation` and `pid` are the present ones; `ranks=0,1` is one event for each. Of an incident only a few fields
-are written while it is open, and all that are known when it has ended.
+so on, and finds them to be replicas (`alike=no`: they are not compared). After `all_elastic tensor_parallel=2` they can
+train on in a smaller group. `all_compared up.weight=0,1` says by rank the lowest one that holds the same. Left out,
+`at` is that of the event before, `generation` and `pid` are the present ones; `ranks=0,1` is one event for each. Of an
+incident only a few fields are written while it is open, and all that are known when it has ended.
 
 `python -m tests.recovery.scenario_text` writes all files anew with what the machine answers now: read the difference.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.recovery import Action, Event, Job, RecordIncident, Settings, advance, new_job
+from ttprun.recovery.replicas import Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
 FOLDER = Path(__file__).with_name("scenarios")
@@ -106,6 +108,11 @@ class Scenario:
             for member in self.job.members:
                 yield recovery.RankStarted(rank=member.rank, pid=100 + member.rank, at_s=self.at_s)
                 yield recovery.RankProtected(rank=member.rank, at_s=self.at_s)
+            if "alike" not in given:
+                yield recovery.RanksCompared(replicas=Replicas(compared_at=1), at_s=self.at_s)
+            return
+        if word == "all_compared":
+            yield recovery.RanksCompared(replicas=read_replicas(given), at_s=self.at_s)
             return
         if word == "all_elastic":
             world, apart = len(self.job.members), int(given["tensor_parallel"])
@@ -135,6 +142,12 @@ class Scenario:
         if "pid" in names:
             values.setdefault("pid", self.job.members[int(rank)].pid)
         return event_type(**values)
+
+
+def read_replicas(given: dict[str, str]) -> Replicas:
+    """What the ranks hold: by parameter and rank, the lowest rank that has always held the same."""
+    parted = {name: tuple(map(int, owners.split(","))) for name, owners in given.items()}
+    return Replicas(compared_at=1, parted=parted)
 
 
 def read_value(name: str, text: str) -> Any:

@@ -26,6 +26,7 @@ WORLDS = st.builds(
         Settings, world_size=st.integers(1, 4), max_attempts=st.integers(1, 3), saves_before_restart=st.booleans()
     ),
     restarts=st.integers(0, 2),
+    apart=st.integers(1, 2),
 )
 # Mostly it is the only way to train on in a smaller group.
 OF_ELASTIC = st.builds(
@@ -35,6 +36,7 @@ OF_ELASTIC = st.builds(
     max_attempts=st.integers(1, 3),
     saves_before_restart=st.booleans(),
     max_same_faults=st.just(9),
+    are_replicas_declared=st.just(True),
 )
 ELASTIC = st.builds(FakeWorld, OF_ELASTIC, restarts=st.integers(0, 2), tensor_parallel=st.integers(1, 2))
 TAPES = st.binary(max_size=160) | st.binary(min_size=100, max_size=240)

@@ -1,70 +1,148 @@
-"""Which rank has diverged: digests of weights, compared boundary by boundary."""
+"""Who is a replica of whom, and which replica has diverged: digests of what ranks hold, compared look by look."""
 
 from __future__ import annotations
 
-from ttprun.recovery.replicas import KEPT, Divergence, Replicas
+from ttprun.recovery.replicas import KEPT, UNKNOWN, Divergence, Look, Looks, Replicas
 
 
-def after(replicas: Replicas, boundary: int, digests: str) -> tuple[Replicas, Divergence | None]:
-    """All ranks tell, in order; a letter each."""
+def after(looks: Looks, boundary: int, weights: str, rest: str = "", is_full: bool = True) -> tuple[Looks, Look]:
+    """All ranks report one parameter, in order; a letter each for its weights, and for its gradient and state."""
     found = None
-    for rank, digest in enumerate(digests):
-        replicas, found = replicas.told(rank, boundary, digest)
-    return replicas, found
+    for rank, digest in enumerate(weights):
+        held = {"w": (digest, rest[rank] if rest else "r")}
+        looks, found = looks.told(rank, boundary, held, is_full)
+    assert found is not None
+    return looks, found
 
 
-def test_the_rank_that_differs_from_the_majority_is_named() -> None:
-    replicas, _ = after(Replicas(world_size=3), 1, "aaa")
+def alike(world_size: int) -> Looks:
+    """Ranks that have held the same at boundary 1."""
+    return after(Looks(world_size=world_size), 1, "a" * world_size)[0]
 
-    _, divergence = after(replicas, 100, "bcb")
 
-    assert divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,), digests=("b", "c", "b"))
+def test_ranks_that_hold_the_same_at_a_full_look_are_replicas() -> None:
+    looks = alike(3)
+
+    assert looks.replicas == Replicas(compared_at=1)
+    assert looks.replicas.peers(1, (0, 2)) == (0, 2)
+    assert looks.replicas.why_no_source(1, (0, 2)) == ""
+
+
+def test_before_the_first_full_look_nobody_is_known_to_be_a_replica() -> None:
+    assert UNKNOWN.why_no_source(1, (0,)) == ("whether another rank holds the same as rank 1 has not been compared yet")
+
+
+def test_ranks_that_differ_at_the_first_look_are_no_replicas_of_each_other() -> None:
+    looks, look = after(Looks(world_size=4), 1, "abab")
+
+    assert (look.parted, look.divergence) == ({"w": (0, 1, 0, 1)}, None)
+    assert looks.replicas.groups == [(0, 2), (1, 3)]
+    assert looks.replicas.peers(3, (0, 1, 2)) == (1,)
+    assert looks.replicas.why_no_source(3, (0, 2)) == "no other rank holds what rank 3 held: w"
+
+
+def test_shards_that_begin_with_equal_values_part_by_their_gradients() -> None:
+    looks, _ = after(Looks(world_size=2), 1, "aa", rest="gh")
+
+    assert looks.replicas.parted == {"w": (0, 1)}
+
+
+def test_shards_whose_gradients_part_later_are_no_replicas_from_then_on_though_they_are_equal_again() -> None:
+    looks, _ = after(alike(2), 2, "aa", rest="gh")
+    looks, look = after(looks, 100, "aa", rest="gg", is_full=False)
+
+    assert (look.parted, look.divergence) == ({}, None)
+    assert looks.replicas.parted == {"w": (0, 1)}
+
+
+def test_a_parameter_that_only_some_ranks_have_is_no_other_rank_s() -> None:
+    looks, _ = Looks(world_size=2).told(0, 1, {"w": ("a", ""), "own": ("b", "")}, is_full=True)
+    looks, _ = looks.told(1, 1, {"w": ("a", "")}, is_full=True)
+
+    assert looks.replicas.parted == {"own": (0, 1)}
+
+
+def test_a_rank_whose_parameters_are_held_by_different_peers_has_no_single_source() -> None:
+    replicas = Replicas(compared_at=1, parted={"a": (0, 0, 2), "b": (0, 1, 0)})
+
+    assert replicas.missing(0, (1, 2)) == []
+    assert replicas.why_no_source(0, (1, 2)) == "no single rank holds all that rank 0 held (a, b)"
+
+
+def test_replicas_whose_digests_in_a_snapshot_differ_are_named_by_parameter() -> None:
+    known = Replicas(compared_at=1, parted={"w": (0, 0, 2)}, names={"w": "up.weight"})
+
+    same = known.contradicted_by({0: {"w": "x", "v": "z"}, 1: {"w": "x", "v": "z"}, 2: {"w": "y", "v": "z"}})
+    other = known.contradicted_by({0: {"w": "x", "v": "z"}, 1: {"w": "u", "v": "a"}})
+
+    assert (same, other) == ([], ["up.weight", "v"])
+
+
+def test_what_was_looked_at_in_full_is_not_compared_with_what_was_not() -> None:
+    """A survivor's weights of the step in which another rank was lost, and its replacement's proof of the same step."""
+    looks, _ = alike(2).told(0, 8, {"w": ("a", "")}, is_full=False)
+
+    looks, look = looks.told(1, 8, {"w": ("a", "gradient and state")}, is_full=True)
+
+    assert look is None
+
+
+def test_the_rank_whose_weights_alone_differ_from_the_majority_of_its_peers_is_named() -> None:
+    _, look = after(alike(3), 100, "bcb", is_full=False)
+
+    assert look.divergence == Divergence(boundary=100, agreed_at=1, ranks=(1,), digests=("b", "c", "b"))
+    assert look.parted == {}
 
 
 def test_several_ranks_that_differ_are_all_named() -> None:
-    replicas, _ = after(Replicas(world_size=5), 1, "aaaaa")
+    _, look = after(alike(5), 100, "bcbdb", is_full=False)
 
-    _, divergence = after(replicas, 100, "bcbdb")
-
-    assert divergence is not None
-    assert divergence.ranks == (1, 3)
+    assert look.divergence is not None
+    assert look.divergence.ranks == (1, 3)
 
 
 def test_of_two_ranks_that_differ_none_is_blamed() -> None:
-    replicas, _ = after(Replicas(world_size=2), 1, "aa")
+    _, look = after(alike(2), 100, "bc", is_full=False)
 
-    _, divergence = after(replicas, 100, "bc")
-
-    assert divergence is not None
-    assert divergence.ranks == ()
-    assert "no majority" in divergence.sentence
+    assert look.divergence is not None
+    assert look.divergence.ranks == ()
+    assert "no majority" in look.divergence.sentence
 
 
 def test_ranks_that_never_were_alike_are_left_alone() -> None:
-    replicas, first = after(Replicas(world_size=2), 1, "ab")
+    looks, _ = after(Looks(world_size=2), 1, "ab")
 
-    _, second = after(replicas, 100, "cd")
+    _, look = after(looks, 100, "cd", is_full=False)
 
-    assert (first, second) == (None, None)
-    assert not replicas.are_alike
+    assert look.divergence is None
 
 
-def test_boundaries_of_which_a_rank_never_tells_are_forgotten() -> None:
-    replicas = Replicas(world_size=2)
+def test_of_replica_groups_each_is_compared_in_itself() -> None:
+    looks, _ = after(Looks(world_size=6), 1, "ababab")
+
+    _, look = after(looks, 100, "cdcdxd", is_full=False)
+
+    assert look.divergence is not None
+    assert look.divergence.ranks == (4,)
+
+
+def test_boundaries_of_which_a_rank_never_reports_are_forgotten() -> None:
+    looks = Looks(world_size=2)
 
     for boundary in range(3 * KEPT):
-        replicas, _ = replicas.told(0, boundary, "a")
+        looks, _ = looks.told(0, boundary, {}, is_full=False)
 
-    assert sorted(replicas.digests) == list(range(2 * KEPT, 3 * KEPT))
+    assert sorted(looks.reported) == [(boundary, False) for boundary in range(2 * KEPT, 3 * KEPT)]
 
 
 def test_an_older_boundary_that_is_completed_late_is_compared_too() -> None:
-    replicas, _ = after(Replicas(world_size=2), 1, "aa")
-    replicas, _ = replicas.told(0, 100, "b")
-    replicas, _ = replicas.told(0, 200, "c")
+    looks = alike(2)
+    looks, _ = looks.told(0, 100, {"w": ("b", "r")}, is_full=False)
+    looks, _ = looks.told(0, 200, {"w": ("c", "r")}, is_full=False)
 
-    replicas, divergence = replicas.told(1, 100, "b")
+    looks, look = looks.told(1, 100, {"w": ("b", "r")}, is_full=False)
 
-    assert divergence is None
-    assert replicas.agreed_at == 100
-    assert sorted(replicas.digests) == [200]
+    assert look is not None
+    assert look.divergence is None
+    assert looks.agreed_at == 100
+    assert sorted(looks.reported) == [(200, False)]

@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.rank.recorder import Recorder
 from ttprun.rank.shares import file_of
+from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, in_short
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
@@ -52,14 +53,34 @@ class _Writing:
     """A checkpoint for which the ranks are writing their shares.
 
     waiting   ranks that have not said yet that they are done
-    told      what the others have said
+    told      what the others have said, by rank
     """
 
     draft: Draft
     order: recovery.Persist
     waiting: set[int]
     began_s: float
-    told: list[Message] = field(default_factory=list)
+    told: dict[int, Message] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """What a checkpoint must say of ranks that hold different things.
+
+    headers   rank -> what it holds; empty if all hold the same
+    replicas  which ranks hold the same
+    """
+
+    headers: Mapping[int, list[Any]]
+    replicas: Replicas
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For the checkpoint's state file."""
+        if not self.replicas.parted:
+            return {}
+        owners = {key: list(ranks) for key, ranks in self.replicas.parted.items()}
+        return {"headers": dict(self.headers), "owners": owners, "names": dict(self.replicas.names)}
 
 
 @dataclass(frozen=True)
@@ -145,10 +166,11 @@ class Checkpoints:
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._begin(draft.folder)
+        owners = self._supervisor.job.replicas.parted
+        told = {"op": "dump", "generation": order.generation, "owners": owners, "writers": order.ranks}
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
-            told = {"op": "dump", "generation": order.generation, "path": path, "share": share, "of": len(order.ranks)}
-            self._supervisor.seats[rank].tell(told)
+            self._supervisor.seats[rank].tell(told | {"path": path, "share": share, "of": len(order.ranks)})
 
     def take_dumped(self, seat: Seat, message: Message) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
@@ -156,22 +178,25 @@ class Checkpoints:
         if writing is None or message["generation"] != writing.order.generation:
             return
         writing.waiting.discard(seat.rank)
-        writing.told.append(message)
+        writing.told[seat.rank] = message
         if writing.waiting:
             return
         self._writing = None
-        why_not = next((told["why_not"] for told in writing.told if told["why_not"]), "")
-        if not why_not and len({told["header_xxh3"] for told in writing.told}) > 1:
+        why_not = next((told["why_not"] for told in writing.told.values() if told["why_not"]), "")
+        why_not = why_not or self._why_not_alike(writing)
+        if not why_not and len({told["header_xxh3"] for told in writing.told.values()}) > 1:
             why_not = "the ranks hold different parameters"
         if why_not:
             writing.draft.discard()
-            self._fail(writing.order, why_not, is_handled=any(told["is_handled"] for told in writing.told))
+            self._fail(writing.order, why_not, is_handled=any(told["is_handled"] for told in writing.told.values()))
             return
         boundary = writing.order.boundary
-        first = next(told for told in writing.told if told["share"] == 0)
+        replicas = self._supervisor.job.replicas
+        first = next(told for told in writing.told.values() if told["share"] == 0)
         parts, missing = self._rank_parts(boundary)
         missing += what_is_missing(held_of(first["held"]), writing.order.ranks)
-        for told in writing.told:
+        missing += self._held_by_nobody(replicas, writing.order.ranks)
+        for told in writing.told.values():
             writing.draft.record(file_of(told["share"]), FileEntry(bytes=told["bytes"], xxh3=told["xxh3"]))
 
         def done(written: _Written) -> None:
@@ -180,10 +205,34 @@ class Checkpoints:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
                 why_not = f"it would lack {in_short(missing)}; what there is lies in {checkpoint.path}"
-            is_handled = any(told["is_handled"] for told in writing.told)
+            is_handled = any(told["is_handled"] for told in writing.told.values())
             self._tell_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
-        self._submit(writing.draft, parts.items(), first, writing.order.cause, missing, writing.began_s, done)
+        headers = {rank: told["header"] for rank, told in writing.told.items()} if replicas.parted else {}
+        for rank in range(len(self._supervisor.seats)) if headers else ():
+            peer = next(iter(replicas.peers(rank, writing.told)), None)
+            if rank not in headers and peer is not None:
+                headers[rank] = headers[peer]
+        apart = _Apart(headers, replicas)
+        self._submit(writing.draft, parts.items(), first, apart, writing.order.cause, missing, writing.began_s, done)
+
+    def _why_not_alike(self, writing: _Writing) -> str:
+        """Why what replicas have shared out among them is not one state; "" if it is."""
+        digests = {rank: told["digests"] for rank, told in writing.told.items()}
+        names = self._supervisor.job.replicas.contradicted_by(digests)
+        return f"ranks that were replicas of each other hold different values of {in_short(names)}" if names else ""
+
+    def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
+        """What is missing of the lost ranks' own weights and optimizer state."""
+        missing = []
+        for rank in range(len(self._supervisor.seats)):
+            if rank in writers or not replicas.why_no_source(rank, writers):
+                continue
+            names = replicas.missing(rank, writers)
+            missing += [f"{name} (rank {rank})" for name in names]
+            if not names:
+                missing.append(replicas.why_no_source(rank, writers))
+        return missing
 
     def give_up(self, boundary: int, why_not: str) -> None:
         """The checkpoint that was asked for is not made; what the ranks have written of it is removed."""
@@ -229,7 +278,8 @@ class Checkpoints:
         told = shelf.told
         parts = [(rank, _reader_of(fd, told[rank]["records_bytes"])) for rank, fd in enumerate(shelf.records)]
         shares = [(rank, _reader_of(fd, told[rank]["bytes"])) for rank, fd in enumerate(shelf.shares)]
-        self._submit(draft, parts, shelf.first, "periodic", [], time.monotonic(), finish, shares)
+        apart = _Apart(shelf.headers, shelf.replicas)
+        self._submit(draft, parts, shelf.first, apart, "periodic", [], time.monotonic(), finish, shares)
 
     # The common part.
 
@@ -238,6 +288,7 @@ class Checkpoints:
         draft: Draft,
         parts: Iterable[tuple[int, Any]],
         first: Message,
+        apart: _Apart,
         cause: str,
         missing: list[str],
         began_s: float,
@@ -248,6 +299,7 @@ class Checkpoints:
 
         parts   ranks' own parts
         first   what the rank with the first share has told: header and names of the tensors
+        apart   what not all ranks hold alike
         shares  files of tensors that no rank writes itself
         done    called on the supervisor's thread
         """
@@ -264,7 +316,8 @@ class Checkpoints:
                     draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                draft.add(STATE_FILE, msgpack.packb({"header": first["header"], "arguments": words}))
+                state = {"header": first["header"], "arguments": words, **apart.fields}
+                draft.add(STATE_FILE, msgpack.packb(state))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
                 if checkpoint.is_valid:
                     with contextlib.suppress(OSError):  # then the next run begins anew, and says so

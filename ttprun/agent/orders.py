@@ -169,9 +169,10 @@ class Orders:
         stored = self._supervisor.stored
         assert stored is not None
         self._supervisor.reports.note_repair(action.ranks, stored.boundary)
-        order = {"op": "load_state", "header": stored.header, "files": list(stored.files)}
+        order = {"op": "load_state", "files": list(stored.files), "owners": stored.replicas.parted}
         for rank in action.ranks:
-            self._supervisor.seats[rank].tell(order | {"generation": action.generation})
+            told = order | {"header": stored.header_of(rank), "generation": action.generation}
+            self._supervisor.seats[rank].tell(told)
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold, who all stand still."""

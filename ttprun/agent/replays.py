@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ttprun.channel import Message
 
 
+_MARKS = ("weights", "held", "stepped")  # what replicas have alike in their records of a boundary
+
+
 class Replays(Repairs):
     """Repairs the ranks of a supervisor by replay."""
 
@@ -36,7 +39,7 @@ class Replays(Repairs):
         lost = supervisor.orders.recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
         source = supervisor.orders.recorded(supervisor.seats[source_rank], action.boundary)
-        is_alike = bool(seat.divergence) or lost.get("weights") == source.get("weights")
+        is_alike = bool(seat.divergence) or all(lost.get(mark) == source.get(mark) for mark in _MARKS)
         if not lost or not is_alike:
             reason = (
                 f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
@@ -59,7 +62,7 @@ class Replays(Repairs):
         supervisor.reports.note_repair(action.to, action.boundary)
         order = {
             "generation": action.generation,
-            "name": f"state-{action.generation}.sock",
+            "name": f"state-{action.generation}-{action.source}.sock",
             "limit_s": supervisor.config.transfer_timeout_s,
         }
         supervisor.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})

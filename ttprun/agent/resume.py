@@ -23,7 +23,7 @@ from ttprun.observe.progress import ProgressLog
 from ttprun.rank import way_back
 from ttprun.rank.recorder import Recorder, RecordTooLargeError
 from ttprun.state import unusable
-from ttprun.state.checkpoint import Checkpoint, inspect
+from ttprun.state.checkpoint import Checkpoint, in_short, inspect
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, last_written_first
 
@@ -153,6 +153,12 @@ class Resumption:
         what_differs = (
             f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {self._world_size}"
         )
+        if stored.replicas.parted and manifest.world_size != self._world_size:
+            raise ConfigError(
+                f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
+                f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide these anew",
+                f"start {manifest.world_size} ranks, or give --resume off to begin anew",
+            )
         if manifest.world_size == self._world_size:
             what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"
         paths = [str(checkpoint.file(rank_file(rank))) for rank in range(manifest.world_size)]

@@ -7,6 +7,7 @@ the background; the next one is asked for only when its place is free again, so 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -17,6 +18,8 @@ from ttprun import recovery
 from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
 from ttprun.board import LEADER, Field
+from ttprun.rank.shares import version_of
+from ttprun.recovery.replicas import UNKNOWN, Replicas, in_short
 from ttprun.state.interval import best_interval_s, parse_interval
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ logger = logging.getLogger("ttprun")
 
 _SHELVES = 2
 _ROOM_AHEAD_S = 60.0
+_OFTEN_S = 2.0  # at least, between two that are the only source of a lost rank's state
+_OFTEN_SHARE = 0.01  # of the training's time, which they may take
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Shelf:
 
     records, shares   by local rank: its own part, and its share of what replicas hold
     told              what the ranks have said of it
+    replicas          which ranks held the same when it was taken
     is_asked          ranks have been told to write here, and may do so at any moment
     is_read           it is being written to disk
     """
@@ -44,6 +50,7 @@ class Shelf:
     shares: list[int] = field(default_factory=list)
     boundary: int = 0
     told: dict[int, Message] = field(default_factory=dict)
+    replicas: Replicas = UNKNOWN
     is_asked: bool = False
     is_read: bool = False
 
@@ -57,10 +64,24 @@ class Shelf:
         """Of the whole snapshot."""
         return sum(told["bytes"] + told["records_bytes"] for told in self.told.values())
 
+    @property
+    def headers(self) -> dict[int, list[Any]]:
+        """By rank, what they hold; empty if all hold the same."""
+        return {rank: told["header"] for rank, told in self.told.items()} if self.replicas.parted else {}
+
     def as_stored(self) -> Stored:
         """What ranks can go back to. They read it through this process, which holds the descriptors."""
         files = tuple(path_of(fd) for fd in self.shares)
-        return Stored(self.boundary, "shared memory", (), self.first["header"], files, self._rank_part)
+        return Stored(
+            self.boundary,
+            "shared memory",
+            (),
+            self.first["header"],
+            files,
+            self._rank_part,
+            headers=self.headers,
+            replicas=self.replicas,
+        )
 
     def _rank_part(self, rank: int) -> dict[str, Any]:
         fd = self.records[rank]
@@ -97,8 +118,20 @@ class Snapshots:
         self._number = 0  # of the one that was asked for last
         self._is_pending = False
         self._began_s = self._last_s = time.monotonic()
+        self._written_s = -math.inf
         self._cost_s = 0.0
+        self._is_wanted = False  # at once, whatever the interval is
         self._told = ""
+
+    @property
+    def is_off(self) -> bool:
+        """None is taken, or none any more."""
+        return self._is_off
+
+    def take_one_at_once(self) -> None:
+        """Some rank holds what no other one does: with `auto` the first snapshot is not put off."""
+        if self._interval.is_auto:
+            self._is_wanted = True
 
     @property
     def every_steps(self) -> int:
@@ -111,6 +144,7 @@ class Snapshots:
             if not shelf.is_read:  # else its descriptors' numbers would be others' before it is on the disk
                 shelf.close()
         self.newest, self._is_pending, self._last_s = None, False, time.monotonic()
+        self._is_wanted = False
         self.share_bytes, self._has_room = 0, False
         self.shelves = [
             Shelf([_new_memory() for _ in range(world_size)], [_new_memory() for _ in range(world_size)])
@@ -143,13 +177,28 @@ class Snapshots:
         self._supervisor.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
     def _is_due(self, ahead_s: float = 0.0) -> bool:
+        if self._is_wanted:
+            return True
         if self._interval.steps is not None:
             return True  # the ranks themselves count the steps
         now = time.monotonic()
-        wanted_s = self._interval.seconds
-        if wanted_s is None:
-            wanted_s = best_interval_s(self._cost_s, now - self._began_s, self._supervisor.job.incident_count)
+        wanted_s = self._wanted_s(now)
+        if self._is_only_source:
+            wanted_s = min(wanted_s, max(_OFTEN_S, self._cost_s / _OFTEN_SHARE))
         return now - self._last_s >= wanted_s - ahead_s
+
+    def _wanted_s(self, now: float) -> float:
+        """Seconds between two that are written to disk."""
+        if self._interval.seconds is not None:
+            return self._interval.seconds
+        return best_interval_s(self._cost_s, now - self._began_s, self._supervisor.job.incident_count)
+
+    @property
+    def _is_only_source(self) -> bool:
+        """With `auto`, where a lost rank can only come from a snapshot: then they are taken often."""
+        job = self._supervisor.job
+        has_no_peer = len(self._supervisor.seats) == 1 or job.replicas.has_single_holders or job.unreplicated_reason
+        return self._interval.is_auto and bool(has_no_peer)
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""
@@ -171,18 +220,29 @@ class Snapshots:
         self._is_pending = False
         self._last_s = time.monotonic()
         shelf.boundary = message["boundary"]
+        shelf.replicas = self._supervisor.job.replicas
+        if self._lacks_something(shelf):
+            self._is_wanted = True
+            return
+        why_not = self._why_not_alike(shelf)
+        if why_not:
+            self._tell(shelf.boundary, why_not, "no snapshot was taken")
+            return
         why_not = self._why_not_complete(shelf)
         if why_not:
             self._is_off = True
             self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
             return
+        self._is_wanted = False
         self._cost_s = max(told["took_s"] for told in shelf.told.values())
         self.newest, self._told = shelf, ""
         self._supervisor.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=self._cost_s, number=self._number
         )
         self._supervisor.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
-        if not self._supervisor.checkpoints.is_busy:
+        is_due_on_disk = not self._is_only_source or self._last_s - self._written_s >= self._wanted_s(self._last_s)
+        if is_due_on_disk and not self._supervisor.checkpoints.is_busy:
+            self._written_s = self._last_s
             shelf.is_read = True
             self._supervisor.checkpoints.write_snapshot(shelf, lambda: self._written(shelf))
 
@@ -192,14 +252,30 @@ class Snapshots:
         if not any(shelf is one for one in self.shelves):
             shelf.close()
 
+    def _lacks_something(self, shelf: Shelf) -> bool:
+        """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
+        reports, replicas = self._supervisor.reports, self._supervisor.job.replicas
+        if {told["apart"] for told in shelf.told.values()} != {version_of(replicas.parted)}:
+            for seat in self._supervisor.seats:
+                reports.tell_owners(seat)
+            return True
+        return False
+
+    def _why_not_alike(self, shelf: Shelf) -> str:
+        """Why what replicas have shared out among them is not one state: it is looked at in full, which tells more."""
+        digests = {rank: told["digests"] for rank, told in shelf.told.items()}
+        names = shelf.replicas.contradicted_by(digests)
+        if not names:
+            return ""
+        self._supervisor.reports.look_soon(shelf.boundary)
+        return f"ranks that were replicas of each other hold different values of {in_short(names)}"
+
     def _why_not_complete(self, shelf: Shelf) -> str:
-        """Ranks that do not replicate each other have left out what only they hold."""
+        """Why what the ranks have written does not belong together; "" if it does."""
         if len({told["boundary"] for told in shelf.told.values()}) > 1:
             return "the ranks have taken it at different steps"
         if len({told["header_xxh3"] for told in shelf.told.values()}) > 1:
             return "the ranks hold different parameters, of which there is no replica"
-        if len({told["weights"] for told in shelf.told.values()}) > 1:
-            return "the ranks hold different weights, of which there is no replica"
         return ""
 
     def _tell(self, boundary: int, why_not: str, what: str) -> None:

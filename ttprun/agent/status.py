@@ -24,6 +24,7 @@ from ttprun.observe.status import (
 )
 from ttprun.recovery import Incident, Job, is_elastic
 from ttprun.recovery import Phase as JobPhase
+from ttprun.recovery.replicas import in_short
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -163,6 +164,9 @@ def protection_of(job: Job) -> str:
         return "off: a lost rank restarts the whole group"
     if job.unreplicated_reason and not job.unprotected_reason:
         return f"on, but all ranks go back to the newest snapshot: {job.unreplicated_reason}"
+    if job.replicas.has_single_holders and not job.unprotected_reason:
+        names = in_short(job.replicas.all_names)
+        return f"on, but all ranks go back to the newest snapshot: no other rank holds a rank's own {names}"
     return job.unprotected_reason or "on"
 
 

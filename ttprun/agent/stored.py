@@ -6,13 +6,14 @@ files of tensors, and `header` says what they hold together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.errors import InvalidCheckpointError
 
@@ -56,6 +57,8 @@ class Stored:
     place      for the operator
     arguments  with which the script was started, itself the first
     header     of the tensors, as the ranks describe what they hold
+    headers    the same by rank, if they describe it differently
+    replicas   which of them held the same
     files      paths of the files with the tensors, readable by the ranks
     rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
                raises InvalidCheckpointError if that cannot be read
@@ -71,6 +74,12 @@ class Stored:
     rank_part: Callable[[int], dict[str, Any]]
     checked_s: float = 0.0
     origin: Origin | None = None
+    headers: Mapping[int, list[Any]] = field(default_factory=dict)
+    replicas: Replicas = UNKNOWN
+
+    def header_of(self, rank: int) -> list[Any]:
+        """What a rank holds."""
+        return self.headers.get(rank, self.header)
 
 
 def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
@@ -83,7 +92,18 @@ def open_checkpoint(checkpoint: Checkpoint, checked_s: float) -> Stored:
 
     tensors = (str(checkpoint.file(name)) for name in manifest.files if name.endswith(".safetensors"))
     arguments, files = tuple(state["arguments"]), tuple(tensors)
-    return Stored(manifest.boundary, str(checkpoint.path), arguments, state["header"], files, rank_part, checked_s)
+    parted = {key: tuple(owners) for key, owners in state.get("owners", {}).items()}
+    return Stored(
+        manifest.boundary,
+        str(checkpoint.path),
+        arguments,
+        state["header"],
+        files,
+        rank_part,
+        checked_s,
+        headers=state.get("headers", {}),
+        replicas=Replicas(parted=parted, names=state.get("names", {})),
+    )
 
 
 def _read(path: Path) -> bytes:

@@ -127,6 +127,7 @@ class Supervisor:
             saves_before_restart=config.mindio,
             begins_anew=not resumption.is_named,
             same_command_goes_on=resumption.is_found_by_same_command,
+            are_replicas_declared=config.mindio,
             limits=limits,
         )
         self.job = recovery.new_job(settings)
@@ -183,7 +184,9 @@ class Supervisor:
             if is_resumed:
                 where = self.resumption.opened(resume_from[0].place)
                 self.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
-                self.advance(recovery.ResumeAsked(at_s=time.monotonic(), saved=resume_from))
+                event = recovery.ResumeAsked(at_s=time.monotonic(), saved=resume_from, replicas=where.replicas)
+                self.advance(event)
+                self.reports.begin_resumed(where.replicas)
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)

@@ -141,6 +141,7 @@ class Adapted(Replay):
         fields, tensors, _ = boundary.describe(session, self.boundary, frame, returned)
         fields["is_straight"] = True
         fields |= {name: self._target[name] for name in ("weights", "files")}
+        fields["held"] = self._target.fields.get("held", b"")
         fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
         session.recorder.write(self.boundary, pack(fields), tensors)
         return returned

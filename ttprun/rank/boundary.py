@@ -132,7 +132,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         if session.proof is not None:
             session.proof.end_step()
         boundary = session.applied + 1
-        session.verifier.look(boundary, trained.replicated_weights)
+        stepped = trained.stepped(trained.optimizers())
+        are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
+        session.verifier.look(boundary, optimizer, frame, are_new)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
     for group in list(session.groups.values()):
@@ -303,6 +305,7 @@ def describe(
         "has_steps": loops.keys_with_steps,
         "lines": output.lines_said(session),
         "weights": b"" if stepped.is_sharded else mark,
+        "held": session.holdings.mark(stepped, _running, boundary),
         "kept": session.kept_weights.is_kept,
         "entropy": entropy.drawn_since_last_asked(),
         "blobs": [blob.nbytes for blob in snapshot.blobs],

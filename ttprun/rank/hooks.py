@@ -29,6 +29,7 @@ from ttprun.rank import (
 )
 from ttprun.rank.adapted import Adapted
 from ttprun.rank.expected import Expected
+from ttprun.rank.holdings import Holdings
 from ttprun.rank.journal import Journal
 from ttprun.rank.kept_weights import KeptWeights
 from ttprun.rank.presence import Presence
@@ -111,7 +112,14 @@ def make_session(presence: Presence) -> Session:
         board=board,
         recorder=recorder,
         journal=journal,
-        verifier=Verifier(presence.channel, journal, options["verify_every"], options["nan_limit_s"]),
+        verifier=Verifier(
+            presence.channel,
+            journal,
+            options["verify_every"],
+            options["nan_limit_s"],
+            is_compared=welcome["world_size"] > 1 and not options["mindio"],
+        ),
+        holdings=Holdings(),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
         kept_weights=KeptWeights(trained.newest, lambda text: presence.channel.send({"op": "note", "text": text})),
         results=Results(recorder),

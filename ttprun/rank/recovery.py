@@ -96,6 +96,10 @@ class Recovery:
             session.journal.end()
             with session.changed:
                 session.changed.notify_all()
+        elif op == "apart":
+            session.snapshots.owners = message["owners"]
+        elif op == "look_at":
+            session.verifier.look_at(message["boundary"])
         elif op == "stand_aside":
             session.verifier.stand_aside()
         elif op == "unprotected":
@@ -278,7 +282,8 @@ class Recovery:
         session = self._session
         session.touch(Phase.REPAIRING)
         faults.reached("transfer")
-        shares.load(message["header"], message["files"])
+        apart = shares.Apart(message["owners"], session.rank, ())
+        shares.load(message["header"], message["files"], apart)
         session.channel.send({"op": "repaired", "generation": message["generation"], "digest": replicated.digest()})
 
     def _on_dump(self, message: Message) -> None:
@@ -289,7 +294,8 @@ class Recovery:
         told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
         told["is_handled"] = _does_something_at_its_end()
         try:
-            told |= shares.write(message["path"], message["share"], message["of"], main)
+            apart = shares.Apart(message["owners"], session.rank, message["writers"])
+            told |= shares.write(message["path"], message["share"], message["of"], main, apart)
         except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
             told["why_not"] = f"rank {session.rank}: {error}"
         session.channel.send(told)

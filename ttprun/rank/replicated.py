@@ -42,11 +42,21 @@ class Part(NamedTuple):
     chunk: Chunk | None
 
 
+def key_of(optimizer: int, group: int, index: int) -> str:
+    """The key of a parameter, the same in all ranks: numbers of its optimizer and group, and its place there."""
+    return f"optimizer.{optimizer}/{group}.{index}"
+
+
+def parameter_of(key: str) -> str:
+    """The key of the parameter to which a tensor belongs."""
+    return key.rpartition("/")[0]
+
+
 def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
     for number, optimizer in enumerate(trained.optimizers()):
         for group_number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                name = f"optimizer.{number}/{group_number}.{index}"
+                name = key_of(number, group_number, index)
                 yield name, parameter, optimizer.state.get(parameter, {}), optimizer
 
 
@@ -121,6 +131,25 @@ def digest() -> str:
         if part.chunk is None:
             state.update(bytes_of(part.tensor))
     return state.hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Key of each parameter that torch has not sharded -> digest of its weights and its optimizer state.
+
+    Raises NotRepairableError.
+    """
+    found: dict[str, Any] = {}
+    for part in describe()[1]:
+        if part.chunk is None:
+            of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
+            of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
+            of_parameter.update(bytes_of(part.tensor))
+    return {key: of_parameter.hexdigest() for key, of_parameter in found.items()}
+
+
+def keys() -> list[str]:
+    """Of all parameters, in the order of `describe`."""
+    return [name for name, _, _, _ in _parameters()]
 
 
 def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ttprun.rank.connection import Exchange
     from ttprun.rank.expected import Expected
     from ttprun.rank.framework.framework import Framework
+    from ttprun.rank.holdings import Holdings
     from ttprun.rank.journal import Journal
     from ttprun.rank.kept_weights import KeptWeights
     from ttprun.rank.process_group import ManagedGroup
@@ -71,6 +72,7 @@ class Session:
     verifier: Verifier
     snapshots: Snapshots
     kept_weights: KeptWeights
+    holdings: Holdings
     generation: int = 0
     applied: int = 0
     has_stepped: bool = False  # in this process

@@ -2,16 +2,18 @@
 
 All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
 come to the same division without talking. Of tensors that are sharded over the ranks, each writes the part that it has.
+Of parameters that the ranks have been found to hold each for itself (`Apart`), the lowest of those that hold the same
+writes all, under a key with its number.
 A share is a file of safetensors, in the memory of a snapshot too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors
 import torch
@@ -21,12 +23,50 @@ from ttprun.channel import Message
 from ttprun.rank import replicated, sharded, trained
 from ttprun.rank.frames import SCALARS, user_frames
 from ttprun.rank.memory import Memory
-from ttprun.rank.replicated import Part
+from ttprun.rank.replicated import Part, parameter_of
+from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
 from ttprun.state.pieces import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 
 _MOST_MODULES = 16
+BOTH_KINDS = "some parameters are DTensors, and other ones differ between the ranks: both together are not stored yet"
+
+
+class Apart(NamedTuple):
+    """Parameters that not all ranks hold alike.
+
+    owners   key of each -> by rank, the lowest rank that has always held the same
+    rank     this one
+    writers  ranks that write a share, in the order of the shares
+    """
+
+    owners: Mapping[str, Sequence[int]]
+    rank: int
+    writers: Sequence[int]
+
+    def holds(self, key: str) -> bool:
+        """Whether the tensor of this key belongs to such a parameter."""
+        return parameter_of(key) in self.owners
+
+    def stored(self, key: str) -> str:
+        """Under which key a file holds what this rank has of a tensor."""
+        owners = self.owners.get(parameter_of(key))
+        return key if owners is None else f"{key}{OWNER}{owners[self.rank]}"
+
+    def is_mine(self, key: str) -> bool:
+        """Whether this rank writes its tensor of that key."""
+        owners = self.owners[parameter_of(key)]
+        return min(rank for rank in self.writers if owners[rank] == owners[self.rank]) == self.rank
+
+
+NOTHING_APART = Apart({}, 0, ())
+
+
+def version_of(owners: Mapping[str, Sequence[int]]) -> str:
+    """A hash of `owners` of `Apart`, to see whether ranks and agent know the same."""
+    told = json.dumps([[key, *owners[key]] for key in sorted(owners)])
+    return str(xxhash.xxh3_64_hexdigest(told.encode()))
 
 
 def file_of(share: int) -> str:
@@ -45,39 +85,50 @@ def divide(sizes: list[int], of: int) -> list[int]:
     return owners
 
 
-def write(path: str, share: int, of: int, frame: FrameType | None) -> Message:
+def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
     """Write one share of what this rank holds to a new file of a checkpoint; a file of an earlier attempt is removed.
 
     share  number of it, from 0; the first one has the models' own tensors too
     of     how many shares there are
     frame  innermost of the main thread's: its variables name the models
+    apart  what is not alike in all ranks
 
     returns  what the agent must know: bytes, xxh3, header, a hash of the header, names of the models' tensors
 
     Raises NotRepairableError, OSError.
     """
-    told, header, tensors = _describe(share, of, frame)
+    told, header, tensors = _describe(share, of, frame, apart)
     Path(path).unlink(missing_ok=True)
     entry = write_file(Path(path), chunks(header, tensors))
     return told | {"bytes": entry.bytes, "xxh3": entry.xxh3}
 
 
-def copy(memory: Memory, share: int, of: int, frame: FrameType | None) -> Message:
+def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
     """Copy one share of what this rank holds into shared memory; arguments, result and errors as those of `write`."""
-    told, header, tensors = _describe(share, of, frame)
+    told, header, tensors = _describe(share, of, frame, apart)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     memory.fill(size, chunks(header, tensors))
     return told | {"bytes": size, "xxh3": ""}
 
 
-def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, bytes, list[torch.Tensor]]:
+def _describe(
+    share: int, of: int, frame: FrameType | None, held_apart: Apart
+) -> tuple[Message, bytes, list[torch.Tensor]]:
     """(what the agent must know, header of the file, tensors of the file) of one share."""
     header, parts = replicated.describe()
-    alike = [part for part in parts if part.chunk is None]
+    alike = [part for part in parts if part.chunk is None and not held_apart.holds(part.key)]
+    alone = [part for part in parts if part.chunk is None and held_apart.holds(part.key)]
     apart = [part for part in parts if part.chunk is not None]
+    if alone and apart:
+        raise replicated.NotRepairableError(BOTH_KINDS)
     owners = divide([part.tensor.nbytes for part in alike], of)
     mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
-    told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(header).encode()), "share": share}
+    mine |= {held_apart.stored(part.key): part.tensor for part in alone if held_apart.is_mine(part.key)}
+    common = [entry for key, entry in zip(replicated.keys(), header, strict=True) if key not in held_apart.owners]
+    told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(common).encode()), "share": share}
+    told |= {"digests": replicated.digests(), "apart": version_of(held_apart.owners)}
+    if held_apart.owners:
+        told["header"] = header
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
     if share == 0 or apart:
@@ -86,10 +137,14 @@ def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, by
     if share == 0:
         files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
         files |= {part.key: file_of(0) for part in (*apart, *own)}  # of those apart, the other files have parts too
+        files |= {part.key: file_of(0) for part in alone}  # the lowest rank that writes is the first of its peers
         told |= {
             "header": header,
             "files": files,
-            "model": {name: {n: [files[key], key] for n, key in names.items()} for name, names in models.items()},
+            "model": {
+                name: {n: [files[key], held_apart.stored(key)] for n, key in names.items()}
+                for name, names in models.items()
+            },
             "held": _held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
         }
         mine |= {part.key: part.tensor for part in own if part.chunk is None}
@@ -101,21 +156,25 @@ def _describe(share: int, of: int, frame: FrameType | None) -> tuple[Message, by
         raise replicated.NotRepairableError(str(error)) from None
 
 
-def load(header: list[Any], files: list[str]) -> None:
+def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> None:
     """Take over the state that all shares hold together.
 
-    header  as `replicated.describe` gives it
+    header  as `replicated.describe` has given it in this rank, or in one that held the same
     files   paths of all shares
+    apart   what was not alike in all ranks that have written them
 
     Raises NotRepairableError, OSError.
     """
     if sharded.are_any(trained.parameters()):
+        if apart.owners:
+            raise replicated.NotRepairableError(BOTH_KINDS)
         _load_parts(header, files)
         return
     opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
     holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - it is no mapping
 
-    def fill(key: str, tensor: torch.Tensor) -> None:
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        key = apart.stored(name)
         if key not in holder:
             raise replicated.NotRepairableError(f"{key} is in none of the checkpoint's files")
         found = holder[key].get_tensor(key)
@@ -146,7 +205,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
     own: list[Part] = []
     known = {_place(tensor): key for key, tensor in replicated.live_tensors() if not sharded.is_distributed(tensor)}
     known_parameters = replicated.keys_of_parameters()
-    for variable, module in _modules(frame):
+    for variable, module in modules_in(frame):
         names: dict[str, str] = {}
         for name, value in _tensors_of(module):
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -198,7 +257,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _modules(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]:
+def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]:
     """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few."""
     found: dict[str, torch.nn.Module] = {}
     for user_frame in user_frames(frame):

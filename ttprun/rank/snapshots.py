@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import msgpack
 
 from ttprun.board import LEADER, ROW_FIELDS, Board, Field, Phase
-from ttprun.rank import replicated, shares, trained
+from ttprun.rank import replicated, shares
 from ttprun.rank.free_memory import free_bytes
 from ttprun.rank.memory import Memory
 from ttprun.rank.open_boundaries import MOST_PUT_OFF
@@ -35,6 +36,7 @@ class Snapshots:
 
     shelves   for each place where a snapshot can be kept, the paths for this rank's records and for its share
     every     steps between two; 0: at the first boundary after one has been asked for
+    owners    of parameters that the ranks do not hold alike, see `shares.Apart`; the agent's word
     """
 
     def __init__(self, board: Board, local_rank: int, shelves: list[list[str]], every: int) -> None:
@@ -42,6 +44,7 @@ class Snapshots:
         self._is_leader = local_rank == LEADER
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]
         self._every = every
+        self.owners: Mapping[str, Sequence[int]] = {}
         self._seen = board.get(LEADER, Field.SNAPSHOT_NUMBER)
         self._put_off = 0  # boundaries at which it was time, but which are open
 
@@ -107,9 +110,8 @@ class Snapshots:
             # What will be written after this boundary is not known now: whoever goes back to it writes it again.
             records = msgpack.packb(session.recorder.export(boundary) | {"lines": [0, 0]})
             for_records.fill(len(records), [memoryview(records)])
-            told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame)
-            # Where nothing else compares the ranks, all that they should hold alike is looked at.
-            told["weights"] = replicated.digest() if trained.are_sharded() else trained.newest().sample(boundary).hex()
+            apart = shares.Apart(self.owners, session.rank, range(session.world_size))
+            told |= shares.copy(for_share, session.local_rank, self._board.n_ranks, frame, apart)
             told |= {"records_bytes": len(records), "took_s": time.monotonic() - started_s}
         except Exception as error:  # the script must go on
             told["why_not"] = f"rank {session.rank}: {error}"

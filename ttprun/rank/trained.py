@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ttprun.rank.sharded import are_any, is_distributed, local_of
+from ttprun.rank.sharded import are_any, local_of
 from ttprun.rank.tensor_bytes import bytes_of
 
 _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -201,8 +201,3 @@ def parameters() -> Iterator[torch.Tensor]:
     for optimizer in optimizers():
         for group in optimizer.param_groups:
             yield from group["params"]
-
-
-def replicated_weights() -> Iterator[torch.Tensor]:
-    """The parameters of all optimizers that all ranks hold alike."""
-    return (parameter for parameter in parameters() if not is_distributed(parameter))

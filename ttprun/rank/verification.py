@@ -1,10 +1,12 @@
 """Two looks at the numbers while training goes well: are my weights still the others', and is my gradient a number?
 
-Weights are compared between ranks every `verify_every` steps, and at the first ones behind a recovery: they are copied
-in front of the step, which takes as long as a copy does, and hashed on a thread of their own while training goes on;
-the agent compares. A gradient is looked at when the rank that made it has sent it off, while the ranks exchange theirs
-and the journal's copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of
-the step it is told.
+Weights are compared between ranks every `verify_every` steps: they are copied before the step, which takes as long as a
+copy does, and hashed on a thread of their own while training goes on; the agent compares. At the first steps, and at
+those after a recovery, all that is trained is hashed before the step (holdings.py).
+
+A gradient is looked at when the rank that made it has sent it off, while the ranks exchange theirs and the journal's
+copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of the step it is
+told.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
+from ttprun.rank import holdings
 from ttprun.rank.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
@@ -26,37 +29,44 @@ if TYPE_CHECKING:
     from ttprun.rank.journal import Entry, Journal
 
 PROOF_STEPS = 2  # behind a recovery, in front of which all ranks say what they hold
-_HASH_LIMIT_S = 10.0
 _KILL_LIMIT_S = 60.0
 
 
 class Verifier:
     """Looks at gradients and weights in front of each step, and tells the agent.
 
-    every        boundaries between two looks at the weights, beside the first; 0: none
+    every        boundaries between two looks at the weights, beside the first ones; 0: none
+    is_compared  what ranks hold is compared at all
     nan_limit_s  seconds for which a NaN in this rank's gradient keeps it from the step, till the job ends; None: it is
                  only told
     """
 
-    def __init__(self, channel: Channel, journal: Journal, every: int, nan_limit_s: float | None) -> None:
+    def __init__(
+        self, channel: Channel, journal: Journal, every: int, nan_limit_s: float | None, is_compared: bool = True
+    ) -> None:
+        self._is_compared = is_compared
         self._channel = channel
         self._journal = journal
         self._every = every
         self._nan_limit_s = nan_limit_s
         self._had_nan = False
         self._prove_until = 0
+        self._look_at = 0
         self._is_odd = False
         self._why_off = ""
+        self._rows: list[tuple[str, bool]] = []  # of each copy: key of its parameter, whether it is the gradient
         self._copies: list[torch.Tensor] = []
         self._work: queue.Queue[int | None] = queue.Queue()
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._thread: threading.Thread | None = None
 
-    def look(self, boundary: int, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def look(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None, are_new: bool) -> None:
         """The step behind which the boundary lies is about to be taken.
 
-        weights   what all ranks hold alike
+        optimizer   about to take it
+        frame       innermost one of the script, whose variables name the parameters
+        are_new     what is trained has not been looked at twice
 
         If there is a NaN that keeps the rank from the step, this blocks till the agent has saved what there is and ends
         the process; the other ranks wait for its record all the while, so that nobody takes the step. Raises
@@ -72,16 +82,24 @@ class Verifier:
                     f"ended the job within {self._nan_limit_s:.0f} s (freeze_timeout_s + persist_timeout_s)"
                 )
         self._had_nan = bool(where)
-        is_proof = boundary <= self._prove_until
-        if not (is_proof or self._every):
+        if not self._is_compared:
             return
-        if is_proof and not self._is_idle.wait(_HASH_LIMIT_S):
-            self._note_unproved(boundary, "the weights of an earlier step are still being hashed")
-        elif is_proof and self._why_off:
+        is_proof = boundary <= self._prove_until
+        if is_proof and self._why_off:
             self._note_unproved(boundary, self._why_off)
-        is_due = is_proof or boundary == 1 or boundary % self._every == 0
-        if is_due and self._is_idle.is_set() and not self._why_off:
-            self._begin_hash(boundary, weights)
+        elif (is_proof or are_new or boundary == self._look_at) and not self._why_off:
+            self._look_in_full(boundary, optimizer, frame)
+        elif self._every and boundary % self._every == 0 and self._is_idle.is_set() and not self._why_off:
+            self._begin_hash(boundary, optimizer)
+
+    def _look_in_full(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None) -> None:
+        """Report all that this rank trains, before it commits: at any later fault the agent knows it."""
+        try:
+            held, names = holdings.in_full(optimizer), holdings.names(frame)
+        except Exception as error:
+            self._turn_off(error)
+            return
+        self._channel.send({"op": "held", "boundary": boundary, "is_full": True, "held": held, "names": names})
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: look in front of the next steps, whether all are still alike.
@@ -89,6 +107,10 @@ class Verifier:
         What a replacement does otherwise than the lost rank did shows in the weights before its second step at last.
         """
         self._prove_until = boundary + PROOF_STEPS
+
+    def look_at(self, boundary: int) -> None:
+        """The agent wants a full look at this boundary."""
+        self._look_at = boundary
 
     def stand_aside(self) -> None:
         """The agent has found that this rank's weights are not the others'."""
@@ -114,10 +136,12 @@ class Verifier:
     def _note_unproved(self, boundary: int, why: str) -> None:
         self._channel.send({"op": "note", "text": f"{why}: at step {boundary} the recovery is not proved"})
 
-    def _begin_hash(self, boundary: int, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def _begin_hash(self, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights, and have the copies hashed while training goes on."""
         try:
-            self._copy(list(weights()))
+            found = holdings.to_verify(optimizer)
+            self._rows = [(key, is_gradient) for key, is_gradient, _ in found]
+            self._copy([tensor for _, _, tensor in found])
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
                 self._thread.start()
@@ -148,10 +172,10 @@ class Verifier:
             self._is_idle.set()
 
     def _hash(self, boundary: int) -> None:
-        state = xxhash.xxh3_64()
-        for copy in self._copies:
-            state.update(bytes_of(copy))
-        self._channel.send({"op": "digest", "boundary": boundary, "digest": state.hexdigest()})
+        held: dict[str, list[str]] = {}
+        for (key, is_gradient), copy in zip(self._rows, self._copies, strict=True):
+            held.setdefault(key, ["", ""])[is_gradient] = xxhash.xxh3_64_hexdigest(bytes_of(copy))
+        self._channel.send({"op": "held", "boundary": boundary, "is_full": False, "held": held, "names": {}})
 
 
 def look_for_nan(entry: Entry) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.recovery.shards import ReplicaGroup
 
 
@@ -89,6 +90,16 @@ class RankHoldsAlone(RankEvent):
     """
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksCompared(Event):
+    """All ranks have reported digests of what they hold, and it is known who is a replica of whom.
+
+    replicas   what is known now
+    """
+
+    replicas: Replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,6 +383,8 @@ class MismatchFound(RepairEvent):
 
     reason: str
 
+    kind: ClassVar[str] = "mismatch"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotTaken(Event):
@@ -399,10 +412,12 @@ class Saved:
 class ResumeAsked(Event):
     """The job's ranks are about to be started, and go on from a checkpoint instead of the top of the script.
 
-    saved   the checkpoints that they can go on from, the one to try first first; at least one
+    saved     the checkpoints that they can go on from, the one to try first first; at least one
+    replicas  which of the ranks that have written the first one held the same
     """
 
     saved: tuple[Saved, ...]
+    replicas: Replicas = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -462,6 +477,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankProtected,
     RankUnprotected,
     RankHoldsAlone,
+    RanksCompared,
     RankExited,
     RankFaulted,
     RankHung,

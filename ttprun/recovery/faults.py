@@ -18,6 +18,7 @@ from ttprun.recovery.events import (
     RankHoldsAlone,
     RankHung,
     RankProtected,
+    RanksCompared,
     RankStarted,
     RankUnprotected,
     StopAsked,
@@ -39,9 +40,11 @@ from ttprun.recovery.ladder import (
     restart_group,
     unchanged,
     why_no_restart,
+    why_no_source,
     why_too_many_incidents,
 )
 from ttprun.recovery.repair import end_resuming, note_process
+from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
 Loss = RankExited | RankFaulted | RankHung | RankDiverged
@@ -74,6 +77,18 @@ def on_holds_alone_in_repair(job: Job, event: RankHoldsAlone) -> Result:
     if job.lost and job.rewind_to is None:
         return restart_group(job, event.at_s, job.unreplicated_reason)
     return job, ()
+
+
+def on_compared(job: Job, event: RanksCompared) -> Result:
+    """It is known who is a replica of whom, or known better."""
+    return replace(job, replicas=event.replicas), ()
+
+
+def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
+    """The repair goes on only if each lost rank still has a source."""
+    job, _ = on_compared(job, event)
+    why_not = why_no_source(job, job.lost, job.standing) if job.rewind_to is None else ""
+    return restart_group(job, event.at_s, why_not) if why_not else (job, ())
 
 
 def sentence_of(event: RankUnprotected) -> str:
@@ -187,7 +202,7 @@ def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
     """Ranks that should be alike are not, and which is right is not known."""
     fault = f"rank {event.rank} found a mismatch ({event.reason})"
-    job = open_incident(job, event.at_s, "mismatch", fault, detect_s=0.0).with_incident(ranks=(event.rank,))
+    job = open_incident(job, event.at_s, event.kind, fault, detect_s=0.0).with_incident(ranks=(event.rank,))
     return restart_group(job, event.at_s, "the state of the ranks cannot be trusted", is_trusted=False)
 
 
@@ -207,6 +222,8 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         members=fresh_members(job.settings),
         unprotected_reason="",
         unreplicated_reason="",
+        replicas=UNKNOWN,
+        rewinds=(),
         snapshot=None,
         rewind_to=None,
         rewind_place="",

@@ -25,9 +25,11 @@ from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
     end_job,
+    fail_job,
     open_incident,
     restart_group,
     unchanged,
+    why_too_many_incidents,
 )
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
@@ -123,6 +125,9 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
         return lose_to_device(job, event, job.members[event.rank])
     job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
     job = job.with_incident(rung="reconnect")
+    why_hopeless = why_too_many_incidents(job)
+    if why_hopeless:
+        return fail_job(job, event.at_s, why_hopeless, has_progress=False, rung="fail")
     if "reconnect" not in job.settings.rungs:
         return restart_group(job, event.at_s, "connecting anew is switched off (rungs)")
     if times > job.settings.max_reconnects:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, Saved, UpgradeAsked
 from ttprun.recovery.incident import Incident
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 NOBODY = -1  # the rank of a fault that is no rank's own
 RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "resize", "restart", "persist"})
@@ -66,9 +67,11 @@ class Settings:
     max_reconnects       times that connections which break at one boundary are built again
     max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
     max_restarts         whole-group restarts; None: any number
+    max_rewinds          times that all go back to one snapshot for the same kind of fault at the same boundary
     saves_before_restart  what living ranks save is what a restarted script begins with: a framework's own checkpoint
     begins_anew          a new launch that can go on from no checkpoint runs the script from its top; False: it ends
     same_command_goes_on  what this job saves is found by the next launch of the same command
+    are_replicas_declared  a framework says who holds the same, and finds the sources itself: nothing is compared
     """
 
     world_size: int
@@ -76,11 +79,13 @@ class Settings:
     max_attempts: int = 3
     max_same_faults: int = 3
     max_reconnects: int = 1
+    max_rewinds: int = 3
     max_incidents_per_hour: int | None = None
     max_restarts: int | None = None
     saves_before_restart: bool = False
     begins_anew: bool = True
     same_command_goes_on: bool = True
+    are_replicas_declared: bool = False
     limits: Limits = Limits()
 
 
@@ -184,8 +189,10 @@ class Job:
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
     unreplicated_reason  why no rank can be repaired from another one; "" if they can
+    replicas             which ranks hold the same, as far as they have been compared
     faults               that opened incidents at the newest boundary, to see one that comes back
     openings             of incidents within WINDOW_S
+    rewinds              what has sent all ranks back to the present snapshot so far
     snapshot             boundary of the newest complete snapshot; None if there is none to go back to
     saved                checkpoints on disk to which all can go back, the one to try first first
     rewind_to            boundary to which all go back, or from which a new launch goes on; 0: all begin anew; None:
@@ -209,8 +216,10 @@ class Job:
     incident_count: int = 0
     unprotected_reason: str = ""
     unreplicated_reason: str = ""
+    replicas: Replicas = UNKNOWN
     faults: tuple[Fault, ...] = ()
     openings: tuple[Opening, ...] = ()
+    rewinds: tuple[Fault, ...] = ()
     snapshot: int | None = None
     saved: tuple[Saved, ...] = ()
     rewind_to: int | None = None
@@ -266,8 +275,28 @@ class Job:
 
     @property
     def source(self) -> RankFrozen | None:
-        """Answer of the lowest survivor that stands still; it is the source, its boundary the one to resume from."""
+        """Answer of the lowest survivor that stands still: its boundary is the one to resume from."""
         return next((member.frozen for member in self.members if member.frozen is not None), None)
+
+    @property
+    def standing(self) -> tuple[int, ...]:
+        """Survivors that stand still."""
+        return tuple(member.rank for member in self.members if member.frozen is not None)
+
+    def source_of(self, rank: int) -> int | None:
+        """The lowest survivor that stands still and holds all that a lost rank held; None: nobody does."""
+        if self.settings.are_replicas_declared:
+            return next(iter(self.standing), None)
+        if self.replicas.why_no_source(rank, self.standing):
+            return None
+        return self.replicas.peers(rank, self.standing)[0]
+
+    def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """These ranks, those that hold the same together."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self.replicas.of(rank), []).append(rank)
+        return [tuple(members) for members in found.values()]
 
     def with_member(self, rank: int, **changes: Any) -> Job:
         """The same job with one member changed."""

@@ -6,6 +6,7 @@ Every way down has a reason for the operator: why it is taken, and what it began
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,9 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.events import Event, Saved
+from ttprun.recovery.events import Event, MismatchFound, Saved
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import WINDOW_S, Ending, Job, Life, Member, Opening, Phase, name_ranks
+from ttprun.recovery.job import NOBODY, WINDOW_S, Ending, Fault, Job, Life, Member, Opening, Phase, name_ranks
 
 Result = tuple[Job, tuple[Action, ...]]
 
@@ -111,7 +112,7 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     If a lost rank held what no other one does, its place cannot be taken: all go back.
     """
     is_irreplaceable = bool(job.unreplicated_reason and job.lost)
-    if job.rewind_to is not None and (is_irreplaceable or not job.survivors):
+    if job.rewind_to is not None and (is_irreplaceable or why_no_source(job, job.lost, job.survivors)):
         return begin_rewind(job, at_s)
     if is_irreplaceable:
         return restart_group(job, at_s, job.unreplicated_reason)
@@ -133,6 +134,16 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     rung = "replace" if any(not member.is_rerun for member in job.replacements) else "rerun"
     rung = "resize" if job.is_upgrading else rung if job.lost else "reconnect"
     return enter(job, Phase.FREEZING, at_s, actions, rung=rung, **UNDONE)
+
+
+def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> str:
+    """Why some of these ranks could not be repaired from others; "" if all can.
+
+    among   ranks that could be sources
+    """
+    if job.settings.are_replicas_declared:
+        return ""
+    return next(filter(None, (job.replicas.why_no_source(rank, among) for rank in ranks)), "")
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:
@@ -160,9 +171,13 @@ def restart_group(job: Job, at_s: float, why: str, is_refusal: bool = True, is_t
         job = open_incident(job, at_s, "checkpoint", "all stood still for a checkpoint", detect_s=0.0)
     if job.rewind_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
-    if may_rewind(job):
-        assert job.snapshot is not None
-        return go_back(job, at_s, Saved(job.snapshot, place=""), reason_of(job, why))
+    snapshot = job.snapshot
+    if snapshot is not None and may_rewind(job):
+        why_hopeless = why_no_rewind(job) or why_too_many_incidents(job)
+        if why_hopeless:
+            return fail_job(job, at_s, f"{why_hopeless}: {why}", has_progress=False, rung="fail")
+        job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
+        return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
     return leave_group(job, at_s, why, is_trusted)
 
 
@@ -268,6 +283,22 @@ def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
     return begin_rewind(job, at_s)
 
 
+def why_no_rewind(job: Job) -> str:
+    """Why going back to the snapshot once more would not help; "" if it may."""
+    cause = what_sends_back(job)
+    times = job.rewinds.count(cause)
+    if times < job.settings.max_rewinds:
+        return ""
+    return f"all ranks went back to step {job.snapshot} {times} times, and the same happens again ({cause.kind})"
+
+
+def what_sends_back(job: Job) -> Fault:
+    """The kind of the open incident, and where the job stood; of some faults only the snapshot's place is known."""
+    kind = "" if job.incident is None else job.incident.kind
+    places = [past.boundary for past in job.faults if past.kind == kind]
+    return Fault(rank=NOBODY, kind=kind, boundary=places[-1] if places else job.snapshot or 0)
+
+
 def begin_rewind(job: Job, at_s: float) -> Result:
     """Rung "rewind": every rank gets a new process, which replays up to the boundary of what is stored.
 
@@ -337,6 +368,8 @@ def why_not_saved(job: Job) -> str:
         return "saving is switched off (rungs)"
     if job.unprotected_reason:
         return job.unprotected_reason
+    if job.incident is not None and job.incident.kind == MismatchFound.kind:
+        return "the ranks hold state that contradicts each other's"
     if job.finished or not job.survivors:
         return f"{name_ranks(job.finished or job.lost)} trains no more"
     silent = tuple(rank for rank in job.survivors if not job.members[rank].is_protected)

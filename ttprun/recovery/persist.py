@@ -51,7 +51,8 @@ from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
     """There is a newer snapshot to go back to."""
-    return replace(job, snapshot=event.boundary), ()
+    rewinds = job.rewinds if event.boundary == job.snapshot else ()
+    return replace(job, snapshot=event.boundary, rewinds=rewinds), ()
 
 
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
@@ -61,7 +62,7 @@ def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
     """
     newest = event.saved[0]
     members = tuple(replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s) for member in job.members)
-    job = replace(job, members=members, saved=event.saved, is_resumed=True)
+    job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
     why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
     return go_back(open_resume(job, event.at_s, why), event.at_s, newest, why)
 

@@ -13,7 +13,7 @@ from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
 from ttprun.recovery.job import Job, Life, Phase, name_ranks
-from ttprun.recovery.ladder import Result, begin_attempt, open_incident, unchanged
+from ttprun.recovery.ladder import Result, begin_attempt, open_incident, unchanged, why_no_source
 from ttprun.recovery.resize import begin_shrinking, why_not_without
 
 
@@ -29,7 +29,8 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
         return f"{name_ranks(strangers or job.finished)} trains no more"
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
-    return why_not_protected(job) or job.unreplicated_reason
+    left = tuple(rank for rank in job.survivors if rank not in ranks)
+    return why_not_protected(job) or job.unreplicated_reason or why_no_source(job, ranks, left)
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:

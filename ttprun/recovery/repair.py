@@ -22,7 +22,7 @@ from ttprun.recovery.events import (
     StateSent,
 )
 from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import Result, deadline_of, end_job, enter, restart_group, unchanged
+from ttprun.recovery.ladder import Result, deadline_of, end_job, enter, restart_group, unchanged, why_no_source
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -75,6 +75,9 @@ def end_freezing(job: Job, at_s: float) -> Result:
         return job, ()
     if not job.lost:
         return begin_resuming(job, at_s, source.boundary)
+    why_not = why_no_source(job, job.lost, job.standing)
+    if source.boundary > 0 and why_not:
+        return restart_group(job, at_s, why_not)
     if source.boundary > 0:
         job, replays = order_replays(job)
         return enter(job, Phase.REPLAYING, at_s, (*replays, deadline_of(job, Phase.REPLAYING)))
@@ -94,9 +97,11 @@ def why_survivors_disagree(job: Job) -> str:
     if len({answer.boundary for answer in frozen}) > 1:
         places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
         return f"the survivors stand at different boundaries: {places}"
-    if len({answer.digest for answer in frozen}) > 1:
-        digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in frozen)
-        return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
+    for ranks in job.alike(job.standing):
+        of_alike = [answer for answer in frozen if answer.rank in ranks]
+        if len({answer.digest for answer in of_alike}) > 1:
+            digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
+            return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
     alone = tuple(answer.rank for answer in frozen if answer.boundary > 0 and not answer.has_group)
     return f"{name_ranks(alone)} trained without a process group, so there is nobody to repair from" if alone else ""
 
@@ -107,8 +112,8 @@ def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
     ready = tuple(member for member in job.replacements if member.pid is not None and not member.has_orders)
     if target is None:
         return job, ()
-    source = None if job.source is None or job.rewind_to is not None else job.source.rank
-    orders = tuple(Replay(member.rank, job.generation, target, source) for member in ready)
+    sources = {member.rank: None if job.rewind_to is not None else job.source_of(member.rank) for member in ready}
+    orders = tuple(Replay(member.rank, job.generation, target, sources[member.rank]) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
 
@@ -123,8 +128,8 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
 
 
 def on_replayed(job: Job, event: RankReplayed) -> Result:
-    """A replacement has come to the boundary; after the last one the source sends its state, or all load a snapshot."""
-    source, target = job.source, job.target
+    """A replacement has come to the boundary; after the last one the sources send, or all load a snapshot."""
+    target = job.target
     member = job.members[event.rank]
     if target is None or member.life is not Life.LOST or not member.has_orders:
         return unchanged(job, event)
@@ -135,17 +140,29 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     if not all(replacement.has_replayed for replacement in job.replacements):
         return job, ()
     job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
-    order = (
-        LoadState(job.lost, job.generation, target)
-        if job.rewind_to is not None or source is None
-        else SendState(source.rank, job.lost, job.generation, target)
+    orders = order_transfers(job, target)
+    return enter(job, Phase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, Phase.TRANSFERRING)))
+
+
+def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState, ...]:
+    """Each source sends to the lost ranks that hold what it holds; without one all load the snapshot."""
+    if job.rewind_to is not None:
+        return (LoadState(job.lost, job.generation, target),)
+    sending = sources_of(job)
+    return tuple(
+        SendState(source, tuple(rank for rank in job.lost if sending[rank] == source), job.generation, target)
+        for source in sorted(set(sending.values()))
     )
-    return enter(job, Phase.TRANSFERRING, event.at_s, (order, deadline_of(job, Phase.TRANSFERRING)))
+
+
+def sources_of(job: Job) -> dict[int, int]:
+    """Lost rank -> the survivor whose state it gets."""
+    return {rank: source for rank in job.lost if (source := job.source_of(rank)) is not None}
 
 
 def on_state_sent(job: Job, event: StateSent) -> Result:
-    """The source has sent its state to all replacements."""
-    if job.source is None or event.rank != job.source.rank:
+    """A source has sent its state to all replacements that get it."""
+    if job.rewind_to is not None or event.rank not in sources_of(job).values():
         return unchanged(job, event)
     return end_transferring(job.with_member(event.rank, sent_digest=event.digest), event.at_s)
 
@@ -166,18 +183,33 @@ def end_transferring(job: Job, at_s: float) -> Result:
         return end_loading(job, at_s, job.rewind_to)
     if source is None:
         return job, ()
-    sent_digest = job.members[source.rank].sent_digest
-    if sent_digest is None or any(member.repaired_digest is None for member in job.replacements):
+    sending = sources_of(job)
+    sent = {source: job.members[source].sent_digest for source in sending.values()}
+    if None in sent.values() or any(member.repaired_digest is None for member in job.replacements):
         return job, ()
-    if sent_digest != source.digest:
-        why = f"rank {source.rank} froze with state {source.digest or 'none'}, but sent {sent_digest or 'none'}"
-        return restart_group(job, at_s, why, is_trusted=False)
-    wrong = [member for member in job.replacements if member.repaired_digest != sent_digest]
-    if wrong:
-        loaded = ", ".join(f"rank {member.rank} loaded {member.repaired_digest or 'none'}" for member in wrong)
-        return restart_group(job, at_s, f"rank {source.rank} sent state {sent_digest or 'none'}, but {loaded}")
+    why = next(filter(None, (why_not_as_sent(job, source) for source in sorted(sent))), "")
+    if why:
+        return restart_group(job, at_s, why, is_trusted=all(is_as_frozen(job, source) for source in sent))
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, stands_at(job, source))
+
+
+def why_not_as_sent(job: Job, source: int) -> str:
+    """What is wrong with what a source has sent, or with what has been loaded of it; "" if nothing is."""
+    member, sending = job.members[source], sources_of(job)
+    sent = member.sent_digest or "none"
+    if member.frozen is not None and not is_as_frozen(job, source):
+        return f"rank {source} froze with state {member.frozen.digest or 'none'}, but sent {sent}"
+    getting = [one for one in job.replacements if sending.get(one.rank) == source]
+    wrong = [one for one in getting if one.repaired_digest != member.sent_digest]
+    loaded = ", ".join(f"rank {one.rank} loaded {one.repaired_digest or 'none'}" for one in wrong)
+    return f"rank {source} sent state {sent}, but {loaded}" if wrong else ""
+
+
+def is_as_frozen(job: Job, source: int) -> bool:
+    """Whether a source has sent what it held when it stood still."""
+    member = job.members[source]
+    return member.frozen is None or member.sent_digest == member.frozen.digest
 
 
 def stands_at(job: Job, source: RankFrozen) -> int:
@@ -187,12 +219,12 @@ def stands_at(job: Job, source: RankFrozen) -> int:
 
 def end_loading(job: Job, at_s: float, boundary: int) -> Result:
     """Once all have loaded the state of a snapshot, and hold the same: all resume."""
-    digests = {member.repaired_digest for member in job.replacements}
-    if None in digests:
+    if any(member.repaired_digest is None for member in job.replacements):
         return job, ()
-    if len(digests) > 1:
-        loaded = ", ".join(f"rank {member.rank} {member.repaired_digest}" for member in job.replacements)
-        return restart_group(job, at_s, f"the ranks hold different states after loading: {loaded}")
+    for ranks in job.alike(job.lost):
+        if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
+            loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)
+            return restart_group(job, at_s, f"the ranks hold different states after loading: {loaded}")
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, boundary)
 
@@ -253,6 +285,11 @@ def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     return restart_group(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
 
 
+def is_source(job: Job, rank: int) -> bool:
+    """Whether a survivor sends its state to a lost rank."""
+    return job.rewind_to is None and rank in sources_of(job).values()
+
+
 def missing_from(job: Job) -> str:
     """What the present phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
     missing = ((member.rank, what_is_missing(job, member)) for member in job.members)
@@ -271,7 +308,7 @@ def what_is_missing(job: Job, member: Member) -> str:
             return "to freeze"
         case Phase.REPLAYING if is_replacement and not member.has_replayed:
             return "to replay"
-        case Phase.TRANSFERRING if job.source and member.rank == job.source.rank and member.sent_digest is None:
+        case Phase.TRANSFERRING if is_source(job, member.rank) and member.sent_digest is None:
             return "to send its state"
         case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"

@@ -1,25 +1,116 @@
-"""Do the ranks still hold the same weights? Their digests, compared boundary by boundary. Read `Replicas` first.
+"""Which ranks hold the same state? A fact, from digests of all that each rank trains. Read `Replicas`, then `Looks`.
 
-Ranks whose weights were never alike do not replicate each other: that is the script's business, and nothing is wrong.
+At a *look* each rank reports a digest of every parameter of its optimizers, with the parameter's gradient and optimizer
+state. Ranks that differ in one of them are no replicas of each other from then on, for good: shards of a layer may
+start with equal values, and their gradients or moments differ all the same. Only a rank that has always agreed with
+another one may be its source, be saved for it, or be compared with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 KEPT = 8  # boundaries that are not complete yet
+_MOST_NAMED = 3
+
+Reported = tuple[int, bool]
+Held = tuple[str, str]  # of one parameter: digest of the weights, digest of gradient and optimizer state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Which ranks have always held the same.
+
+    compared_at  newest boundary of a full look; None: there was none, so nobody is known to be a replica
+    parted       key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
+    names        key -> name for people, of those
+    """
+
+    compared_at: int | None = None
+    parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The same for all ranks that have always held what this one held, and for no other rank."""
+        return tuple(owners[rank] for owners in self.parted.values())
+
+    def peers(self, rank: int, among: Iterable[int]) -> tuple[int, ...]:
+        """Those among these ranks that hold all that this one holds, itself not among them."""
+        own = self.of(rank)
+        return tuple(other for other in among if other != rank and self.of(other) == own)
+
+    def missing(self, rank: int, among: Collection[int]) -> list[str]:
+        """Names of the parameters of a rank that none of these ranks holds."""
+        return [
+            self.names.get(key, key)
+            for key, owners in self.parted.items()
+            if not any(owners[other] == owners[rank] for other in among)
+        ]
+
+    def why_no_source(self, rank: int, among: Collection[int]) -> str:
+        """Why none of these ranks can give another one its state; "" if one can."""
+        if self.compared_at is None:
+            return f"whether another rank holds the same as rank {rank} has not been compared yet"
+        if self.peers(rank, among):
+            return ""
+        missing = self.missing(rank, among)
+        if missing:
+            return f"no other rank holds what rank {rank} held: {in_short(missing)}"
+        return f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
+
+    def contradicted_by(self, digests: Mapping[int, Mapping[str, str]]) -> list[str]:
+        """Names of the parameters in which ranks differ that are taken for replicas.
+
+        digests   rank -> key of each parameter -> digest
+        """
+        found = []
+        for key in dict.fromkeys(key for of_rank in digests.values() for key in of_rank):
+            held: dict[int, str | None] = {}
+            for rank, of_rank in digests.items():
+                owner = self.parted[key][rank] if key in self.parted else 0
+                if held.setdefault(owner, of_rank.get(key)) != of_rank.get(key):
+                    found.append(self.names.get(key, key))
+                    break
+        return found
+
+    @property
+    def all_names(self) -> list[str]:
+        """Of the parameters that differ somewhere."""
+        return [self.names.get(key, key) for key in self.parted]
+
+    @property
+    def has_single_holders(self) -> bool:
+        """Some rank holds what no other one does."""
+        return any(len(ranks) == 1 for ranks in self.groups)
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks, those that hold the same together."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(len(next(iter(self.parted.values()), ()))):
+            found.setdefault(self.of(rank), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+
+UNKNOWN = Replicas()
+
+
+def in_short(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Ranks that held other weights than the rest.
+    """Ranks whose weights differ from those of their replica peers, though their gradients do not.
 
     boundary   at which it was seen
-    agreed_at  newest boundary before it at which all were alike
-    ranks      that differ from the majority; empty if there is no majority
-    digests    what each rank holds
+    agreed_at  newest boundary before it at which all replica peers were alike
+    ranks      that differ from the majority of their peers; empty if there is no majority
+    digests    what each rank holds of the first parameter that differs
     """
 
     boundary: int
@@ -45,36 +136,97 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
-    """What ranks have said of their weights since the group was last whole.
+class Look:
+    """What came out of one boundary at which all ranks have reported.
 
-    agreed_at   newest boundary at which all were alike; None before the first comparison
-    are_alike   False once a first comparison has shown that the script's ranks do not replicate each other
-    digests     boundary -> rank -> digest, while some rank is missing
+    parted      keys of the parameters in which replicas have turned out to be none, mapped to the ranks now apart
+    divergence  None if all replica peers hold the same weights
+    """
+
+    boundary: int
+    is_full: bool
+    parted: Mapping[str, tuple[int, ...]]
+    divergence: Divergence | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looks:
+    """What ranks have reported of their state since the group was last whole.
+
+    replicas    what is known by now
+    agreed_at   newest boundary at which all replica peers were alike; None before the first look
+    reported    (boundary, whether in full) -> rank -> key -> digests, while some rank is missing
     """
 
     world_size: int
+    replicas: Replicas = UNKNOWN
     agreed_at: int | None = None
-    are_alike: bool = True
-    digests: Mapping[int, Mapping[int, str]] = field(default_factory=dict)
+    reported: Mapping[Reported, Mapping[int, Mapping[str, Held]]] = field(default_factory=dict)
 
-    def told(self, rank: int, boundary: int, digest: str) -> tuple[Replicas, Divergence | None]:
-        """A rank says what it holds at a boundary; the answer comes with the last rank."""
-        if not self.are_alike:
-            return self, None
-        of_boundary = {**self.digests.get(boundary, {}), rank: digest}
+    def told(self, rank: int, boundary: int, held: Mapping[str, Held], is_full: bool) -> tuple[Looks, Look | None]:
+        """A rank reports what it holds at a boundary; the answer comes with the last rank's report.
+
+        held     key of each parameter -> digests; the second one "" where it was not asked for
+        is_full  gradients and optimizer state were looked at, too
+        """
+        this = (boundary, is_full)
+        of_boundary = {**self.reported.get(this, {}), rank: held}
         if len(of_boundary) < self.world_size:
-            newest = sorted({*self.digests, boundary})[-KEPT:]
-            known = {**self.digests, boundary: of_boundary}
-            return replace(self, digests={at: known[at] for at in newest}), None
-        after = replace(self, digests={at: told for at, told in self.digests.items() if at > boundary})
-        counts = Counter(of_boundary.values())
-        if len(counts) == 1:
-            return replace(after, agreed_at=boundary), None
-        if self.agreed_at is None:
-            return replace(after, are_alike=False), None
-        common, times = counts.most_common(1)[0]
-        has_majority = times * 2 > self.world_size
-        odd = tuple(rank for rank, found in sorted(of_boundary.items()) if found != common) if has_majority else ()
-        digests = tuple(of_boundary[rank] for rank in range(self.world_size))
-        return after, Divergence(boundary=boundary, agreed_at=self.agreed_at, ranks=odd, digests=digests)
+            newest = sorted({*self.reported, this})[-KEPT:]
+            known = {**self.reported, this: of_boundary}
+            return replace(self, reported={at: known[at] for at in newest}), None
+        after = replace(self, reported={at: told for at, told in self.reported.items() if at[0] > boundary})
+        look, parted = self._compare(boundary, of_boundary, is_full)
+        compared_at = boundary if is_full else self.replicas.compared_at
+        replicas = replace(self.replicas, parted=parted, compared_at=compared_at)
+        is_agreed = look.divergence is None and (is_full or self.agreed_at is not None)
+        return replace(after, replicas=replicas, agreed_at=boundary if is_agreed else self.agreed_at), look
+
+    def _compare(
+        self, boundary: int, told: Mapping[int, Mapping[str, Held]], is_full: bool
+    ) -> tuple[Look, dict[str, tuple[int, ...]]]:
+        parted = dict(self.replicas.parted)
+        newly: dict[str, tuple[int, ...]] = {}
+        odd: set[int] = set()
+        is_undecided = False
+        digests: tuple[str, ...] = ()
+        for key in dict.fromkeys(key for rank in range(self.world_size) for key in told[rank]):
+            by_rank = [told[rank].get(key) for rank in range(self.world_size)]
+            if by_rank.count(by_rank[0]) == self.world_size:
+                continue
+            before = parted.get(key, (0,) * self.world_size)
+            after = before
+            for owner in sorted(set(before)):
+                ranks = [rank for rank in range(self.world_size) if before[rank] == owner]
+                found = [by_rank[rank] for rank in ranks]
+                if found.count(found[0]) == len(found):
+                    continue
+                if self.agreed_at is None or len({one and one[1] for one in found}) > 1 or None in found:
+                    after = split(after, ranks, found)
+                    continue
+                digests = digests or tuple(one[0] if one else "" for one in by_rank)
+                (common, times), *_ = Counter(found).most_common()
+                if times * 2 > len(found):
+                    odd |= {rank for rank in ranks if by_rank[rank] != common}
+                else:
+                    is_undecided = True
+            if after != before:
+                newly[key] = after
+        parted |= newly
+        divergence = None
+        if (odd or is_undecided) and self.agreed_at is not None:
+            ranks_odd = () if is_undecided else tuple(sorted(odd))
+            divergence = Divergence(boundary=boundary, agreed_at=self.agreed_at, ranks=ranks_odd, digests=digests)
+        return Look(boundary=boundary, is_full=is_full, parted=newly, divergence=divergence), parted
+
+
+def split(owners: tuple[int, ...], ranks: Sequence[int], found: Sequence[object]) -> tuple[int, ...]:
+    """Replicas that have turned out to be none, each with those that still hold the same.
+
+    ranks, found   these ranks, and what each holds
+    """
+    first: dict[object, int] = {}
+    after = list(owners)
+    for rank, held in zip(ranks, found, strict=True):
+        after[rank] = first.setdefault(held, rank)
+    return tuple(after)

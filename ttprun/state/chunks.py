@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+# Behind the key of a tensor that not all ranks held alike, before the number of the lowest rank that held this one.
+OWNER = "@"
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ttprun.errors import ConfigError, one_line, suggestion
-from ttprun.state.checkpoint import Checkpoint
+from ttprun.state.checkpoint import Checkpoint, in_short
+from ttprun.state.chunks import OWNER
 from ttprun.state.files import sync, write_file
 from ttprun.state.pieces import CannotReshardError, Piece, assemble, pieces_in
 from ttprun.state.tensor_file import tensor_chunks
@@ -50,6 +51,13 @@ def load_model(checkpoint: Checkpoint, model: Mapping[str, tuple[str, str]]) -> 
 
     Raises InvalidCheckpointError, or ConfigError if a file does not hold what the manifest says.
     """
+    apart = sorted(name for name, (_, key) in model.items() if OWNER in key)
+    if apart:
+        raise ConfigError(
+            f"checkpoint '{checkpoint.path}': the ranks held different values of {in_short(apart)}, and only the "
+            "script knows how these make up one model",
+            "export it from your script",
+        )
     pieces = _pieces(checkpoint)
     read: dict[tuple[str, str], Tensor] = {}
     for file, key in sorted(set(model.values())):

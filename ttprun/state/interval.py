@@ -28,6 +28,11 @@ class Interval:
     seconds: float | None = None
     is_never: bool = False
 
+    @property
+    def is_auto(self) -> bool:
+        """They come as often as pays."""
+        return self.steps is None and self.seconds is None and not self.is_never
+
 
 def parse_interval(text: str) -> Interval:
     """ "auto", "never", "500 steps", "20min", "90s". Raises ValueError ("what; cure")."""
