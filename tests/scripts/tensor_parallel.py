@@ -82,7 +82,8 @@ for step in range(args.steps):
     loss.backward()
     for name, parameter in model.named_parameters():
         if name.startswith("table"):
-            parameter.grad *= step >= args.late
+            if step < args.late:
+                parameter.grad.zero_()
             continue
         if name.startswith(("up", "down")) and not args.whole:
             dist.all_reduce(parameter.grad, group=of_replicas[shard])

@@ -144,7 +144,7 @@ def _hash_of_rest(
     parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None
 ) -> str:
     found = xxhash.xxh3_64()
-    for name, value in (*sorted(group.items()), *sorted(state.items(), key=lambda item: str(item[0]))):
+    for name, value in (*sorted(group.items()), *replicated.flat(state)):
         if isinstance(value, torch.Tensor):
             if not is_distributed(value) and _is_dense(value):
                 found.update(f"{name} {value.dtype} {list(value.shape)}".encode())

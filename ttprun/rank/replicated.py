@@ -64,10 +64,10 @@ def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
     for name, parameter, state, _ in _parameters():
         yield f"{name}/{WEIGHT}", parameter.detach()
-        yield from ((f"{name}/{key}", value.detach()) for key, value in _flat(state) if torch.is_tensor(value))
+        yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if torch.is_tensor(value))
 
 
-def _flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """An optimizer's state of one parameter, by name; the items of a list follow it."""
     for key, value in state.items():
         yield from _with_items(key, value)
@@ -101,13 +101,13 @@ def describe() -> tuple[list[Any], list[Part]]:
         raise NotRepairableError(kept.why_not())
     for name, parameter, state, _ in _parameters():
         entries = []
-        flat = list(_flat(state))
-        why_not = sharded.why_not_stored((parameter, *(value for _, value in flat if torch.is_tensor(value))))
+        entries_held = list(flat(state))
+        why_not = sharded.why_not_stored((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
         if why_not:
             raise NotRepairableError(why_not)
         weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
         parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
-        for key, value in flat:
+        for key, value in entries_held:
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided:
                     raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
