@@ -183,6 +183,12 @@ class Launch:
         path = self.run_dir / "events.jsonl"
         self._wait_until(lambda: any(e["event"] == name for e in _read_events(path)), f"no event {name}", limit_s)
 
+    def wait_for_standby(self, state: str, limit_s: float = 60.0) -> None:
+        """Block until the status says this of the standby; AssertionError after `limit_s` or at the end."""
+        assert self.run_dir is not None
+        path = self.run_dir / "status.json"
+        self._wait_until(lambda: state in _read_json(path).get("standby_state", ""), f"not {state}", limit_s)
+
     def _wait_until(self, is_so: Callable[[], bool], otherwise: str, limit_s: float) -> None:
         give_up_at_s = time.monotonic() + limit_s
         while not is_so():

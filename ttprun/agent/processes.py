@@ -141,7 +141,7 @@ class Standby:
         prctl = ctypes.CDLL(None).prctl
         inherited = os.environ | environment
         try:
-            self.process = subprocess.Popen(
+            self.process: subprocess.Popen[bytes] | AdoptedProcess = subprocess.Popen(
                 [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
                 env=with_agent(inherited, run_dir) | text_hashes.seeded(inherited),
                 stdin=subprocess.DEVNULL,
@@ -167,9 +167,13 @@ class Standby:
     def read(self) -> None:
         """It has said that it is ready. Raises EOFError if it is gone."""
         for message in self.channel.read_available():
-            self._answers_due -= 1
-            self.has_started = True
-            self.is_copyable = message["is_copyable"]
+            self.take(message)
+
+    def take(self, message: Message) -> None:
+        """What it says when it is ready."""
+        self._answers_due -= 1
+        self.has_started = True
+        self.is_copyable = message["is_copyable"]
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have it import modules, and compile the user's; it is not ready until it says so again."""

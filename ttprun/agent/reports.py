@@ -58,6 +58,9 @@ class Reports:
         elif op == "modules":
             self._supervisor.standbys.warm_up(message["modules"], message["files"])
             self._supervisor.watch.start_standbys()
+        elif op == "imported":
+            starts = [other.handler.start for other in self._supervisor.seats]
+            self._supervisor.standbys.preloads.note(seat.local_rank, message, starts)
         elif op == "present":
             seat.main_thread = message["main_thread"]
             seat.greet()

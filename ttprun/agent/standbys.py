@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ttprun.agent.preloads import Preloaded, Preloads
 from ttprun.agent.processes import Copy, Standby, kill_session
 
 
@@ -19,6 +20,7 @@ class Standbys:
         self._waiting: list[Standby] = []
         self._warmth: tuple[list[str], list[str]] = ([], [])
         self.may_start = False
+        self.preloads = Preloads()
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.
@@ -58,6 +60,11 @@ class Standbys:
         alive = [standby for standby in self._waiting if standby.process.poll() is None]
         return bool(alive) and not any(standby.is_ready for standby in alive)
 
+    def look(self, watch: Callable[[Preloaded], None]) -> None:
+        """Have a copy import what the ranks have imported, once that is known and a standby can be copied."""
+        able = (one for one in self._waiting if one.is_ready and one.is_copyable and one.process.poll() is None)
+        self.preloads.look(next(able, None), watch)
+
     def hurry(self) -> None:
         """A lost rank waits for one."""
         for standby in self._waiting:
@@ -71,11 +78,15 @@ class Standbys:
         if not self.may_start:
             return "will be started after the first step"
         if self.ready:
-            return "ready"
+            return f"ready, {self.preloads.state}"
         return "being prepared" if self.is_on_its_way else "none could be started; a lost rank gets a new process"
 
     def take(self) -> Standby | Copy | None:
         """A process for a lost rank: a copy of a ready standby, which stays; else one itself. None if none is ready."""
+        preloaded = self.preloads.ready
+        copy = preloaded.copy() if preloaded is not None else None
+        if copy is not None:
+            return copy
         ready = [standby for standby in self._waiting if standby.is_ready and standby.process.poll() is None]
         for standby in ready:
             copy = standby.copy() if standby.is_copyable else None
@@ -98,6 +109,7 @@ class Standbys:
 
     def end(self) -> None:
         """Kill those that were not needed."""
+        self.preloads.end()
         for standby in self._waiting:
             standby.end()
         self._waiting.clear()

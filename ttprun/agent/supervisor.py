@@ -179,6 +179,7 @@ class Supervisor:
         try:
             self._is_paused = False
             if is_restart:
+                self.standbys.preloads.begin_group()
                 self.advance(recovery.GroupRestarted(at_s=time.monotonic()))
             self._is_paused = self.is_broken
             if is_resumed:

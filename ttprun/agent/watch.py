@@ -15,6 +15,7 @@ from ttprun import recovery
 from ttprun.agent import dying
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
+from ttprun.agent.preloads import Preloaded
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, with_agent
 from ttprun.board import FINISHED, Field
 from ttprun.channel import Message
@@ -182,12 +183,32 @@ class Watch:
     def look(self) -> None:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
         supervisor = self._supervisor
+        if supervisor.job.incident is None:
+            supervisor.standbys.look(self._preloaded)
         if supervisor.standbys.may_start or not all(seat.is_protected for seat in supervisor.seats):
             return
         if self._protected_at_s == 0.0:
             self._protected_at_s = time.monotonic()
         elif time.monotonic() - self._protected_at_s > STEPLESS_S:
             self.start_standbys()
+
+    def _preloaded(self, preloaded: Preloaded) -> None:
+        supervisor, began_s = self._supervisor, time.monotonic()
+        preloads, pid = supervisor.standbys.preloads, preloaded.process.pid
+
+        def on_message() -> None:
+            try:
+                preloaded.read()
+            except (EOFError, OSError):
+                with contextlib.suppress(KeyError, ValueError):
+                    supervisor.selector.unregister(preloaded.channel.sock)
+                preloads.lost(preloaded)
+                return
+            is_usable = preloads.came(preloaded)
+            told = {"is_usable": is_usable, "refused": preloaded.refused or preloads.refused}
+            supervisor.log("standby_preloaded", pid=pid, took_s=time.monotonic() - began_s, **told)
+
+        supervisor.selector.register(preloaded.channel.sock, selectors.EVENT_READ, on_message)
 
     def _standby(self, standby: Standby) -> None:
         supervisor = self._supervisor

@@ -54,6 +54,12 @@ def is_user_file(filename: str) -> bool:
     return known
 
 
+def is_installed(path: str) -> bool:
+    """Whether a file or folder belongs to an installed package, or to Python itself."""
+    full = os.path.abspath(path) + os.sep
+    return full.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in full
+
+
 def is_user_class(kind: type) -> bool:
     """Whether a class is defined in the user's code."""
     filename = getattr(sys.modules.get(kind.__module__), "__file__", None)

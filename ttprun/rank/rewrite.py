@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ttprun.rank import loops
+from ttprun.rank import imported, loops
 from ttprun.rank.frames import is_user_file
 
 ENTER = "__ttprun_enter__"
@@ -131,6 +131,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        imported.note_environment(fullname)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or isinstance(spec.loader, FollowedLoader):
             return spec
@@ -197,6 +198,7 @@ def script_hook(path: str) -> Any:
 
 def install() -> None:
     """Follow loops in everything of the user's that is imported from now on."""
+    imported.begin()
     setattr(builtins, ENTER, loops.enter)
     setattr(builtins, LOOP, loops.loop)
     finder: Any = _Finder()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ttprun.board import OPERATION_NAMES, Board, Field, Phase
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
-from ttprun.rank import rewrite
+from ttprun.rank import imported, rewrite
 
 CONNECT = OPERATION_NAMES.index("connect")
 
@@ -124,6 +124,8 @@ class Session:
         if self.local_rank == 0:
             modules = [name for name in sys.modules if name.startswith("torch.")]
             self.channel.send({"op": "modules", "modules": modules, "files": list(rewrite.followed)})
+        if self.framework is None:
+            self.channel.send({"op": "imported", "modules": imported.modules(), "directory": os.getcwd()})
 
     def tell_not_proved(self, names: list[str]) -> None:
         """Name what can change and is in no record: after the first step, and when there is something new."""

@@ -21,7 +21,8 @@ import sys
 from collections.abc import Sequence
 
 from ttprun.channel import Channel
-from ttprun.rank import install, rewrite
+from ttprun.rank import install, patches, rewrite
+from ttprun.rank.preload import preload
 from ttprun.rank.script import run
 
 WARM = (
@@ -57,13 +58,19 @@ def main() -> None:
                 warm_up(message["modules"])
                 rewrite.prepare(message["files"])
                 channel.send({"op": "ready", "is_copyable": is_copyable()})
+            elif message["op"] == "preload":
+                # As in a replay: a package may take functions that we change out of torch (`from torch import save`).
+                patches.apply_all(with_replay=True)
+                notebook, plan = fds.pop(), fds.pop()
+                refused = preload(plan, notebook)
+                channel.send({"op": "ready", "is_copyable": is_copyable(), "refused": refused})
             elif message["op"] == "copy":
                 channel = give_copy(channel, fds.pop(), agent)
             else:
                 welcome = message
                 break
     except EOFError:
-        return
+        os._exit(0)  # what packages do at the end of a process is a rank's to do
     for output, target in zip(fds[3:], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)

@@ -1,0 +1,264 @@
+"""A copy of a standby that imports what the ranks have imported: what it may import, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
+from ttprun.agent import preloads as preloads_module
+from ttprun.agent.preloads import Plan, Preloaded, Preloads, plan_of
+from ttprun.agent.processes import Standby
+
+SAY = "import os\nopen(os.path.join({folder!r}, 'imported'), 'a').write(f'{{__name__}}\\n')\n"
+
+
+class Site:
+    """A folder of packages of the test's own, and a standby that finds them."""
+
+    def __init__(self, folder: Path, standby: Standby) -> None:
+        self.folder = folder
+        self.folder.mkdir()
+        self.names: list[str] = []
+        self.preloads = Preloads()
+        self.rounds: list[Preloaded] = []
+        self.standby = standby
+
+    def write(self, name: str, source: str) -> None:
+        """A module, which says when its code runs."""
+        (self.folder / f"{name}.py").write_text(SAY.format(folder=str(self.folder)) + source)
+        self.names.append(name)
+
+    def report(self, changes: dict[str, dict[str, str]] | None = None) -> dict[str, Any]:
+        """What a rank would say that has imported all of them."""
+        changes = changes or {}
+        modules = [[name, str(self.folder / f"{name}.py"), changes.get(name, {})] for name in self.names]
+        return {"op": "imported", "modules": modules, "directory": os.getcwd()}
+
+    def settle(self, **changes: dict[str, str]) -> Preloaded | None:
+        """The copy that can be used in the end, after as many rounds as it takes."""
+        wait_until_ready(self.standby)
+        self.preloads.note(0, self.report(changes), [{"args": ("script.py", "--lr", "1"), "env": {}}])
+        while not self.preloads.why_not:
+            self.preloads.look(self.standby, self.rounds.append)
+            if self.preloads.why_not:
+                break
+            current = self.rounds[-1]
+            if not select.select([current.channel.sock], [], [], 0.1)[0]:
+                continue
+            try:
+                current.read()
+            except (EOFError, OSError):
+                self.preloads.lost(current)
+                continue
+            if self.preloads.came(current):
+                break
+        return self.preloads.ready
+
+    def imported(self) -> list[str]:
+        """Names of the modules whose code has run, since this was asked last."""
+        path = self.folder / "imported"
+        names = path.read_text().split() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return names
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
+    """One standby for all tests: what is imported is imported by its copies."""
+    folder = tmp_path_factory.mktemp("run")
+    path = os.pathsep.join((str(folder / "site-packages"), ROOT))
+    variables = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+    found = Standby(str(folder), variables)
+    found.hurry()
+    found.folder = folder / "site-packages"  # type: ignore[attr-defined]
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def site(base: Standby) -> Iterator[Site]:
+    found = Site(base.folder, base)  # type: ignore[attr-defined]
+    yield found
+    found.preloads.end()
+    shutil.rmtree(found.folder)
+
+
+def test_a_module_that_is_imported_beforehand_is_not_imported_again_by_the_script_of_a_replacement(
+    site: Site, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    site.write("slow", "import sys\nARGUMENTS = list(sys.argv)\n")
+    preloaded = site.settle()
+    before = site.imported()
+    assert preloaded is not None
+
+    code, written = become_rank(preloaded.copy(), "import slow\nprint(slow.ARGUMENTS)\n")
+
+    assert (code, written) == (0, "['script.py', '--lr', '1']\n")
+    assert (before, site.imported()) == (["slow"], [])
+    assert site.standby.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import os\nRANK = os.environ.get('RANK')", "it reads RANK"),
+        ("import os\nBY_ALL = dict(os.environ)", "it reads the whole environment"),
+        ("import os\nos.environ['MADE'] = '1'", "its import changes environment variables"),
+        ("import os\nPID = os.getpid()", "it asks for the process id"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "the threads"),
+        ("FILE = open('/dev/null')", "the open files"),
+        ("import random\nrandom.seed(0)", "the random state of python"),
+        ("import torch\ntorch.rand(1)", "the random state of torch"),
+        ("import torch\ntorch.set_grad_enabled(False)", "settings of torch"),
+        ("import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)", "the signal handlers"),
+        ("import mmap\nSHARED = mmap.mmap(-1, 4096)", "shared memory or a child process"),
+        ("import subprocess\nCHILD = subprocess.Popen(['sleep', '30'])", "shared memory or a child process"),
+        ("raise RuntimeError('not here')", "its import fails here: RuntimeError: not here"),
+        ("import os\nos._exit(3)", "its import ends the process"),
+    ],
+)
+def test_a_module_whose_import_would_not_be_the_same_in_a_rank_is_left_to_the_replay_and_others_are_not(
+    site: Site, source: str, why: str
+) -> None:
+    site.write("harmless", "")
+    site.write("odd", source)
+    site.write("needs_odd", "try:\n    import odd\nexcept RuntimeError:\n    raise\n")
+
+    preloaded = site.settle()
+
+    assert preloaded is not None
+    assert why in site.preloads.refused["odd"]
+    assert set(site.preloads.refused) == {"odd", "needs_odd"}
+    assert site.imported()[-1] == "harmless"
+    assert "odd (" in site.preloads.state
+
+
+def test_a_module_in_which_the_copy_hangs_is_left_to_the_replay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preloads_module, "HANG_S", 3.0)
+    site.write("endless", "import time\ntime.sleep(600)\n")
+    site.write("harmless", "")
+
+    preloaded = site.settle()
+
+    assert preloaded is not None
+    assert site.preloads.refused == {"endless": "its import does not end"}
+    assert site.imported() == ["endless", "harmless"]
+
+
+def test_a_module_sees_the_variables_as_the_script_had_set_them_before_its_import(
+    site: Site, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    read = "import os\nSEEN = os.environ.get('MODE')\n"
+    site.write("first", read)
+    site.write("second", read)
+    preloaded = site.settle(second={"MODE": "fast"})
+    assert preloaded is not None
+
+    code, written = become_rank(
+        preloaded.copy(), "import os, first, second\nprint(first.SEEN, second.SEEN, os.environ.get('MODE'))\n"
+    )
+
+    assert (code, written) == (0, "None fast None\n")
+
+
+def test_a_module_that_prints_is_not_heard_and_what_the_ranks_do_not_have_is_not_brought_along(
+    site: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site.write("talks", "print('welcome', flush=True)\n")
+    site.write("only_here", "")
+    site.write("brings", "import only_here\n")
+    site.names.remove("only_here")
+
+    preloaded = site.settle()
+
+    assert preloaded is not None
+    assert site.preloads.refused.keys() == {"only_here", "brings"}
+    assert "welcome" not in capfd.readouterr().out
+
+
+def test_a_copy_that_is_killed_is_made_again_and_blames_no_module(site: Site) -> None:
+    site.write("slow", "")
+    first = site.settle()
+    assert first is not None
+    first.process.poll()
+    os.kill(first.process.pid, 9)
+    first.process.wait(LIMIT_S)
+    assert site.preloads.ready is None
+
+    again = site.settle()
+
+    assert again is not None
+    assert again is not first
+    assert site.preloads.refused == {}
+
+
+def report(*modules: list[Any], directory: str | None = None) -> dict[str, Any]:
+    return {"modules": list(modules), "directory": directory or os.getcwd()}
+
+
+def start(rank: int, *arguments: str) -> dict[str, Any]:
+    return {"args": ("-u", "script.py", *arguments), "env": {"RANK": str(rank), "COLOUR": "red" if rank else "blue"}}
+
+
+def test_only_what_all_ranks_have_imported_from_the_same_file_is_imported_and_their_own_variables_are_watched() -> None:
+    logger, shared, moved = ["wandb", "/w", {}], ["numpy", "/n", {"SEED": "1", "HOME": "/r"}], ["yaml", "/a", {}]
+    theirs = ["numpy", "/n", {"SEED": "2", "HOME": "/r"}]
+
+    plan = plan_of([report(logger, shared, moved), report(theirs, ["yaml", "/b", {}])], [start(0), start(1)])
+
+    assert isinstance(plan, Plan)
+    assert plan.modules == (("wandb", "", {}), ("numpy", "/n", {"HOME": "/r"}), ("yaml", "", {}))
+    assert {"RANK", "COLOUR", "SEED"} <= set(plan.own)
+    assert "HOME" not in plan.own
+    assert plan.arguments == ["script.py"]
+
+
+@pytest.mark.parametrize(
+    ("reports", "starts", "why"),
+    [
+        ([report(), report()], [start(0, "--local-rank=0"), start(1, "--local-rank=1")], "different arguments"),
+        ([report(), report(directory="/elsewhere")], [start(0), start(1)], "its working directory"),
+    ],
+)
+def test_nothing_is_imported_where_it_could_see_something_else(reports: Any, starts: Any, why: str) -> None:
+    assert why in str(plan_of(reports, starts))
+
+
+def test_a_rank_reports_its_packages_in_order_with_what_the_script_has_set_between_them(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "early.py").write_text("")
+    (package / "late.py").write_text("import early\n")
+    (tmp_path / "mine.py").write_text("")
+    program = f"""
+import os, sys
+sys.path[:0] = [{str(package)!r}, {str(tmp_path)!r}]
+from ttprun.rank import frames, imported, rewrite
+frames.add_user_directory({str(tmp_path)!r})
+rewrite.install()
+import early
+os.environ["MODE"] = "fast"
+import mine
+import late
+for name, file, changes in imported.modules():
+    if name in ("early", "late", "mine", "__main__"):
+        print(name, os.path.basename(file), changes)
+"""
+
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+
+    assert printed.stdout.splitlines() == [
+        "__main__  {}",
+        "early early.py {}",
+        "mine  {'MODE': 'fast'}",
+        "late late.py {}",
+    ]
