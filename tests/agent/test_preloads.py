@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,6 @@ class Site:
 
     def __init__(self, folder: Path, standby: Standby) -> None:
         self.folder = folder
-        self.folder.mkdir()
         self.names: list[str] = []
         self.preloads = Preloads()
         self.rounds: list[Preloaded] = []
@@ -75,6 +73,7 @@ class Site:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
     """One standby for all tests: what is imported is imported by its copies."""
     folder = tmp_path_factory.mktemp("run")
+    (folder / "site-packages").mkdir()
     path = os.pathsep.join((str(folder / "site-packages"), ROOT))
     variables = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     found = Standby(str(folder), variables)
@@ -89,7 +88,8 @@ def site(base: Standby) -> Iterator[Site]:
     found = Site(base.folder, base)  # type: ignore[attr-defined]
     yield found
     found.preloads.end()
-    shutil.rmtree(found.folder)
+    for path in found.folder.iterdir():
+        path.unlink()
 
 
 def test_a_module_that_is_imported_beforehand_is_not_imported_again_by_the_script_of_a_replacement(
@@ -112,8 +112,9 @@ def test_a_module_that_is_imported_beforehand_is_not_imported_again_by_the_scrip
     [
         ("import os\nRANK = os.environ.get('RANK')", "it reads RANK"),
         ("import os\nBY_ALL = dict(os.environ)", "it reads the whole environment"),
-        ("import os\nos.environ['MADE'] = '1'", "its import changes environment variables"),
-        ("import os\nPID = os.getpid()", "it asks for the process id"),
+        ("import os\nos.environ['PATH'] += ':/more'", "its import changes environment variables"),
+        ("import os\nPID = os.getpid()", "it keeps the process id"),
+        ("import os\nNAME = f'file-{os.getpid()}'", "it keeps the process id"),
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "the threads"),
         ("FILE = open('/dev/null')", "the open files"),
         ("import random\nrandom.seed(0)", "the random state of python"),
@@ -159,15 +160,16 @@ def test_a_module_sees_the_variables_as_the_script_had_set_them_before_its_impor
 ) -> None:
     read = "import os\nSEEN = os.environ.get('MODE')\n"
     site.write("first", read)
-    site.write("second", read)
+    site.write("second", read + "os.environ.setdefault('MODE', 'slow')\nos.environ.setdefault('ADDED', 'by second')\n")
     preloaded = site.settle(second={"MODE": "fast"})
     assert preloaded is not None
 
     code, written = become_rank(
-        preloaded.copy(), "import os, first, second\nprint(first.SEEN, second.SEEN, os.environ.get('MODE'))\n"
+        preloaded.copy(),
+        "import os, first, second\nprint(first.SEEN, second.SEEN, os.environ.get('MODE'), os.environ['ADDED'])\n",
     )
 
-    assert (code, written) == (0, "None fast None\n")
+    assert (code, written) == (0, "None fast None by second\n")
 
 
 def test_a_module_that_prints_is_not_heard_and_what_the_ranks_do_not_have_is_not_brought_along(

@@ -14,9 +14,11 @@ the user's files. Begin with `preload`.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -30,7 +32,14 @@ from ttprun.rank import random_state
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
 _bootstrap: Any = sys.modules["_frozen_importlib"]
 _environment: Any = os.environ
+_FILES, _VARIABLES, _FINDERS = "the open files", "environment variables", "sys.meta_path"
+# Variables that an import has added: a script finds them after it, and did not find them before.
+added: dict[str, str] = {}
 _lasting_threads = 1
+
+
+class _Pid(int):
+    """A process id that is an object of its own, as small integers are not: so it can be seen whether it is kept."""
 
 
 class _Watched(dict[bytes, bytes]):
@@ -65,7 +74,10 @@ class Preloading:
         self._left_out = frozenset(left_out)
         self._notebook = notebook
         self._running: list[str] = []
-        self._last: dict[str, Any] = {}
+        self._imports: set[tuple[str, str]] = set()  # who has asked for whom
+        self._pids: list[tuple[int, tuple[str, ...]]] = []  # as it was given to whom
+        self._know_forks: set[str] = set()  # packages that put themselves right in a forked process
+        self.added: dict[str, str] = {}
         self.refused: dict[str, str] = {}
 
     def say(self, why: str) -> None:
@@ -73,32 +85,37 @@ class Preloading:
         for name in self._running:
             self.refused.setdefault(name, why)
 
-    def look(self) -> None:
-        """Refuse what runs now if something has changed since the last look."""
+    def compare(self, before: dict[str, Any]) -> None:
+        """Refuse what runs now if something is not as it was before it ran, but for variables that it has added."""
         now = _state()
-        if now != self._last:
-            changed = [what for what in now if now[what] != self._last.get(what, now[what])]
-            if changed and self._running:
-                self.say(f"its import changes {', '.join(changed)}")
-            self._last = now
+        changed = [what for what in now if now[what] != before.get(what, now[what])]
+        if _FILES in changed and now[_FILES] <= before[_FILES]:
+            changed.remove(_FILES)  # one that was closed leaves nothing
+        if _FINDERS in changed and now[_FINDERS][: len(before[_FINDERS])] == before[_FINDERS]:
+            changed.remove(_FINDERS)  # one at the end is asked last, as in a rank
+        if _VARIABLES in changed and now[_VARIABLES].items() >= before[_VARIABLES].items():
+            changed.remove(_VARIABLES)
+            added = now[_VARIABLES].keys() - before[_VARIABLES].keys()
+            self.added.update((os.fsdecode(name), os.fsdecode(now[_VARIABLES][name])) for name in added)
+        if changed:
+            self.say(f"its import changes {', '.join(changed)}")
 
     def load(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """For importlib._bootstrap._load_unlocked, through which each module's code is run."""
 
         def load_unlocked(spec: Any) -> Any:
-            self.look()
+            before = _state()
+            if self._running:
+                self._imports.add((self._running[-1], spec.name))
             self._running.append(spec.name)
             self._note()
             try:
                 module = original(spec)
-                self.look()
                 known = self._files.get(spec.name, "")
                 if spec.name.partition(".")[0] != "torch" and known != _file_of(spec):
                     self.say(self._why_not(spec.name, known, _file_of(spec)))
-            except BaseException:
-                self.look()
-                raise
             finally:
+                self.compare(before)
                 self._running.pop()
                 self._note()
             return module
@@ -124,28 +141,60 @@ class Preloading:
         if _shared() != before:
             self.refused.setdefault(name, "its import keeps shared memory or a child process")
 
+    def finish(self) -> None:
+        """Refuse also what keeps this process's id, and what has asked for something that is refused."""
+        gc.collect()
+        while self._pids:
+            pid, running = self._pids.pop()
+            if running[-1].partition(".")[0] in self._know_forks:
+                continue
+            is_kept = sys.getrefcount(pid) > 2 or any(  # one for `pid`, one for the call
+                str(pid) in value for value in vars(sys.modules.get(running[-1], sys)).values() if type(value) is str
+            )
+            if is_kept:
+                for name in running:
+                    self.refused.setdefault(name, "it keeps the process id")
+        before = -1
+        while before != len(self.refused):
+            before = len(self.refused)
+            for asker, wanted in self._imports:
+                if wanted in self.refused and wanted != asker:
+                    self.refused.setdefault(asker, f"it imports {wanted}")
+
     @contextlib.contextmanager
     def watching(self, own: Sequence[str]) -> Iterator[None]:
         """Watch imports meanwhile."""
-        original, getpid = _bootstrap._load_unlocked, os.getpid
+        original, getpid, register, ask = _bootstrap._load_unlocked, os.getpid, os.register_at_fork, builtins.__import__
 
         def get_pid() -> int:
-            if sys._getframe(1).f_globals.get("__name__") not in ("logging", "ttprun.rank.preload"):
-                self.say("it asks for the process id")
-            return getpid()
+            pid = _Pid(getpid())
+            if self._running:
+                self._pids.append((pid, tuple(self._running)))
+            return pid
+
+        def register_at_fork(**functions: Any) -> None:
+            self._know_forks.update(name.partition(".")[0] for name in self._running)
+            register(**functions)
+
+        def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            if self._running:
+                full = name
+                if level:
+                    full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "")
+                self._imports.update((self._running[-1], wanted) for wanted in (full, *_within(full, fromlist)))
+            return ask(name, globals, locals, fromlist, level)
 
         watched = _Watched(_environment._data, own, self.say)
         environments: tuple[Any, ...] = (os.environ, os.environb)
         _bootstrap._load_unlocked = self.load(original)
-        os.getpid = get_pid
+        os.getpid, os.register_at_fork, builtins.__import__ = get_pid, register_at_fork, import_
         for environment in environments:
             environment._data = watched
-        self._last = _state()
         try:
             yield
         finally:
             _bootstrap._load_unlocked = original
-            os.getpid = getpid
+            os.getpid, os.register_at_fork, builtins.__import__ = getpid, register, ask
             variables = dict(dict.items(watched))
             for environment in environments:
                 environment._data = variables
@@ -174,14 +223,14 @@ def preload(plan_fd: int, notebook: int) -> dict[str, str]:
             with preloading.watching(plan["own"]):
                 for name, origin, changes in modules:
                     _change_environment(changes)
-                    if changes:
-                        preloading._last = _state()
                     if origin and name not in sys.modules:
                         preloading.get(name)
+                preloading.finish()
         finally:
             sys.argv = before
             sys.path.insert(0, entry)
     os.close(notebook)
+    added.update(preloading.added)
     return preloading.refused
 
 
@@ -217,16 +266,22 @@ def _file_of(spec: Any) -> str:
     return os.pathsep.join(spec.submodule_search_locations or ())
 
 
+def _within(package: str, names: Any) -> list[str]:
+    """The modules among the names in `from package import names`."""
+    return [full for full in (f"{package}.{name}" for name in names or ()) if full in sys.modules]
+
+
 def _state() -> dict[str, Any]:
     """What an import must leave as it is: a script may have set it before."""
     found: dict[str, Any] = {
-        "environment variables": dict(dict.items(_environment._data)),
+        _VARIABLES: dict(dict.items(_environment._data)),
         "the working directory": os.getcwd(),
         "the threads": _threads(),
-        "the open files": os.listdir("/proc/self/fd"),
+        _FILES: frozenset(os.listdir("/proc/self/fd")),
         "the signal handlers": [signal.getsignal(number) for number in _SIGNALS],
         "sys.path": list(sys.path),
-        "sys.meta_path": (list(map(id, sys.meta_path)), list(map(id, sys.path_hooks))),
+        _FINDERS: list(map(id, sys.meta_path)),
+        "sys.path_hooks": list(map(id, sys.path_hooks)),
         "sys.excepthook": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "limits of Python": (sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
         "the garbage collector": (gc.isenabled(), gc.get_threshold(), list(map(id, gc.callbacks))),

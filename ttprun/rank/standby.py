@@ -21,8 +21,7 @@ import sys
 from collections.abc import Sequence
 
 from ttprun.channel import Channel
-from ttprun.rank import install, patches, rewrite
-from ttprun.rank.preload import preload
+from ttprun.rank import install, patches, preload, rewrite
 from ttprun.rank.script import run
 
 WARM = (
@@ -62,7 +61,7 @@ def main() -> None:
                 # As in a replay: a package may take functions that we change out of torch (`from torch import save`).
                 patches.apply_all(with_replay=True)
                 notebook, plan = fds.pop(), fds.pop()
-                refused = preload(plan, notebook)
+                refused = preload.preload(plan, notebook)
                 channel.send({"op": "ready", "is_copyable": is_copyable(), "refused": refused})
             elif message["op"] == "copy":
                 channel = give_copy(channel, fds.pop(), agent)
@@ -75,7 +74,7 @@ def main() -> None:
         os.dup2(output, target)
         os.close(output)
     os.environ.clear()
-    os.environ.update(welcome["env"])
+    os.environ.update(preload.added | welcome["env"])
     arguments: list[str] = welcome["arguments"]
     is_followed = not welcome["options"]["mindio"]
     if is_followed:
