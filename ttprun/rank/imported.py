@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -56,15 +57,15 @@ def modules() -> list[list[Any]]:
     return [["", "", change] for change in lost] + found
 
 
-def _file_of(name: str, module: ModuleType) -> str:
+def _file_of(name: str, module: Any) -> str:
     """Where an installed module comes from; "" for any other."""
-    spec = getattr(module, "__spec__", None)
-    if spec is None or getattr(spec, "name", None) != name or name in _AT_START:
+    spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None  # a lazy one is not asked
+    if type(spec) is not ModuleSpec or spec.name != name or name in _AT_START:
         return ""
-    origin = getattr(spec, "origin", None)
+    origin = spec.origin
     if origin in ("built-in", "frozen"):
         return str(origin)
     if isinstance(origin, str):
         return origin if is_installed(origin) else ""
-    places = list(getattr(spec, "submodule_search_locations", None) or ())
+    places = list(spec.submodule_search_locations or ())
     return os.pathsep.join(places) if places and all(map(is_installed, places)) else ""
