@@ -120,3 +120,13 @@ def test_memory_of_arrays_that_are_gone_is_let_go_of() -> None:
 
     assert written_pages._watched == []
     assert large._arrays == {}
+
+
+def test_a_batch_of_which_one_sample_differs_has_another_hash_and_only_parts_of_it_are_read() -> None:
+    batch = torch.rand(64, 3, 112, 112)
+    other = batch.clone()
+    other[17] += 0.01
+
+    assert large.fingerprint(batch) == large.fingerprint(batch.clone())
+    assert large.fingerprint(batch) != large.fingerprint(other)
+    assert large._TENSOR_BLOCKS * large._BLOCK_BYTES < batch.nbytes / 16

@@ -1,8 +1,9 @@
 """Tensors and arrays too large to be recorded each time: the replay makes them again, and they are compared.
 
-A large tensor is hashed when it is first met. As long as it is the same tensor, at the same place, with the same
-version counter, and nobody has written to its memory, the hash stands. One that has changed since the boundary before
-is no data that a replay would load again: it is copied into the record.
+A large tensor is hashed when it is first met (of more than TENSOR_BYTES blocks spread over it, since batches are
+new at each step). As long as it is the same tensor, at the same place, with the same version counter, and nobody has
+written to its memory, the hash stands. One that has changed since the boundary before is no data that a replay would
+load again: it is copied into the record.
 
 Where the kernel tells what was written (written_pages.py) it is asked, once a tensor or array has been met a few times.
 Elsewhere a few elements spread over a tensor are looked at, since writes through `.data` are not counted; and an array,
@@ -26,7 +27,9 @@ from ttprun.rank.written_pages import Watched, watch
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole
+TENSOR_BYTES = 1 << 20  # the same for tensors, whose writes are counted: batches are hashed at each step
 _BLOCKS = 8192
+_TENSOR_BLOCKS = 2048
 _BLOCK_BYTES = 256
 _PROBES = 64
 _LOOKS = 3  # boundaries at which something must have been as before until its memory is watched
@@ -43,7 +46,7 @@ class _Met:
 
     __slots__ = (
         *("at", "digest", "end", "is_changing", "looks", "node", "probe", "reference", "stepped", "values", "version"),
-        "watched",
+        *("watched", "whole"),
     )
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class _Met:
         self.stepped: Any = None
         self.at = self.version = -1
         self.end = -1  # of an array
-        self.digest = self.values = b""
+        self.digest = self.values = self.whole = b""
         self.is_changing = False
         self.probe: Any = None
         self.reference: Any = None
@@ -72,14 +75,16 @@ class _Met:
         return self.at == at and self.end == at + size
 
     def note_same(self, digest_now: Callable[[], bytes]) -> None:
-        """It was as before; after some such boundaries its memory is watched, and then hashed once more."""
+        """It was as before; after some such boundaries its memory is watched, and all of it hashed before and after."""
         self.looks += 1
-        if self.looks == _LOOKS and not self.is_changing:
+        if self.is_changing:
+            return
+        if self.looks == _LOOKS - 1:
+            self.whole = digest_now()
+        elif self.looks == _LOOKS:
             self.watched = watch(self.at, self.end - self.at)
             if self.watched is not None:
-                digest = digest_now()
-                self.note_change(digest != self.digest)
-                self.digest = digest
+                self.note_change(digest_now() != self.whole)
 
     def begin_look(self, at: int, size: int) -> bool:
         """It is about to be hashed: what is written from now on has not been seen. Returns whether it has moved."""
@@ -138,14 +143,14 @@ def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
         known = _keep(tensor, _met)
     elif known.is_at(at, size) and known.version == version >= 0 and known.is_untouched():
         if tensor.is_contiguous() and tensor.device.type == "cpu":
-            known.note_same(lambda: _digest(tensor))
+            known.note_same(lambda: digest_of(memoryview(_memory(at, size))))
         return known.digest, known.is_changing
     known.node = []
     if known.begin_look(at, size):
         known.probe = _probe(tensor)
     digest = _digest(tensor)
     if is_known:
-        known.note_change(digest != known.digest or size > WHOLE_BYTES)
+        known.note_change(digest != known.digest or size > TENSOR_BYTES)
     known.version, known.digest, known.values = version, digest, known.read_probe()
     return digest, known.is_changing
 
@@ -230,10 +235,25 @@ def _keep(value: Any, among: dict[int, _Met]) -> _Met:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    if not (flat.is_contiguous() or flat.is_contiguous(memory_format=torch.channels_last)):
+        flat = flat.contiguous()
     if flat.device.type != "cpu":
         flat = flat.cpu()
-    return digest_of(memoryview(_memory(flat.data_ptr(), flat.nbytes))) if flat.nbytes else b""
+    if not flat.nbytes:
+        return b""
+    memory = _memory(flat.data_ptr(), flat.nbytes)
+    return digest_of(memoryview(memory)) if flat.nbytes <= TENSOR_BYTES else _digest_of_blocks(memory)
+
+
+def _digest_of_blocks(memory: Any) -> bytes:
+    """A hash of blocks spread over memory that is larger than they are together, and of its end."""
+    raw = numpy.frombuffer(memory, numpy.uint8)
+    apart = len(raw) // _TENSOR_BLOCKS
+    blocks = raw[: apart * _TENSOR_BLOCKS].reshape(_TENSOR_BLOCKS, apart)[:, :_BLOCK_BYTES]
+    state = xxhash.xxh3_64(blocks.tobytes())
+    state.update(raw[-_BLOCK_BYTES:].tobytes())
+    return state.digest()
 
 
 def _memory(at: int, size: int) -> Any:
