@@ -110,7 +110,8 @@ class Config(BaseModel):
     )
     verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
     on_nan: Literal["warn", "stop"] = Field(
-        "warn", description="what to do when a rank's own gradient is NaN: say so, or end the job in front of the step"
+        "warn",
+        description="what to do about NaN in gradients: say so when it shows, or look before each step and end the job",
     )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")

@@ -98,9 +98,17 @@ def put(values: list[float], gradient: torch.Tensor) -> torch.Tensor:
     return torch.cat([gradient.flatten()[: -len(values)], torch.tensor(values)]).view_as(gradient)
 
 
+def look_before_each_step() -> None:
+    """As with `on_nan: stop`; the NaN itself is only reported."""
+    session = current()
+    if session is not None:
+        session.verifier.looks_before = True
+
+
 def look_for_nans(rank: int, values: list[float]) -> list[str]:
     """What is known in front of the step, for each of the parameters in which rank 1 gets these values."""
     training = Training(rank)
+    look_before_each_step()
     for _ in range(BEGINS_AT):
         training.step()
     found: list[str] = []
@@ -134,6 +142,7 @@ def test_infinities_of_both_signs_in_a_gradient_are_no_nan() -> None:
 
 def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     """A fault puts a NaN into what the first reduction of a step is given: what is known, and seen, of it then."""
+    look_before_each_step()
     training = Training(rank)
     for _ in range(BEGINS_AT):
         training.step()
@@ -190,6 +199,7 @@ def break_off(*_: Any) -> None:
 
 def break_a_backward_pass_off(rank: int) -> tuple[int, str]:
     """Behind the first reduction of two; the gradients are thrown away, and something else is reduced."""
+    look_before_each_step()
     training = Training(rank)
     for _ in range(BEGINS_AT):
         training.step()

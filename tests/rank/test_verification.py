@@ -13,6 +13,7 @@ from tests.rank.fakes import FakeChannel
 from ttprun import channel
 from ttprun.rank import holdings, verification
 from ttprun.rank.journal import Entry, Journal
+from ttprun.rank.reduced import find_nan
 from ttprun.rank.verification import Verifier, look_for_nan, nan_in
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
@@ -54,6 +55,45 @@ def test_what_a_collective_has_made_of_the_gradient_meanwhile_does_not_matter() 
     gradient.fill_(NAN)
 
     assert nan_in(journal) == ""
+
+
+def reduced(*results: torch.Tensor, copies: list[torch.Tensor] | None = None) -> Journal:
+    """A journal in which each collective has given such results, of inputs of which there may be copies."""
+    journal = Journal(limit_bytes=1 << 30)
+    for result in results:
+        entry: Any = Entry(None, "allreduce", (), [result])  # type: ignore[arg-type]
+        entry.is_done = True
+        entry.saved = [(result, copy) for copy in copies or []]
+        journal.entries.append(entry)
+    return journal
+
+
+def with_nan(size: int, at: int) -> torch.Tensor:
+    found = torch.ones(size)
+    found[at] = NAN
+    return found
+
+
+@pytest.mark.parametrize("at", [0, 12_345, 299_999])
+def test_one_nan_in_a_result_is_found_within_sixteen_steps_and_one_all_over_it_at_once(at: int) -> None:
+    journal = reduced(torch.ones(3), with_nan(300_000, at))
+
+    assert ("allreduce number 1 of the step", False) in [find_nan(journal, step) for step in range(20, 36)]
+    assert find_nan(reduced(torch.full((300_000,), NAN)), 3) == ("allreduce number 0 of the step", False)
+
+
+def test_the_rank_whose_copy_of_its_own_input_holds_the_nan_says_so_and_no_other_does() -> None:
+    result = with_nan(9, 4)
+
+    assert find_nan(reduced(result, copies=[with_nan(9, 4)]), 3) == (
+        "allreduce number 0 of the step, 1 of 9 elements",
+        True,
+    )
+    assert find_nan(reduced(result, copies=[torch.ones(9)]), 3) == ("", False)
+
+
+def test_infinities_and_whole_numbers_in_a_result_are_no_nan() -> None:
+    assert find_nan(reduced(torch.tensor([INFINITE, -INFINITE]), torch.arange(5)), 16) == ("", False)
 
 
 def test_with_the_next_step_the_nan_is_forgotten() -> None:
@@ -160,5 +200,19 @@ def test_weights_that_cannot_be_hashed_are_told_once_and_no_recovery_counts_as_p
     assert "MemoryError: no room" in told[0]["text"]
     assert "the ranks' weights are not compared" in told[0]["text"]
     assert "at step 2 the recovery is not proved" in told[1]["text"]
+    agent.close()
+    rank.close()
+
+
+def test_a_nan_that_the_weights_held_before_the_step_is_blamed_on_no_rank() -> None:
+    agent, rank = channel.pair()
+    nan = torch.full((4,), NAN)
+    verifier = Verifier(rank, reduced(nan, copies=[nan]), every=0, nan_limit_s=None)
+
+    verifier.look(8, torch.optim.SGD([nan.clone().requires_grad_()]), None, are_new=False)
+
+    (told,) = agent.read_available()
+    assert not told["is_own"]
+    assert told["where"] == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
     agent.close()
     rank.close()

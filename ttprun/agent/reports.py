@@ -293,14 +293,21 @@ class Reports:
         supervisor.advance(event)
 
     def _on_nan(self, seat: Seat, message: Message) -> None:
-        """A rank has found a NaN in its own gradient; told to stop, it stands in front of the step."""
+        """A rank has found a NaN, in its own gradient or in reduced ones. Told to stop, it waits before the step."""
         is_spread = message["step"] == self._nan_step + 1  # through the weights, which the first one has reached
+        is_known = message["step"] == self._nan_step
         self._nan_step = message["step"]
         if is_spread:
             return
         is_stop = self._supervisor.config.on_nan == "stop"
-        told = f"rank {seat.rank} has NaN in its own gradient in step {message['step']} ({message['where']})"
-        self._supervisor.log("nan_found", rank=seat.rank, step=message["step"], where=message["where"])
+        step, where = message["step"], message["where"]
+        if message["is_own"]:
+            told = f"rank {seat.rank} has NaN in its own gradient in step {step} ({where})"
+        elif is_known:
+            return
+        else:
+            told = f"the reduced gradients hold NaN in step {step} ({where}); whose it was, only --on-nan stop can say"
+        self._supervisor.log("nan_found", rank=seat.rank if message["is_own"] else None, step=step, where=where)
         if is_stop:
             reason = f"{told}; no rank has taken the step (on_nan: stop)"
             self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))

@@ -97,7 +97,7 @@ def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:
     if noticed is None:
         noticed = next((other for other in after if _is_loss(other) and other["pid"] == event["pid"]), None)
     if noticed is None and kind == "nan":
-        named = (other for other in after if other["event"] == "nan_found" and other["rank"] == event["rank"])
+        named = (other for other in after if other["event"] == "nan_found" and other["rank"] in (event["rank"], None))
         noticed = next(named, None)
         effect = "" if noticed is None else f"named in step {noticed['step']}; it was not kept from the weights"
         return replace(struck, effect=effect, detect_s=None if noticed is None else noticed["at_s"] - at_s)

@@ -308,7 +308,7 @@ class ManagedGroup(ProcessGroup):
                 entry.inner = self._begin(entry)
             elif journal.is_ended:
                 raise EndedError
-        if is_kept:
+        if is_kept and session.verifier.looks_before:
             self.buckets.look_for_nan(entry)
         if faults.waiting:
             faults.reached("collective")

@@ -4,9 +4,9 @@ Weights are compared between ranks every `verify_every` steps: they are copied b
 copy does, and hashed on a thread of their own while training goes on; the agent compares. At the first steps, and at
 those after a recovery, all that is trained is hashed before the step (holdings.py).
 
-A gradient is looked at when the rank that made it has sent it off, while the ranks exchange theirs and the journal's
-copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows whose. In front of the step it is
-told.
+If a NaN is to stop the job, a gradient is looked at when the rank that made it has sent it off, while the ranks
+exchange theirs and the journal's copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows
+whose. Else what has come out of the all-reduce is looked at before the step (reduced.py).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import xxhash
 
 from ttprun.device.errors import in_one_line
 from ttprun.rank import holdings
+from ttprun.rank.reduced import find_nan, has_nan
+from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
@@ -35,10 +37,11 @@ _KILL_LIMIT_S = 60.0
 class Verifier:
     """Looks at gradients and weights in front of each step, and tells the agent.
 
-    every        boundaries between two looks at the weights, beside the first ones; 0: none
-    is_compared  what ranks hold is compared at all
-    nan_limit_s  seconds for which a NaN in this rank's gradient keeps it from the step, till the job ends; None: it is
-                 only told
+    every         boundaries between two looks at the weights, beside the first ones; 0: none
+    is_compared   what ranks hold is compared at all
+    nan_limit_s   seconds for which a NaN in this rank's gradient keeps it from the step, till the job ends; None: it is
+                  only told
+    looks_before  at each gradient as this rank gives it, and not only at what all have made of them
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Verifier:
         self._journal = journal
         self._every = every
         self._nan_limit_s = nan_limit_s
+        self.looks_before = nan_limit_s is not None
         self._had_nan = False
         self._prove_until = 0
         self._look_at = 0
@@ -72,9 +76,15 @@ class Verifier:
         the process; the other ranks wait for its record all the while, so that nobody takes the step. Raises
         RuntimeError if the agent does not come.
         """
-        where = nan_in(self._journal)
+        if self.looks_before:
+            where, is_own = nan_in(self._journal), True
+        else:
+            where, is_own = find_nan(self._journal, boundary)
+            held = (local_of(weight) for group in optimizer.param_groups for weight in group["params"])
+            if where and not self._had_nan and any(has_nan(weight, boundary, True) for weight in held):
+                where, is_own = f"{where}; the weights held it before this step", False
         if where and not self._had_nan:
-            self._channel.send({"op": "nan", "step": boundary - 1, "where": where})
+            self._channel.send({"op": "nan", "step": boundary - 1, "where": where, "is_own": is_own})
             if self._nan_limit_s is not None:
                 threading.Event().wait(self._nan_limit_s)
                 raise RuntimeError(
