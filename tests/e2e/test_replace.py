@@ -277,3 +277,15 @@ def test_what_else_torch_offers_works_as_under_torchrun(run_ttprun: RunTtprun, u
     assert run.exit_code == 0, run.story()
     assert run.stdout == undisturbed("many_features.py", 2).stdout
     assert run.incidents == [], run.story()
+
+
+@pytest.mark.parametrize(
+    "fault", ["kill:rank=1,step=7,phase=after_step", "kill:rank=1,phase=setup", "kill:rank=1,step=0,phase=backward"]
+)
+def test_folders_that_are_named_from_the_time_go_on_in_the_replacement(run_ttprun: RunTtprun, fault: str) -> None:
+    result = run_ttprun("names_by_time.py", 2, faults=[fault])
+
+    logs = sorted((result.folder / "out" / "runs-1").rglob("log.txt"))
+    assert_only_replaced(result)
+    assert len(logs) == 10, result.story()
+    assert {len(log.read_text().splitlines()) for log in logs} == {12}

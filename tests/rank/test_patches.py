@@ -73,6 +73,14 @@ CALLS: dict[str, Call] = {
     "signal.signal": ((signal.SIGUSR2, print), {}),
     "signal.getsignal": ((signal.SIGUSR2,), {}),
     "os.urandom": ((4,), {}),
+    "os.getpid": ((), {}),
+    "time.time": ((), {}),
+    "time.time_ns": ((), {}),
+    "time.localtime": ((0.0,), {}),
+    "time.gmtime": ((0.0,), {}),
+    "time.ctime": ((0.0,), {}),
+    "time.strftime": (("%Y", (0,) * 9), {}),
+    "time.asctime": (((0,) * 9,), {}),
 }
 
 

@@ -26,6 +26,7 @@ from ttprun.rank import (
     looped,
     loops,
     open_boundaries,
+    origins,
     output,
     random_state,
     replicated,
@@ -201,6 +202,7 @@ def pass_boundary(session: Session) -> None:
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
         session.has_stepped = True
+        origins.end()
         _look_at_state(session)
         session.tell_modules()
         if not session.unprotected:

@@ -1,6 +1,7 @@
 """Randomness of the operating system: it cannot be recorded, so a replacement would draw other numbers.
 
-Draws before the first step mostly seed a generator whose state is recorded, or name a file. Draws in the steps
+Draws before the first step mostly seed a generator whose state is recorded, or name a file: a replacement's set-up gets
+the same (origins.py), unless they are secrets. Draws in the steps
 themselves make a script that cannot be replayed; they are counted, and the count stands in each boundary's record.
 """
 
@@ -11,6 +12,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+from ttprun.rank import origins
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import current
 
@@ -24,9 +26,12 @@ def wrap_urandom(original: Any) -> Any:
     def urandom(size: int) -> bytes:
         global _drawn
         session = current()
+        if origins.is_on():
+            drawn: bytes = origins.draw(f"urandom {size}", lambda: original(size), _who_names(sys._getframe(1)))
+            return drawn
         if session is not None and session.applied and _is_asked_by_user(sys._getframe(1)):
             _drawn += 1
-        drawn: bytes = original(size)
+        drawn = original(size)
         return drawn
 
     random._urandom = urandom  # type: ignore[attr-defined]
@@ -38,6 +43,15 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__") in _STANDING_ON_IT:
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def _who_names(frame: FrameType | None) -> FrameType | None:
+    """The code that asks, where that may be for a name or a seed; None for a secret, which is not kept."""
+    while frame is not None and frame.f_globals.get("__name__") in _STANDING_ON_IT:
+        if frame.f_globals.get("__name__") == "secrets":
+            return None
+        frame = frame.f_back
+    return frame
 
 
 def drawn_since_last_asked() -> int:

@@ -5,6 +5,8 @@ A process runs its script once, unless a transient error or its device ends it: 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -22,8 +24,12 @@ from ttprun.rank import (
     groups,
     leftovers,
     loops,
+    origins,
     output,
     patches,
+    random_state,
+    results,
+    trackers,
     trained,
     workers,
 )
@@ -55,6 +61,7 @@ def install(presence: Presence) -> None:
     register_optimizer_step_pre_hook(boundary.before_step)
     register_optimizer_step_post_hook(boundary.after_step)
     output.count_lines()
+    trackers.follow()
     leave_in_children()
     for ordered in presence.welcome["faults"]:
         faults.arm(ordered["number"], parse_fault(ordered["fault"]))
@@ -77,6 +84,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         patches.apply_all(with_replay=True)
     workers.keep_in(session.recorder)
     begin(session)
+    _begin_origins(session, is_replacement and order["op"] == "replay" and order["adapt"] is None)
     if is_replacement and order["op"] == "replay":
         files.mute_all()
         if order["adapt"] is not None:
@@ -94,6 +102,21 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     presence.hand_over(session.recovery.take)
     session.touch(Phase.SETUP)
     presence.channel.send({"op": "protected"})
+
+
+_RANDOM = "random states"  # of this process when the run begins; where the script gives no seeds, all comes of these
+
+
+def _begin_origins(session: Session, is_replay: bool) -> None:
+    """Give a replacement's set-up what that of the lost rank has drawn from outside, and keep what is drawn anew."""
+    known = results.origins_in(session.recorder.read_log())
+    keep = partial(results.keep_origin, session.recorder)
+    origins.begin(known, None if is_replay else keep)
+    states = next((value for place, value in known if place == _RANDOM), None)
+    if states is not None:
+        random_state.restore(states)
+    elif not is_replay:
+        keep((_RANDOM, random_state.capture()))
 
 
 def make_session(presence: Presence) -> Session:

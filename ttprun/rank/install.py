@@ -24,7 +24,7 @@ from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, held_signals, life, rewrite, stack
+from ttprun.rank import damage, heartbeat, held_signals, life, origins, patches, rewrite, stack
 from ttprun.rank.after_import import after_import
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
@@ -87,6 +87,9 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     strike_at_start(welcome)
     if welcome["is_replacement"]:
         _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+    if not welcome["options"]["mindio"]:
+        patches.apply_early()
+        origins.listen()
     after_import("torch", take_over)
     if welcome["is_replacement"] and _presence.order["op"] == "replay":
         # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.

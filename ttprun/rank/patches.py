@@ -20,6 +20,7 @@ class Patch:
     module, attribute  what is changed ("a.b" for a class's method)
     ours               "module:function"; given the original, it returns what takes its place
     why                one phrase
+    is_early           applied before the script starts, and not only when it has imported torch
     is_for_replay      applied only before a replay
     is_for_frameworks  applied where a framework recovers by callbacks (--mindio), and no script is replayed
     is_for_scripts     applied everywhere else
@@ -30,10 +31,20 @@ class Patch:
     ours: str
     why: str
     is_for_replay: bool = False
+    is_early: bool = False
     is_for_frameworks: bool = False
     is_for_scripts: bool = True
 
 
+_CLOCKS = {
+    "time": "wrap_time",
+    "time_ns": "wrap_time_ns",
+    "localtime": "wrap_of_seconds",
+    "gmtime": "wrap_of_seconds",
+    "ctime": "wrap_of_seconds",
+    "strftime": "wrap_strftime",
+    "asctime": "wrap_asctime",
+}
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "torch.distributed.distributed_c10d",
@@ -171,7 +182,30 @@ PATCHES: tuple[Patch, ...] = (
         "the same",
         is_for_frameworks=True,
     ),
-    Patch("os", "urandom", "ttprun.rank.entropy:wrap_urandom", "to notice randomness that cannot be replayed"),
+    *(
+        Patch(
+            "time",
+            name,
+            f"ttprun.rank.origins:{ours}",
+            "up to the first step, to give a replacement's set-up the same time: it names the same folders",
+            is_early=True,
+        )
+        for name, ours in _CLOCKS.items()
+    ),
+    Patch(
+        "os",
+        "getpid",
+        "ttprun.rank.origins:wrap_getpid",
+        "the same for the names of TensorBoard's files; other callers get the process's own",
+        is_early=True,
+    ),
+    Patch(
+        "os",
+        "urandom",
+        "ttprun.rank.entropy:wrap_urandom",
+        "the same for uuids; and to notice randomness that cannot be replayed",
+        is_early=True,
+    ),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
 )
@@ -187,6 +221,12 @@ class Change:
 
 
 ALSO: tuple[Change, ...] = (
+    Change("datetime", "datetime.now, utcnow", "as time.time; put back at the first step"),
+    Change(
+        "tensorboard",
+        "EventFileWriter.add_event",
+        "each event is counted, so that it comes out once, in the lost rank's file",
+    ),
     Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
     Change(
         "torch.nn",
@@ -258,6 +298,11 @@ _done: set[Patch] = set()
 def apply_all(with_replay: bool) -> list[str]:
     """Apply the table, torch being imported, but for what has been applied; returns what could not be applied."""
     return _apply(patch for patch in PATCHES if patch.is_for_scripts and (with_replay or not patch.is_for_replay))
+
+
+def apply_early() -> list[str]:
+    """What must be there before the script starts; returns what could not be applied."""
+    return _apply(patch for patch in PATCHES if patch.is_early)
 
 
 def apply_for_frameworks() -> list[str]:

@@ -22,7 +22,19 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ttprun.board import Field, Phase
-from ttprun.rank import faults, files, gradients, loaders, loops, proof, random_state, sharded, trained, way_back
+from ttprun.rank import (
+    faults,
+    files,
+    gradients,
+    loaders,
+    loops,
+    origins,
+    proof,
+    random_state,
+    sharded,
+    trained,
+    way_back,
+)
 from ttprun.rank.expected import MismatchError, report_mismatch
 from ttprun.rank.frames import place, user_frames
 from ttprun.rank.moved import Mover
@@ -365,6 +377,7 @@ class Replay:
         gradients.poison(trained.optimizers())
         self._output.end(*self.skip_lines)
         files.unmute(session, self._target["files"], self.boundary)
+        origins.end()
         session.results.begin_step(self.boundary)
         for site in loops.sites:
             if site.key in self._target["has_steps"]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A place that has been called in so many different steps is part of the step, and lives in the records alone.
 SELDOM = 16
+ORIGIN = -1  # the "step" of what the set-up has drawn from outside (origins.py), which is kept in the same log
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
@@ -60,6 +61,17 @@ class Results:
         return ended
 
 
+def keep_origin(recorder: Recorder, drawn: tuple[str, Any]) -> None:
+    """Keep what the set-up has drawn from outside."""
+    recorder.append_log(msgpack.packb((ORIGIN, *drawn)))
+
+
+def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
+    """What was kept so, oldest first."""
+    found = map(msgpack.unpackb, log)
+    return [(place, value) for step, place, value in found if step == ORIGIN]
+
+
 class Answers:
     """What a replay answers to its collectives, from a lost rank's recorder."""
 
@@ -71,7 +83,7 @@ class Answers:
             self._by_place[place].setdefault(step, deque()).append(outputs)
         for packed in log:
             step, place, outputs = msgpack.unpackb(packed)
-            if (step, place) not in seen:
+            if step != ORIGIN and (step, place) not in seen:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
