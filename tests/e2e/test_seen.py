@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PLAIN, SCRIPTS, Run, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import PLAIN, SCRIPTS, Launch, Run, assert_only_replaced, assert_same_outcome
 
 KILL = "kill:rank=1,step=20,phase=backward"
 
@@ -46,3 +50,101 @@ def test_ranks_are_hooked_if_torch_and_its_functions_were_imported_before_us(
     assert_only_replaced(result)
     assert result.incidents[0]["boundary"] == 20, result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 2))
+
+
+def test_ranks_whose_python_skips_the_hooks_are_said_not_to_be_protected(
+    start_ttprun: Callable[..., Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once all begin again from the top, nobody claims that no step was lost."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(python))
+
+    launch = start_ttprun("waits.py", 2, script_args=["--place", "training"])
+    launch.wait_for_event("rank_unprotected")
+    launch.wait_for_file("out/stays-1")
+    os.kill(pid_of(launch, 1), signal.SIGKILL)
+    result = launch.finish()
+
+    assert "started with -E, which ignores PYTHONPATH" in result.output, result.story()
+    assert result.output.count("leave that option out. If a rank is lost, the job ends") == 1
+    assert result.status["protection"].startswith("off: rank"), result.story()
+    assert [incident["steps_lost"] for incident in result.incidents] == [None]
+    assert result.exit_code == 137
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("import subprocess, sys\nsubprocess.run([sys.executable, ARGUMENTS])", "a process that it has started"),
+        ("import os, sys\nos.execv(sys.executable, [sys.executable, ARGUMENTS])", "put another program in its place"),
+    ],
+    ids=["subprocess", "exec"],
+)
+def test_a_script_that_hands_over_to_another_process_is_said_not_to_be_protected(
+    start_ttprun: Callable[..., Launch], tmp_path: Path, way: str, why: str
+) -> None:
+    script = tmp_path / "hands_over.py"
+    script.write_text(way.replace("ARGUMENTS", f"{str(SCRIPTS / 'waits.py')!r}, *sys.argv[1:]"))
+
+    launch = start_ttprun(str(script), 2, script_args=["--place", "training"])
+    launch.wait_for_file("out/stays-1")
+    time.sleep(2.0)
+    os.kill(pid_of(launch, 1), signal.SIGKILL)
+    result = launch.finish()
+
+    assert why in result.output, result.story()
+    assert [incident["steps_lost"] for incident in result.incidents] == [None], result.story()
+    assert result.status["protection"].startswith("off: rank"), result.story()
+    assert result.exit_code == 137
+
+
+IN_A_PACKAGE = """
+import torch, torch.distributed as dist
+from package_with_a_loop import train
+
+dist.init_process_group("gloo")
+weight = torch.ones(4, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.01)
+
+
+def step():
+    optimizer.zero_grad()
+    weight.square().sum().backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+
+
+train(step, 20)
+"""
+
+
+def test_a_script_that_cannot_be_repaired_is_reported_after_its_first_step_and_not_replayed(
+    run_ttprun: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "library"
+    package.mkdir()
+    (package / "package_with_a_loop.py").write_text(
+        "def train(step, count):\n    for _ in range(count):\n        step()\n"
+    )
+    script = tmp_path / "script" / "train.py"
+    script.parent.mkdir()
+    script.write_text(IN_A_PACKAGE)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+
+    result = run_ttprun(str(script), 2, faults=["kill:rank=1,step=12,phase=backward"])
+
+    assert result.output.count("no rank can be replaced") == 1, result.story()
+    assert "the optimizer step is taken in a loop of train" in result.output
+    assert "If a rank is lost, the job ends" in result.output
+    reported = [event["boundary"] for event in result.events if event["event"] == "rank_hindered"]
+    assert reported == [1, 1], result.story()
+    assert result.status["protection"].startswith("off: ranks 0, 1 could not be replaced now"), result.story()
+    assert [incident["replay_s"] for incident in result.incidents] == [None]
+    assert result.exit_code == 137
+
+
+def pid_of(launch: Launch, rank: int) -> int:
+    """The present process of a rank."""
+    return launch.pids[rank][-1]

@@ -69,7 +69,7 @@ def run_under_shim(
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     theirs.close()
-    board_fd, _ = Board.create(1)
+    board_fd, _ = Board.create(welcome.get("local_world_size", 1))
     record_fd = Recorder.create(RECORD_BYTES)
     stack_fd = stacks.create()
     ours.send(welcome_of(directory, **welcome), [board_fd, record_fd, stack_fd])

@@ -86,4 +86,4 @@ def test_on_the_same_way_again_the_variables_and_loops_are_those_of_the_moment(t
 def test_a_loop_that_is_not_followed_hinders_a_replacement_only_as_long_as_the_step_is_in_it(tmp_path: Path) -> None:
     found = run_alone(_seen_no_longer_followed, str(tmp_path))
 
-    assert found == ["a loop around the optimizer step was not followed in the lost rank", ""]
+    assert found == ["a loop around the optimizer step is not followed", ""]

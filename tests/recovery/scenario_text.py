@@ -38,6 +38,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
     "holds_alone": recovery.RankHoldsAlone,
+    "hindered": recovery.RankHindered,
     "exited": recovery.RankExited,
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,

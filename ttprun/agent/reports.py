@@ -47,6 +47,8 @@ class Reports:
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
         self._told: list[tuple[int, Message]] = []  # what each rank has told all others in the present generation
         self._nan_step = -2
+        self._announced: set[str] = set()
+        self._has_announced_end = False
 
     def take(self, seat: Seat, message: Message) -> None:
         """A message has come from the process of a seat."""
@@ -328,16 +330,25 @@ class Reports:
         fields: dict[str, Any] = {"at_s": time.monotonic(), "rank": seat.rank}
         if op == "unprotected":
             self._supervisor.log("rank_unprotected", rank=seat.rank, reason=message["reason"])
+            is_first = not self._supervisor.job.unprotected_reason
             for other in self._supervisor.seats:
                 if other is not seat:
                     other.tell({"op": "unprotected", "reason": message["reason"]})
             self._supervisor.advance(recovery.RankUnprotected(**fields, reason=message["reason"]))
+            if is_first:
+                self._announce(seat, message["reason"])
+            return
+        if op == "hindered":
+            self._on_hindered(seat, message)
             return
         if op == "holds_alone":
             if not self._supervisor.job.unreplicated_reason:
                 self._supervisor.snapshots.take_one_at_once()
                 self._supervisor.log("rank_holds_alone", rank=seat.rank, reason=message["reason"])
+            is_first = not self._supervisor.job.unreplicated_reason
             self._supervisor.advance(recovery.RankHoldsAlone(**fields, reason=message["reason"]))
+            if is_first:
+                self._announce(seat, message["reason"])
             return
         if op == "protected":
             seat.is_protected = True
@@ -363,6 +374,27 @@ class Reports:
             if message.get("detail"):
                 self._supervisor.log("mismatch_detail", rank=seat.rank, detail=message["detail"])
         self._supervisor.advance(_REPORTS[op](**fields))
+
+    def _on_hindered(self, seat: Seat, message: Message) -> None:
+        """Where a rank stands now cannot be replayed, or can be again."""
+        supervisor, why, boundary = self._supervisor, message["reason"], message["boundary"]
+        supervisor.log("rank_hindered", rank=seat.rank, boundary=boundary, reason=why)
+        was_hindered = bool(supervisor.job.hindrance)
+        supervisor.advance(recovery.RankHindered(at_s=time.monotonic(), rank=seat.rank, reason=why))
+        if why:
+            self._announce(seat, why)
+        elif was_hindered and not supervisor.job.hindrance and not self._has_announced_end:
+            self._has_announced_end = True
+            logger.warning("from step %d on a lost rank can be replaced", boundary)
+
+    def _announce(self, seat: Seat, why: str) -> None:
+        """Say on the console why no rank can be replaced any more, and what that means; once a run, not once a rank."""
+        job = self._supervisor.job
+        if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
+            return
+        self._announced.add(why)
+        cost = recovery.cost_of_a_loss(job)
+        logger.warning("no rank can be replaced: rank %d reports: %s. If a rank is lost, %s", seat.rank, why, cost)
 
     def _compare_journals(self, last: Seat, generation: int) -> None:
         """A survivor stands still; if it is the last one, all must have issued the same collectives."""

@@ -30,6 +30,9 @@ class Seat:
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be told things
+    is_protected    its hooks have been heard
+    hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
+                    taken its place; None: it is open
     held            an order that waits for the greeting; a newer one takes its place
     device_fault    what has happened to its device, if that has ended its script
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
@@ -44,6 +47,7 @@ class Seat:
     pidfd: int = -1
     is_present: bool = False
     is_protected: bool = False
+    hung_up_at_s: float | None = None
     is_finished: bool = False
     is_lost: bool = False
     is_dying: bool = False
@@ -65,6 +69,7 @@ class Seat:
         self.pid = handler.proc.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
+        self.hung_up_at_s = None
         self.spawn = None
         self.held = None
         self.script_error = self.device_fault = self.traceback = ""

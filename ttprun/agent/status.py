@@ -22,8 +22,9 @@ from ttprun.observe.status import (
     read_status,
     write_status,
 )
-from ttprun.recovery import Incident, Job, is_elastic
+from ttprun.recovery import Incident, Job, cost_of_a_loss, is_elastic
 from ttprun.recovery import Phase as JobPhase
+from ttprun.recovery.job import name_ranks
 from ttprun.recovery.replicas import in_short
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class StatusPublisher:
             restarts_left=self.restarts_left,
             standbys=supervisor.standbys.ready,
             standby_state=supervisor.standbys.state if exit_code is None else "",
-            protection=protection_of(job),
+            protection=protection_of(job, [seat.rank for seat in supervisor.seats if not is_seen(supervisor, seat)]),
             exit_code=exit_code,
             reason=reason or (supervisor.verdict.reason if supervisor.verdict else ""),
             ranks=tuple(self._rank(supervisor, seat, exit_code is not None) for seat in supervisor.seats),
@@ -153,11 +154,30 @@ class StatusPublisher:
             step=step if step < FINISHED else None,
             phase=None if is_away else phase.name.lower(),
             last_seen_s=seen_s,
+            protection=_protection_of_rank(supervisor, seat),
         )
 
 
-def protection_of(job: Job) -> str:
-    """ "on", or why a lost rank cannot be replaced."""
+def is_seen(supervisor: Supervisor, seat: Seat) -> bool:
+    """Whether a rank's hooks have been heard in its present process, and it has passed a step under them."""
+    row = supervisor.board_row(seat)
+    is_on_its_way = Phase(row[Field.PHASE]) in (Phase.REPLAYING, Phase.REPAIRING)
+    return seat.is_protected and row[Field.APPLIED] > 0 and not is_on_its_way
+
+
+def _protection_of_rank(supervisor: Supervisor, seat: Seat) -> str:
+    job = supervisor.job
+    why_not = job.unprotected_reason or job.members[seat.rank].hindrance
+    if why_not or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
+        return "off"
+    return "on" if is_seen(supervisor, seat) else "not yet"
+
+
+def protection_of(job: Job, unseen: Sequence[int]) -> str:
+    """ "on", or why a lost rank cannot be replaced, or cannot yet.
+
+    unseen   ranks that have not passed a step under their hooks
+    """
     if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
         return "off: a lost rank leaves with its replica, and the others train on"
     if "replace" not in job.settings.rungs:
@@ -167,7 +187,13 @@ def protection_of(job: Job) -> str:
     if job.replicas.has_single_holders and not job.unprotected_reason:
         names = in_short(job.replicas.all_names)
         return f"on, but all ranks go back to the newest snapshot: no other rank holds a rank's own {names}"
-    return job.unprotected_reason or "on"
+    hindered = [member for member in job.members if member.hindrance]
+    if hindered and not job.unprotected_reason:
+        ranks = name_ranks(tuple(member.rank for member in hindered))
+        return f"off: {ranks} could not be replaced now: {job.hindrance}; if one is lost, {cost_of_a_loss(job)}"
+    if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
+        return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
+    return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}" if job.unprotected_reason else "on"
 
 
 def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:

@@ -41,6 +41,7 @@ from ttprun.agent.standbys import Standbys
 from ttprun.agent.standing import Standing
 from ttprun.agent.status import StatusPublisher
 from ttprun.agent.stored import Stored
+from ttprun.agent.unseen import Unseen
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
 from ttprun.board import FIELDS, LEADER, Board, Field
@@ -101,6 +102,7 @@ class Supervisor:
         self.snapshots = Snapshots(self)
         self.checkpoints = Checkpoints(self, store)
         self.standing = Standing(self)
+        self.unseen = Unseen(self)
         self.resumption = resumption
         self.stored: Stored | None = None
         self._resume_from = resumption.find() if is_python else ()
@@ -304,6 +306,7 @@ class Supervisor:
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
                     self.repairs.look()
+                    self.unseen.look()
                     self.lookout.look()
                     self.watch.look()
                     self.snapshots.look()

@@ -89,6 +89,8 @@ class Watch:
         except (EOFError, OSError):
             with contextlib.suppress(KeyError, ValueError):
                 self._supervisor.selector.unregister(handler.channel.sock)
+            if seat.handler is handler:
+                seat.hung_up_at_s = time.monotonic()
             return
         for message in messages:
             if seat.handler is handler:
@@ -130,6 +132,7 @@ class Watch:
         else:
             seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0
+            supervisor.unseen.settle(seat)
             failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
             supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
         supervisor.log(

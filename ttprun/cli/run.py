@@ -174,6 +174,6 @@ def write_first_status(directory: RunDirectory, config: Config, launch: LaunchCo
         updated_at=now,
         restarts_left=launch.max_restarts,
         standbys=0,
-        protection="on" if is_repaired else "off: a failure restarts the whole group",
+        protection="not yet: the ranks are being started" if is_repaired else "off: a failure restarts the whole group",
     )
     write_status(directory.status, status)

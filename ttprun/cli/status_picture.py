@@ -97,13 +97,14 @@ def told_checkpoint(one: CheckpointStatus) -> str:
 def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
     """One line a rank."""
     numbers = ("rank", "local", "pid", "step", "last seen")
-    table = new_table(console, "rank", "local", "pid", "state", "step", "phase", "last seen", right=numbers)
+    columns = ("rank", "local", "pid", "state", "step", "phase", "last seen", "protection")
+    table = new_table(console, *columns, right=numbers)
     updated_at = datetime.fromisoformat(shown.updated_at)
     since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
     for rank in shown.ranks:
         seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
         cells = (rank.rank, rank.local_rank, rank.pid, rank.state, rank.step, rank.phase)
-        table.add_row(*map(_cell, cells), seen)
+        table.add_row(*map(_cell, cells), seen, rank.protection)
     return table
 
 

@@ -32,6 +32,8 @@ class RankStatus:
     step         optimizer steps done (the boundary it has passed)
     phase        what its main thread does, null if not known
     last_seen_s  seconds from its last sign of life to `updated_at`
+    protection   on: a fault of it can be repaired, since its hooks have been heard in this process and it has passed an
+                 optimizer step under them; not yet: not so far; off: it cannot be
     """
 
     rank: int
@@ -41,6 +43,7 @@ class RankStatus:
     step: int | None = None
     phase: str | None = None
     last_seen_s: float | None = None
+    protection: str = "not yet"
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class IncidentStatus:
     outcome     open, recovered, restarted or failed
     reason      why this rung, or why not a better one; a sentence
     *_s         what each phase took; null for one that was not reached
-    steps_lost  optimizer steps that have to be run again
+    steps_lost  optimizer steps that have to be run again; null if nobody has counted them
     boundary    the boundary from which everyone went on
     equal       what of the replacements was compared with the lost ranks, and found equal
     unproved    what could not be compared, or need not be equal and was not
@@ -130,7 +133,8 @@ class RunStatus:
     restarts_left  whole-group restarts that may still happen
     standbys       processes that stand ready now
     standby_state  how they stand, in words; "" if none are wanted
-    protection     "on", or why a lost rank cannot be replaced
+    protection     "on"; "not yet: ..." until all ranks have passed a step under their hooks; or why a lost rank cannot
+                   be replaced
     exit_code      of the launcher; null while the run lives
     checkpoint     the newest one, null if there was none
     resume         how it has gone on from a checkpoint, null if it has begun at the top of the script

@@ -22,6 +22,7 @@ from ttprun.rank import (
     faults,
     files,
     gradients,
+    hindrances,
     loaders,
     looped,
     loops,
@@ -138,6 +139,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session.verifier.look(boundary, optimizer, frame, are_new)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
+    elif not session.has_stepped:
+        hindrances.look_without_record(session)
     for group in list(session.groups.values()):
         group.buckets.end_step()
     session.journal.clear()
@@ -230,6 +233,7 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
+            session.note_hindrance(boundary, hindrances.look(record, head))
             session.recorder.write(boundary, head, blobs)
             session.tell_not_proved(record["not_proved"])
             if boundary == 1:
@@ -250,6 +254,8 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
     """What of this rank's state could not come from a record, another rank, and what is stored; "" if nothing."""
     if _cuda.is_initialized():
         return "what a script keeps on a GPU is not recorded yet"
+    if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
+        return why_not
     elsewhere = output.why_not_counted()
     if elsewhere:
         return elsewhere

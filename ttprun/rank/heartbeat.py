@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 
 from ttprun.board import Board, Field
 
@@ -25,12 +26,15 @@ EVERY_S = 1.0
 _COUNT_MASK = 0x7FFFFFFF  # the semaphore's value; the bits above it count waiters, of whom there are none
 
 
-def start(board: Board, row: int) -> None:
-    """Begin to beat. A process without Py_AddPendingCall or sem_post beats with its pulse alone."""
-    threading.Thread(target=_beat, args=(board, row), name="ttprun-heartbeat", daemon=True).start()
+def start(board: Board, row: int, look: Callable[[], None] = lambda: None) -> None:
+    """Begin to beat. A process without Py_AddPendingCall or sem_post beats with its pulse alone.
+
+    look   called at each beat; it takes no time, and lets no exception out
+    """
+    threading.Thread(target=_beat, args=(board, row, look), name="ttprun-heartbeat", daemon=True).start()
 
 
-def _beat(board: Board, row: int) -> None:
+def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
     try:
         sem_post = ctypes.cast(ctypes.CDLL(None).sem_post, ctypes.c_void_p)
         add_pending_call = ctypes.pythonapi.Py_AddPendingCall
@@ -45,4 +49,5 @@ def _beat(board: Board, row: int) -> None:
         is_answered = board.get(row, Field.MAIN_BEATS) & _COUNT_MASK == asked
         if add_pending_call is not None and is_answered and add_pending_call(sem_post, semaphore) == 0:
             asked = (asked + 1) & _COUNT_MASK
+        look()
         time.sleep(EVERY_S)

@@ -24,8 +24,8 @@ from ttprun.board import Board
 from ttprun.channel import Channel
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.faults import parse_fault
-from ttprun.rank import damage, heartbeat, held_signals, life, origins, patches, rewrite, stack
-from ttprun.rank.after_import import after_import
+from ttprun.rank import damage, heartbeat, held_signals, life, origins, patches, rewrite, stack, unhooked
+from ttprun.rank.after_import import after_import, is_overdue
 from ttprun.rank.frames import add_user_directory
 from ttprun.rank.presence import Presence
 
@@ -48,10 +48,16 @@ def begin() -> None:
     fd = int(os.environ.pop(CHANNEL_VARIABLE))
     agent = int(os.environ.get(AGENT_VARIABLE, "0"))
     die_with_parent()
-    if agent and os.getppid() != agent:
+    is_in_wrapper = bool(agent) and os.getppid() != agent
+    if is_in_wrapper and not unhooked.is_below(os.getppid(), agent):
         os._exit(1)  # the agent has died in between
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
+    if is_in_wrapper:
+        # Who looks after this process is another one, whose end would be taken for ours.
+        why = f"its Python is a child of {unhooked.command_of(os.getppid())}: that program must start it with exec"
+        channel.send({"op": "unprotected", "reason": why})
+        return
     welcome, fds = channel.receive_with_fds()
     if not welcome["options"]["mindio"]:
         rewrite.install()
@@ -76,7 +82,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     _presence.start()
     stack.write_when_asked(fds[2])
     board = Board(fds[0], welcome["local_world_size"])
-    heartbeat.start(board, welcome["local_rank"])
+    heartbeat.start(board, welcome["local_rank"], _look_for_hooks)
     held_signals.hold(board)
     with contextlib.suppress(AttributeError):  # a C library without such locks
         life.hold(board, welcome["local_rank"])
@@ -94,6 +100,25 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     if welcome["is_replacement"] and _presence.order["op"] == "replay":
         # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
         import torch  # noqa: F401
+
+
+def _look_for_hooks() -> None:
+    """Once a second, on the heartbeat's thread: torch that has been there for a second must have its hooks."""
+    global _was_overdue
+    is_due = is_overdue("torch")
+    if is_due and _was_overdue:
+        _admit_unhooked()
+    _was_overdue = is_due
+
+
+def _admit_unhooked() -> None:
+    """Let the agent know if the script trains where no hook of ours counts its steps; once."""
+    global _has_admitted
+    presence = _presence
+    why = "" if presence is None or _has_admitted else unhooked.why()
+    if presence is not None and why:
+        _has_admitted = True
+        presence.channel.send({"op": "unprotected", "reason": why})
 
 
 def strike_at_start(welcome: dict[str, Any]) -> None:
@@ -126,6 +151,8 @@ def tell_before(previous: Any) -> Any:
             else:
                 previous(kind, error, trace)
             return
+        if "ttprun.rank.session" not in sys.modules:
+            _admit_unhooked()
         error, diagnosis = _run_again(presence, error, trace)
         kind, trace = type(error), error.__traceback__
         presence.has_script_failed = True
@@ -201,6 +228,7 @@ def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
 
 
 _presence: Presence | None = None
+_was_overdue = _has_admitted = False
 _is_forking_main = False
 
 
@@ -232,6 +260,8 @@ def _finish() -> None:
         return
     module = sys.modules.get("ttprun.rank.session")
     session = module.current() if module is not None else None
+    if session is None:
+        _admit_unhooked()
     if not _presence.has_script_failed:  # an exception that has ended it is told by the exit code
         _finish_well(session)
     if session is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttprun.board import LEADER, Board, Field
 from ttprun.channel import Channel, Message
-from ttprun.rank import damage, held_signals
+from ttprun.rank import damage, held_signals, unhooked
 
 
 class Presence:
@@ -92,6 +92,10 @@ class Presence:
         reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
         if op == "freeze":
             self.generation = message["generation"]
+            why = unhooked.why()
+            if why:  # then nobody has counted its steps, and this may be no boundary 0
+                self.channel.send({"op": "unprotected", "reason": why})
+                return
             board = Board(self.fds[0], self.welcome["local_world_size"])
             board.announce(self.welcome["local_rank"], Field.HELD, self.generation)
             self.channel.send(reply | {"op": "frozen", "boundary": 0, "digest": "", "has_group": False, "journal": {}})

@@ -17,6 +17,7 @@ from ttprun.device.updates import UpdateTimes
 from ttprun.rank import imported, rewrite
 
 CONNECT = OPERATION_NAMES.index("connect")
+_MOST_HINDRANCES = 20
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -47,6 +48,7 @@ class Session:
     groups_made   how many groups of a name and of the same ranks the script has made so far; the same in all of these
     groups_count  how many groups the script has made so far, of all names
     times_left    how often the script has been done with its process group
+    hindrance     why no replay would come to the newest boundary, "" if one would
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     is_over       this run of the script has ended with an exception
     proof         set while a replacement is in the step in which its rank was lost
@@ -77,6 +79,7 @@ class Session:
     applied: int = 0
     has_stepped: bool = False  # in this process
     unprotected: str = ""
+    hindrance: str = ""
     is_holding: bool = False  # the recovery thread has stopped the main thread in front of its commit
     settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
@@ -97,6 +100,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
+        self._hindrances_told = 0
         self.recorded = self.board.column(Field.RECORDED)
         self.row = self.board.row(self.local_rank)
         self._told_not_proved: list[str] = []
@@ -165,6 +169,18 @@ class Session:
         if self.is_repairable():
             told = {"reason": _in_short(reason), "after_s": after_s, "device_fault": device_fault}
             self.channel.send({"op": "broken", "generation": generation, **told})
+
+    def note_hindrance(self, boundary: int, reason: str) -> None:
+        """Say why no replay would come to this boundary, or that one would, if that is news.
+
+        Of what comes and goes all the time nothing is said in the end: then a replay must find out.
+        """
+        if reason != self.hindrance and self._hindrances_told < _MOST_HINDRANCES:
+            self._hindrances_told += 1
+            if self._hindrances_told == _MOST_HINDRANCES:
+                reason = ""
+            self.hindrance = reason
+            self.channel.send({"op": "hindered", "boundary": boundary, "reason": reason})
 
     def give_up_protection(self, reason: str) -> None:
         """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""

@@ -41,9 +41,10 @@ class _Way:
     frames        the user's, outermost first
     foreign       see foreign.py
     is_compiled   whether all of the user's files were compiled with their loops followed
+    whose         a remark on the first that was not
     """
 
-    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place")
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
@@ -56,7 +57,13 @@ class _Way:
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
         self.foreign = foreign.loop_around(stack[0])
-        self.is_compiled = all(stack[index].f_code.co_filename in rewrite.followed for index in indexes)
+        others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in rewrite.followed]
+        self.is_compiled = not others
+        self.whose = (
+            f" (ttprun did not see {others[0]} being imported: runpy, exec, or an import before the script)"
+            if others
+            else ""
+        )
 
 
 _ways: dict[tuple[int, ...], _Way] = {}
@@ -95,7 +102,7 @@ class Whereabouts:
                 "not followed (user_paths names further folders of such code; installed packages are never followed)"
             )
         elif self.unfollowed or not way.is_compiled:
-            self.why_not = "a loop around the optimizer step was not followed in the lost rank"
+            self.why_not = f"a loop around the optimizer step is not followed{way.whose}"
         elif gathers:
             self.why_not = (
                 f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "

@@ -5,7 +5,8 @@
 
 Files, lowest floor first: `shards`, `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an
 incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `machine` (the table). Beside them
-stand `hangs` (which rank hangs) and `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
+stand `hangs` (which rank hangs), `cost` (what a loss would cost) and `replicas` (which rank has diverged). Read
+TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -27,6 +28,7 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
+from ttprun.recovery.cost import cost_of_a_loss
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.events import (
     CheckpointAsked,
@@ -42,6 +44,7 @@ from ttprun.recovery.events import (
     RankExited,
     RankFaulted,
     RankFrozen,
+    RankHindered,
     RankHoldsAlone,
     RankHung,
     RankProtected,
@@ -104,6 +107,7 @@ __all__ = [
     "RankExited",
     "RankFaulted",
     "RankFrozen",
+    "RankHindered",
     "RankHoldsAlone",
     "RankHung",
     "RankProtected",
@@ -135,6 +139,7 @@ __all__ = [
     "UnexpectedStart",
     "UpgradeAsked",
     "advance",
+    "cost_of_a_loss",
     "groups_left",
     "is_elastic",
     "may_persist",

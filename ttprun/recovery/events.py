@@ -103,6 +103,16 @@ class RanksCompared(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankHindered(RankEvent):
+    """The place in the script at which this rank stands now, or what it holds there, cannot be replayed.
+
+    reason   why, for the operator; "" once that is over
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankExited(RankEvent):
     """A rank's process has ended.
 
@@ -478,6 +488,7 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankUnprotected,
     RankHoldsAlone,
     RanksCompared,
+    RankHindered,
     RankExited,
     RankFaulted,
     RankHung,

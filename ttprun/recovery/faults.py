@@ -15,6 +15,7 @@ from ttprun.recovery.events import (
     RankDiverged,
     RankExited,
     RankFaulted,
+    RankHindered,
     RankHoldsAlone,
     RankHung,
     RankProtected,
@@ -89,6 +90,11 @@ def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
     job, _ = on_compared(job, event)
     why_not = why_no_source(job, job.lost, job.standing) if job.rewind_to is None else ""
     return restart_group(job, event.at_s, why_not) if why_not else (job, ())
+
+
+def on_hindered(job: Job, event: RankHindered) -> Result:
+    """Where a rank stands now cannot be replayed, or can be again. A repair that is under way has begun elsewhere."""
+    return job.with_member(event.rank, hindrance=event.reason), ()
 
 
 def sentence_of(event: RankUnprotected) -> str:
@@ -247,7 +253,7 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
     is_going_back = job.rewind_to is not None and not {*job.survivors} - {event.rank}
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
-    why_not = why_not_protected(job, needs_process and not is_going_back)
+    why_not = why_not_protected(job, needs_process and not is_going_back) or why_not_replayed(job, event)
     was_survivor = job.members[event.rank].life is Life.LIVE
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
@@ -285,6 +291,11 @@ def why_not_protected(job: Job, needs_process: bool = True) -> str:
     if needs_process and "replace" not in job.settings.rungs:
         return "replacement is switched off (rungs)"
     return job.unprotected_reason
+
+
+def why_not_replayed(job: Job, event: Loss) -> str:
+    """Why no replay would come to where a rank stood that is lost now; "" if one may."""
+    return job.members[event.rank].hindrance if event.boundary > 0 and job.rewind_to is None else ""
 
 
 def why_it_does_not_help(job: Job) -> str:

@@ -96,6 +96,8 @@ class Member:
     pid                 present process; None if there is none, or if it has been killed by us
     is_rerun            lost, but the process has outlived the fault: it runs the script again, and takes its own place
     is_protected        its hooks have said hello
+    hindrance           why the boundary at which it stands cannot be replayed, "" if it can; of a lost rank, where it
+                        stood last
     spawn_asked_at_s    when a process was asked for that has not started yet
     has_orders          a replacement that has been told where to go; a new attempt needs a new process
     elastic             what it has declared, if it can train on in a smaller group
@@ -111,6 +113,7 @@ class Member:
     life: Life = Life.LIVE
     is_rerun: bool = False
     is_protected: bool = False
+    hindrance: str = ""
     spawn_asked_at_s: float | None = None
     has_orders: bool = False
     elastic: ElasticDeclared | None = None
@@ -134,6 +137,7 @@ class Member:
             life=self.life,
             is_rerun=self.is_rerun,
             is_protected=self.is_protected,
+            hindrance=self.hindrance,
             spawn_asked_at_s=self.spawn_asked_at_s,
             elastic=self.elastic,
         )
@@ -260,6 +264,11 @@ class Job:
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
         """Ranks of one kind, in order."""
         return tuple(member.rank for member in self.members if member.life is life)
+
+    @property
+    def hindrance(self) -> str:
+        """Why no replay can come to where the ranks stand, as the first rank to say so puts it; "" if one can."""
+        return next((member.hindrance for member in self.members if member.hindrance), "")
 
     @property
     def replacements(self) -> tuple[Member, ...]:

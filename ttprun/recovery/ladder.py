@@ -251,7 +251,8 @@ def why_no_restart(job: Job) -> str:
 
 def may_go_on_from_saved_state(job: Job) -> bool:
     """Whether all ranks may get new processes that go on from a checkpoint on disk."""
-    return {"restart", "persist"} <= job.settings.rungs and not job.settings.saves_before_restart and not job.finished
+    is_switched_on = {"restart", "persist"} <= job.settings.rungs and not job.settings.saves_before_restart
+    return is_switched_on and not job.finished and not job.hindrance
 
 
 def why_too_many_incidents(job: Job) -> str:

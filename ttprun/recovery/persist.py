@@ -50,7 +50,9 @@ from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors
 
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
-    """There is a newer snapshot to go back to."""
+    """There is a newer snapshot to go back to, unless nothing could be replayed up to it."""
+    if job.hindrance:
+        return job, ()
     rewinds = job.rewinds if event.boundary == job.snapshot else ()
     return replace(job, snapshot=event.boundary, rewinds=rewinds), ()
 

@@ -12,6 +12,7 @@ from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.named import names_of as names_not_proved
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
+from ttprun.rank.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot, room_to_walk
 from ttprun.rank.values.suspended import restore_loop
@@ -20,9 +21,9 @@ from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
-    "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError", "begin_boundary",
-    "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "restore_loop", "room_to_walk",
-    "spoil", "unpack",
+    "MARK_OF_REFUSED", "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
+    "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "refusals",
+    "restore_loop", "room_to_walk", "spoil", "unpack",
 ]  # fmt: skip
 
 

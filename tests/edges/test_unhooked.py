@@ -1,0 +1,82 @@
+"""Processes that have torch and no hook of ours, as /proc tells of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ttprun.rank import unhooked
+
+HOLD = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    held = mmap.mmap(file.fileno(), 0)
+print("there", flush=True)
+sys.stdin.read()
+"""
+START = "import subprocess, sys\nsubprocess.run([sys.executable, *sys.argv[1:]])\n"
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> str:
+    """A file with the name of torch's library."""
+    path = tmp_path / "libtorch_cpu.so"
+    path.write_bytes(b"x")
+    return str(path)
+
+
+@pytest.fixture
+def child(tmp_path: Path, library: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has it mapped in a child of a child."""
+    (tmp_path / "hold.py").write_text(HOLD)
+    (tmp_path / "start.py").write_text(START)
+    words = [str(tmp_path / "start.py"), str(tmp_path / "hold.py"), library]
+    with subprocess.Popen(
+        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        yield process
+        process.communicate("")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["python", "-u", "script.py", "-E"], ""),
+        (["python", "-E", "-u", "script.py"], "-E"),
+        (["python", "-uI", "script.py"], "-I"),
+        (["python", "-u", "-S", "script.py"], "-S"),
+        (["python", "-WE", "-XS", "script.py"], ""),
+        (["python", "-m", "train", "-S"], ""),
+        (["python"], ""),
+        ([], ""),
+    ],
+)
+def test_the_option_by_which_python_skips_our_hooks_is_named(words: list[str], option: str) -> None:
+    assert option in unhooked.why_skipped(words)
+    assert bool(unhooked.why_skipped(words)) is bool(option)
+
+
+def test_training_in_a_child_of_a_rank_is_found_and_named(child: subprocess.Popen[str], library: str) -> None:
+    why = unhooked.why_in_child(child.pid)
+
+    assert "are not hooked" in why
+    assert not unhooked.has_torch(child.pid)
+    (trains,) = filter(unhooked.has_torch, unhooked.descendants(child.pid))
+    assert f"pid {trains}: " in why
+    assert unhooked.is_below(trains, os.getpid())
+    assert not unhooked.is_below(os.getpid(), trains)
+
+
+def test_a_process_that_is_gone_trains_nowhere() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+
+    assert (unhooked.why_in_child(process.pid), unhooked.words_of(process.pid)) == ("", [])
+    assert not unhooked.is_below(process.pid, os.getpid())

@@ -1,0 +1,60 @@
+"""What would keep a replay from coming to a boundary, found when the boundary is recorded.
+
+These are the reasons for which a replay refuses a record, whatever happens in the replay itself. So they are reported
+at the first step, while somebody is there to change the script, and not when a rank is lost. Begin with `look`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.rank import values
+from ttprun.rank.session import Session
+
+_MOST = 3  # variables that are named
+
+
+def look(record: dict[str, Any], head: bytes) -> str:
+    """Why no replay would come to this boundary; "" if one may.
+
+    head   the record, packed
+    """
+    unfollowed: str = record["unfollowed"]
+    if unfollowed:
+        return unfollowed
+    if record["boundary"] > 1 and record["entropy"]:  # those of the set-up do not matter
+        return "the script draws from os.urandom in its steps, and other numbers come out each time: seed a generator"
+    if values.MARK_OF_REFUSED not in head:
+        return ""
+    found = values.refusals(head)
+    more = f", and {len(found) - _MOST} more" if len(found) > _MOST else ""
+    return "; ".join(found[:_MOST]) + more
+
+
+def look_without_record(session: Session) -> None:
+    """The first step is taken, and this rank records nothing: say why, unless that has been said."""
+    if session.unprotected or session.framework is not None or session.world_size == 1:
+        return
+    if dist.is_initialized():
+        session.give_up_protection(
+            "its process group was made by a function of torch's that somebody had taken before ttprun came: import "
+            "torch.distributed, and call init_process_group from there"
+        )
+    else:
+        session.note_hindrance(
+            session.applied + 1, "it trains without a process group, so there is nobody to repair it from"
+        )
+
+
+def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:
+    """Why each rank holds a part of its own of the weights or of the optimizer's state, and which is not known."""
+    kinds = {(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__}
+    if ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer") in kinds:
+        return "with ZeroRedundancyOptimizer each rank keeps a part of the optimizer's state that no other rank has"
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if any(getattr(parameter, "_fsdp_flattened", False) for parameter in parameters):
+        return "FSDP1 shards the parameters in a way that is not stored: use torch's fully_shard (FSDP2)"
+    return ""
