@@ -14,6 +14,7 @@ from ttprun.recovery import (
     Life,
     MismatchFound,
     Phase,
+    RankHindered,
     RankHoldsAlone,
     RankUnprotected,
     Settings,
@@ -87,7 +88,8 @@ def play(world: FakeWorld, tape: bytes) -> None:
         elif move < 254:
             world.hear(RankUnprotected(rank=rank, reason="a CUDA graph", at_s=0.0))
         elif move < 255:
-            world.hear(RankHoldsAlone(rank=rank, reason="a shard", at_s=0.0))
+            held = RankHoldsAlone(rank=rank, reason="a shard", at_s=0.0)
+            world.hear(RankHindered(rank=rank, reason="a queue", at_s=0.0) if is_mute else held)
         else:
             world.handles_stop = is_mute
             world.hear(StopAsked(reason="SIGTERM", at_s=0.0))
