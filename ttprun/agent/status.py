@@ -167,8 +167,8 @@ def is_seen(supervisor: Supervisor, seat: Seat) -> bool:
 
 def _protection_of_rank(supervisor: Supervisor, seat: Seat) -> str:
     job = supervisor.job
-    why_not = job.unprotected_reason or job.members[seat.rank].hindrance
-    if why_not or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
+    is_hindered = any(member.hindrance for member in job.members if member.rank == seat.rank)
+    if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
         return "off"
     return "on" if is_seen(supervisor, seat) else "not yet"
 
