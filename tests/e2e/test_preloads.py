@@ -36,7 +36,7 @@ def test_a_replacement_imports_again_only_what_depends_on_its_rank(
     log.unlink()
 
     launch = start_ttprun(SCRIPT, 2, script_args=["--wait"])
-    launch.wait_for_standby("modules that the ranks have imported")
+    launch.wait_for_standby("modules that the ranks have imported", limit_s=180.0)
     before = Counter(log.read_text().split())
     os.kill(launch.pids[1][-1], signal.SIGKILL)
     launch.wait_for_event("rank_replayed")
