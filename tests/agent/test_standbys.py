@@ -19,6 +19,7 @@ from ttprun.agent.standbys import Standbys
 @pytest.fixture
 def standby(tmp_path: Path) -> Iterator[Standby]:
     found = Standby(str(tmp_path), {})
+    found.hurry()  # tests have time limits
     yield found
     found.end()
 
@@ -27,6 +28,7 @@ def standby(tmp_path: Path) -> Iterator[Standby]:
 def ready(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standby]:
     """One that can be copied, for several tests."""
     found = Standby(str(tmp_path_factory.mktemp("run")), {})
+    found.hurry()
     wait_until_ready(found)
     yield found
     found.end()
