@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +48,9 @@ class FakeReports:
     def __init__(self) -> None:
         self.looked: list[int] = []
         self.told = 0
+
+    def names_of(self, keys: Sequence[str]) -> str:
+        return ", ".join(keys)
 
     def look_soon(self, boundary: int) -> None:
         self.looked.append(boundary)

@@ -219,8 +219,9 @@ class Checkpoints:
     def _why_not_alike(self, writing: _Writing) -> str:
         """Why what replicas have shared out among them is not one state; "" if it is."""
         digests = {rank: told["digests"] for rank, told in writing.told.items()}
-        names = self._supervisor.job.replicas.contradicted_by(digests)
-        return f"ranks that were replicas of each other hold different values of {in_short(names)}" if names else ""
+        keys = self._supervisor.job.replicas.contradicted_by(digests)
+        names = self._supervisor.reports.names_of(keys)
+        return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
 
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
         """What is missing of the lost ranks' own weights and optimizer state."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +141,8 @@ class Reports:
             return
         if look.parted and self._is_proof(look):
             self._looks = replace(self._looks, replicas=before.replicas)
-            names = in_short([self._names.get(key, key) for key in look.parted])
-            self._refuse_repair(seat, look.boundary, f"{names}, or its gradient or optimizer state")
+            what = f"{self.names_of(look.parted)}, or its gradient or optimizer state"
+            self._refuse_repair(seat, look.boundary, what)
             return
         if look.is_full or look.parted:
             self.note_replicas(self._looks.replicas, look.boundary)
@@ -206,6 +206,10 @@ class Reports:
             self.tell_owners(seat)
         if replicas.has_single_holders:
             supervisor.snapshots.take_one_at_once()
+
+    def names_of(self, keys: Iterable[str]) -> str:
+        """What the script calls these parameters, the first few."""
+        return in_short([self._names.get(key, key) for key in keys])
 
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""

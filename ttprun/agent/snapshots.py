@@ -19,7 +19,7 @@ from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
 from ttprun.board import LEADER, Field
 from ttprun.rank.shares import version_of
-from ttprun.recovery.replicas import UNKNOWN, Replicas, in_short
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.interval import best_interval_s, parse_interval
 
 if TYPE_CHECKING:
@@ -264,11 +264,11 @@ class Snapshots:
     def _why_not_alike(self, shelf: Shelf) -> str:
         """Why what replicas have shared out among them is not one state: it is looked at in full, which tells more."""
         digests = {rank: told["digests"] for rank, told in shelf.told.items()}
-        names = shelf.replicas.contradicted_by(digests)
-        if not names:
+        keys, reports = shelf.replicas.contradicted_by(digests), self._supervisor.reports
+        if not keys:
             return ""
-        self._supervisor.reports.look_soon(shelf.boundary)
-        return f"ranks that were replicas of each other hold different values of {in_short(names)}"
+        reports.look_soon(shelf.boundary)
+        return f"ranks that were replicas of each other hold different values of {reports.names_of(keys)}"
 
     def _why_not_complete(self, shelf: Shelf) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""

@@ -61,7 +61,7 @@ class Replicas:
         return f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
 
     def contradicted_by(self, digests: Mapping[int, Mapping[str, str]]) -> list[str]:
-        """Names of the parameters in which ranks differ that are taken for replicas.
+        """Keys of the parameters in which ranks differ that are taken for replicas.
 
         digests   rank -> key of each parameter -> digest
         """
@@ -71,7 +71,7 @@ class Replicas:
             for rank, of_rank in digests.items():
                 owner = self.parted[key][rank] if key in self.parted else 0
                 if held.setdefault(owner, of_rank.get(key)) != of_rank.get(key):
-                    found.append(self.names.get(key, key))
+                    found.append(key)
                     break
         return found
 
