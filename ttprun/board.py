@@ -70,7 +70,7 @@ class Phase(enum.IntEnum):
     WAITING = 12  # in a collective, and for its end: all that the main thread runs is our loop that waits
 
 
-# The collectives of torch 2.13 and of older releases; "connect" is ours: the group itself is being made.
+# The collectives of all releases of torch that were tried; "connect" is ours: the group itself is being made.
 OPERATION_NAMES = (
     "none",
     "connect",
@@ -85,6 +85,8 @@ OPERATION_NAMES = (
     "allgather_into_tensor_coalesced",
     "all_gather_single_coalesced",
     "gather",
+    "gather_single",
+    "gather_into_tensor",
     "scatter",
     "reduce_scatter",
     "_reduce_scatter_base",

@@ -76,6 +76,13 @@ def gather(rank: int) -> Any:
     return parts
 
 
+def gather_single(rank: int) -> Any:
+    whole = torch.zeros(6)
+    if hasattr(dist, "gather_single"):  # from torch 2.15 on
+        dist.gather_single(ours(rank), whole if rank == 0 else None, dst=0)
+    return whole
+
+
 def scatter(rank: int) -> Any:
     x = torch.zeros(3)
     dist.scatter(x, [ours(0), ours(1)] if rank == 1 else None, src=1)
@@ -283,6 +290,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "allgather_coalesced": all_gather_coalesced,
     "all_gather_single": all_gather_into_tensor,
     "gather": gather,
+    "gather_single": gather_single,
     "scatter": scatter,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_single": reduce_scatter_tensor,

@@ -1,7 +1,7 @@
 """The operations of a process group: which of their arguments are read and written, and what must agree between ranks.
 
 torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with
-a leading underscore. OPERATIONS holds both.
+a leading underscore; 2.15 has added `gather_single`. OPERATIONS holds all.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ OPERATIONS = {
     "allgather_into_tensor_coalesced": (1, 0),
     "all_gather_single_coalesced": (1, 0),
     "gather": (1, 0),
+    "gather_single": (1, 0),
+    "gather_into_tensor": (1, 0),
     "scatter": (1, 0),
     "reduce_scatter": (1, 0),
     "_reduce_scatter_base": (1, 0),

@@ -206,6 +206,12 @@ class ManagedGroup(ProcessGroup):
         """
         return [torch.device("cpu")] if self.is_made else []
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """The native backend that serves a device now; torch (2.15) asks what it can do."""
+        if self._native is None:
+            return super()._get_backend(device)
+        return self._native._get_backend(device)
+
     @property
     def connection(self) -> Connection | None:
         """The present connection; None while there is none."""
