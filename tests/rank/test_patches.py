@@ -81,6 +81,7 @@ CALLS: dict[str, Call] = {
     "time.ctime": ((0.0,), {}),
     "time.strftime": (("%Y", (0,) * 9), {}),
     "time.asctime": (((0,) * 9,), {}),
+    "random._urandom": ((4,), {}),
 }
 
 
@@ -210,3 +211,72 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     reasons = [message["reason"] for message in found.messages if message["op"] == "unprotected"]
     assert len(reasons) == 1
     assert "ttprun.rank.nothing" in reasons[0]
+
+
+class OfOursError(Exception):
+    """Something of ours that breaks."""
+
+
+def breaking_before(original: Any) -> Any:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        raise OfOursError("broken")
+
+    return ours
+
+
+def breaking_after(original: Any) -> Any:
+    def ours(*args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise OfOursError("broken")
+
+    return ours
+
+
+ALL_CALLS = CALLS | {"builtins.open": (("/dev/null",), {"mode": "w"}), "io.open": (("/dev/null",), {})}
+
+
+@pytest.mark.parametrize("moment", [breaking_before, breaking_after], ids=["before the original", "behind it"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_where_ours_breaks_the_original_is_called_once_and_protection_ends(name: str, moment: Any) -> None:
+    calls, is_given, is_returned, reason = run_alone(break_one, name, moment)
+
+    assert (calls, is_given, is_returned) == (1, True, True)
+    assert reason.startswith(f"ttprun failed in {name}: OfOursError('broken')")
+
+
+def break_one(name: str, moment: Any) -> tuple[int, bool, bool, str]:
+    """Call a patched function as the script would, ours being broken."""
+    session = make_session(world_size=1)
+    become(session)
+    monkey_module, _, function = BY_NAME[name].ours.partition(":")
+    setattr(__import__(monkey_module, fromlist=[function]), function, moment)
+    original = Original(Thing())
+    args, kwargs = ALL_CALLS[name]
+    returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)
+    return len(original.calls), original.calls[0] == (args, kwargs), returned is original.result, session.unprotected
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_original_raises_is_the_scripts_own_and_passes(name: str) -> None:
+    calls, is_the_same, reason = run_alone(raise_in_original, name)
+
+    assert (calls, is_the_same) == (1, True)
+    assert not reason.startswith("ttprun failed")
+
+
+def raise_in_original(name: str) -> tuple[int, bool, str]:
+    """The user's call fails by itself."""
+    session = make_session(world_size=1)
+    become(session)
+    error, calls = ValueError("the user's"), []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        raise error
+
+    args, kwargs = CALLS[name]
+    try:
+        replacement_for(BY_NAME[name], original)(*args, **kwargs)
+    except ValueError as raised:
+        return len(calls), raised is error, session.unprotected
+    return len(calls), False, session.unprotected

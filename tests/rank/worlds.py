@@ -64,6 +64,10 @@ class FakeAgent:
                         if other != rank:
                             line.send(message)
             else:
+                if message["op"] == "unprotected":  # as the real agent does
+                    for other, line in enumerate(self.lines):
+                        if other != rank:
+                            line.send(message)
                 with self._news:
                     self.messages.append((rank, message))
                     self._news.notify_all()

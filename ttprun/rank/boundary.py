@@ -19,6 +19,7 @@ from ttprun.board import LEADER, Field, Phase
 from ttprun.rank import (
     closures,
     entropy,
+    fail_open,
     faults,
     files,
     gradients,
@@ -74,7 +75,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> clo
     if session is None or _is_inside_another(optimizer):
         return None  # a step inside another optimizer's step belongs to that one
     _running = optimizer
-    frame = sys._getframe(1)
+    frame = fail_open.caller()
     _closure = closures.Watch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
     watched = closures.watch(optimizer, args, kwargs, _closure)
     if watched is None:
@@ -179,7 +180,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session.is_recorded():
         _note_weights(session)
     if session.snapshots.is_due(session.applied + 1):
-        session.snapshots.take(session, session.applied + 1, sys._getframe(1))
+        session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
     session.verifier.step_aside_if_odd()
     if faults.waiting:

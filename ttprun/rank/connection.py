@@ -35,13 +35,24 @@ class GenerationOverError(RuntimeError):
     """The generation ended while something still waited in it; the recovery tries again in the next."""
 
 
+class GivenUpError(Exception):
+    """Some rank makes its groups without us: all must."""
+
+
+_GIVEN_UP = "groups are torch's own"
+
+
 class Exchange:
-    """Keys that ranks tell each other through the agent, separated by generation."""
+    """Keys that ranks tell each other through the agent, separated by generation.
+
+    is_given_up   some rank could not make a managed group, so that from now on all make torch's own
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._values: dict[tuple[int, str], bytes] = {}
         self._over_before = 0
+        self.is_given_up = False
         self._news = threading.Condition()
 
     def put(self, generation: int, key: str, value: bytes) -> None:
@@ -53,8 +64,13 @@ class Exchange:
     def deliver(self, generation: int, key: str, value: bytes) -> None:
         """A value has come."""
         with self._news:
+            self.is_given_up = self.is_given_up or key == _GIVEN_UP
             self._values[generation, key] = value
             self._news.notify_all()
+
+    def give_up(self, generation: int) -> None:
+        """Have all ranks make torch's own groups; those that wait for a member of a managed one get GivenUpError."""
+        self.put(generation, _GIVEN_UP, b"")
 
     def end_before(self, generation: int) -> None:
         """Generations below this one are over: whoever waits in them gets GenerationOverError."""
@@ -64,12 +80,14 @@ class Exchange:
             self._news.notify_all()
 
     def get(self, generation: int, key: str, limit_s: float) -> bytes:
-        """Wait for a key. Raises GenerationOverError, or TimeoutError after `limit_s` seconds."""
+        """Wait for a key. Raises GenerationOverError, GivenUpError, or TimeoutError after `limit_s` seconds."""
         end = time.monotonic() + limit_s
         with self._news:
             while (generation, key) not in self._values:
                 if generation < self._over_before:
                     raise GenerationOverError(f"generation {generation} is over")
+                if self.is_given_up:
+                    raise GivenUpError
                 left = end - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(f"no rank has told {key!r} within {limit_s:.0f} s")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttprun.faults import DEVICE_KINDS, Fault
-from ttprun.rank import held_signals
+from ttprun.rank import fail_open, held_signals
 
 if TYPE_CHECKING:
     from ttprun.channel import Channel
@@ -32,6 +32,8 @@ _C_SLEEP_S = 1 << 30
 
 class InjectedFaultError(RuntimeError):
     """The exception that `inject-fault exception` raises in the script."""
+
+    is_meant_for_script = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
         else:
             tell(channel, armed, phase, step, detail)
         if meets is not None:
-            raise meets
+            raise fail_open.meant(meets)
 
 
 def tell(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:

@@ -7,12 +7,10 @@ themselves make a script that cannot be replayed; they are counted, and the coun
 
 from __future__ import annotations
 
-import random
-import sys
 from types import FrameType
 from typing import Any
 
-from ttprun.rank import origins
+from ttprun.rank import fail_open, origins
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import current
 
@@ -27,14 +25,13 @@ def wrap_urandom(original: Any) -> Any:
         global _drawn
         session = current()
         if origins.is_on():
-            drawn: bytes = origins.draw(f"urandom {size}", lambda: original(size), _who_names(sys._getframe(1)))
+            drawn: bytes = origins.draw(f"urandom {size}", lambda: original(size), _who_names(fail_open.caller()))
             return drawn
-        if session is not None and session.applied and _is_asked_by_user(sys._getframe(1)):
+        if session is not None and session.applied and _is_asked_by_user(fail_open.caller()):
             _drawn += 1
         drawn = original(size)
         return drawn
 
-    random._urandom = urandom  # type: ignore[attr-defined]
     return urandom
 
 

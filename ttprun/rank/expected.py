@@ -19,6 +19,8 @@ _KILL_LIMIT_S = 60.0
 class MismatchError(RuntimeError):
     """The replacement does not do what the lost rank did."""
 
+    is_meant_for_script = True
+
 
 class Expected:
     """The survivors' collectives by group, oldest first; empty once the replacement has issued them all."""

@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ttprun.board import Phase
-from ttprun.rank import appends, faults, rewrite
+from ttprun.rank import appends, fail_open, faults, rewrite
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.session import Session, current
 
@@ -63,22 +63,22 @@ def _is_called_by_user(caller: FrameType) -> bool:
 
 def wrap_open(original: Any) -> Any:
     """builtins.open: know the files that the script writes; drop what a replay writes to them."""
-    return lambda *args, **kwargs: _open_tracked(sys._getframe(1), *args, **kwargs)
+    return lambda *args, **kwargs: _open_tracked(original, fail_open.caller(), *args, **kwargs)
 
 
-def _open_tracked(caller: FrameType, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
     session = current()
     writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
     if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
-        return _real_open(file, mode, *args, **kwargs)
+        return original(file, mode, *args, **kwargs)
     path = os.path.abspath(os.fspath(file))
     if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
         _real_open(path, "a").close()  # a file that no rank of the old run has had
     is_muted = session.replay is not None and os.path.isfile(path)
     if is_muted or "a" in mode:
-        opened = _open_followed(session, file, is_muted, mode, *args, **kwargs)
+        opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)
     else:
-        opened = _real_open(file, mode, *args, **kwargs)
+        opened = original(file, mode, *args, **kwargs)
     _tracked[:] = [(path, weakref.ref(opened)) for path, opened in (*_open_files(), (path, opened))]
     return opened
 
@@ -110,6 +110,7 @@ class _FollowedFile(io.FileIO):
 
 
 def _open_followed(
+    original: Any,
     session: Session,
     file: Any,
     is_muted: bool,
@@ -126,9 +127,12 @@ def _open_followed(
     is_wrong = not is_text and (encoding, errors, newline) != (None, None, None)
     is_plain = opener is None and closefd and set(mode) <= set("arwxbt+U") and len(set(mode) & set("arwx")) == 1
     if is_wrong or not is_plain or ("t" in mode and not is_text) or (is_text and buffering == 0):
-        return _real_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
     kind = "a" if "a" in mode else "r"
-    raw = _FollowedFile(file, kind + ("+" if "+" in mode or kind == "r" else ""))
+    try:
+        raw = _FollowedFile(file, kind + ("+" if "+" in mode or kind == "r" else ""))
+    except OSError as error:
+        raise fail_open.meant(error) from None
     raw.is_muted = is_muted
     if kind == "a":
         raw.key = appends.key_of(os.path.abspath(os.fspath(file)))

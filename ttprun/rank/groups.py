@@ -6,13 +6,15 @@ A backend that we do not manage yet (nccl, mpi, ucc, a device map) is passed thr
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ttprun.board import FINISHED, Field, Phase
-from ttprun.rank import faults
+from ttprun.rank import fail_open, faults, torch_groups
+from ttprun.rank.connection import GivenUpError
 from ttprun.rank.journal import PATIENCE_S
 from ttprun.rank.process_group import INTERNAL_NAME, ManagedGroup
 from ttprun.rank.session import CONNECT, Session, current
@@ -68,10 +70,11 @@ def wrap_init_process_group(original: Any) -> Any:
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
             session.give_up_protection("the script's process group is not the world that ttprun started")
             return original(backend, *args, **kwargs)
-        result = original(INTERNAL_NAME, *args, **kwargs)
-        _say_gloo(dist.group.WORLD)
-        _connect(dist.group.WORLD)
-        return result
+        return _make_managed(
+            session,
+            lambda: (original(INTERNAL_NAME, *args, **kwargs), dist.group.WORLD),
+            lambda: original(backend, *args, **kwargs),
+        )
 
     return init_process_group
 
@@ -86,12 +89,38 @@ def wrap_new_group(original: Any) -> Any:
             if session is not None and session.framework is None and is_default_managed:
                 session.give_up_protection(f"backend {backend!r} of a group is not repaired yet, only gloo")
             return original(ranks, timeout, backend, *args, **kwargs)
-        group = original(ranks, timeout, INTERNAL_NAME, *args, **kwargs)
-        _say_gloo(group)
-        _connect(group)
-        return group
+        if session.exchange.is_given_up:
+            return original(ranks, timeout, backend, *args, **kwargs)
+        return _make_managed(
+            session,
+            lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **kwargs), group),
+            lambda: original(ranks, timeout, backend, *args, **kwargs),
+        )
 
     return new_group
+
+
+def _make_managed(session: Session, make: Callable[[], tuple[Any, Any]], make_as_given: Callable[[], Any]) -> Any:
+    """Make a managed group, or the one that the script has asked for if that fails, here or in another rank.
+
+    make            returns (what torch returns, the group)
+    make_as_given   the same without us, with the arguments of the script
+    """
+    before = torch_groups.Known()
+    try:
+        result, group = make()
+        _say_gloo(group)
+        _connect(group)
+        return result
+    except GivenUpError:
+        pass
+    except Exception as error:
+        if fail_open.is_meant(error):
+            raise
+        session.exchange.give_up(session.generation)
+        fail_open.give_up("making a process group", error)
+    before.restore()
+    return make_as_given()
 
 
 def _connect(group: Any) -> None:

@@ -19,6 +19,7 @@ from ttprun.rank import (
     boundary,
     compiled,
     connection,
+    fail_open,
     faults,
     files,
     groups,
@@ -58,8 +59,8 @@ def install(presence: Presence) -> None:
     missing = patches.apply_all(with_replay=False)
     if missing:
         presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
-    register_optimizer_step_pre_hook(boundary.before_step)
-    register_optimizer_step_post_hook(boundary.after_step)
+    register_optimizer_step_pre_hook(fail_open.hook("the hook before Optimizer.step", boundary.before_step))
+    register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", boundary.after_step))
     output.count_lines()
     trackers.follow()
     leave_in_children()

@@ -302,4 +302,7 @@ def take_over() -> None:
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome["is_replacement"])
     except Exception as error:  # we fail open: the script runs as under torchrun
+        session = sys.modules.get("ttprun.rank.session")
+        if session is not None:
+            session.end()
         presence.channel.send({"op": "unprotected", "reason": f"the hooks could not be installed: {error!r}"})

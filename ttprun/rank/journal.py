@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.rank import fail_open
 from ttprun.rank.operations import signature_of
 from ttprun.rank.tensor_bytes import size_of
 
@@ -40,6 +41,8 @@ _TRIM_EVERY = 16
 
 class EndedError(RuntimeError):
     """This process has been told to end: what was waited for will not come."""
+
+    is_meant_for_script = True
 
     def __init__(self) -> None:
         super().__init__("the job is being ended: nothing takes up what was under way")
@@ -292,6 +295,7 @@ class Journal:
                     continue
                 failed = inner
                 if self._is_for_script(entry, inner, error, diagnosis):
+                    fail_open.meant(error)
                     raise
             else:
                 entry.group.complete(entry, inner)
@@ -324,7 +328,8 @@ class Journal:
                 self.tell_broken(entry, TELL_AFTER_S)
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
-                raise entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
+                lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
+                raise fail_open.meant(lost)
             self.news.wait(0.5)
 
     def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:

@@ -25,7 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttprun.rank import boundary, entropy, files, gradients, loaders, loops, random_state, rewrite, trained, values
+from ttprun.rank import (
+    boundary,
+    entropy,
+    fail_open,
+    files,
+    gradients,
+    loaders,
+    loops,
+    random_state,
+    rewrite,
+    trained,
+    values,
+)
 from ttprun.rank.frames import is_user_file
 
 
@@ -68,7 +80,7 @@ def wrap_register(original: Any) -> Any:
     """atexit.register: know the script's own functions."""
 
     def register(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_user_file(sys._getframe(1).f_code.co_filename):
+        if is_user_file(fail_open.caller().f_code.co_filename):
             _registered.append(function)
         return original(function, *args, **kwargs)
 

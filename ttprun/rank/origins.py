@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+from ttprun.rank import fail_open
 from ttprun.rank.frames import is_user_file, location_key
 
 MOST = 2048  # draws that are kept
@@ -129,12 +130,12 @@ def _now_ns(kind: str, caller: FrameType) -> int:
 
 def wrap_time(original: Any) -> Any:
     """time.time."""
-    return lambda: _now_ns("time", sys._getframe(1)) / 1e9 if _log.is_on else original()
+    return lambda: _now_ns("time", fail_open.caller()) / 1e9 if _log.is_on else original()
 
 
 def wrap_time_ns(original: Any) -> Any:
     """time.time_ns."""
-    return lambda: _now_ns("time_ns", sys._getframe(1)) if _log.is_on else original()
+    return lambda: _now_ns("time_ns", fail_open.caller()) if _log.is_on else original()
 
 
 def wrap_of_seconds(original: Any) -> Any:
@@ -143,7 +144,7 @@ def wrap_of_seconds(original: Any) -> Any:
     def of_seconds(*seconds: Any) -> Any:
         if not _log.is_on or seconds not in ((), (None,)):
             return original(*seconds)
-        return original(_now_ns("seconds", sys._getframe(1)) / 1e9)
+        return original(_now_ns("seconds", fail_open.caller()) / 1e9)
 
     return of_seconds
 
@@ -154,7 +155,7 @@ def wrap_strftime(original: Any) -> Any:
     def strftime(*args: Any) -> Any:
         if not _log.is_on or len(args) != 1:
             return original(*args)
-        return original(*args, _localtime(_now_ns("strftime", sys._getframe(1)) / 1e9))
+        return original(*args, _localtime(_now_ns("strftime", fail_open.caller()) / 1e9))
 
     return strftime
 
@@ -165,7 +166,7 @@ def wrap_asctime(original: Any) -> Any:
     def asctime(*args: Any) -> Any:
         if not _log.is_on or args:
             return original(*args)
-        return original(_localtime(_now_ns("asctime", sys._getframe(1)) / 1e9))
+        return original(_localtime(_now_ns("asctime", fail_open.caller()) / 1e9))
 
     return asctime
 
@@ -176,7 +177,7 @@ def wrap_getpid(original: Any) -> Any:
     def getpid() -> Any:
         if not _log.is_on:
             return original()
-        caller = sys._getframe(1)
+        caller = fail_open.caller()
         is_name = str(caller.f_globals.get("__name__")).startswith("tensorboard.")
         return draw("pid", original, caller) if is_name else original()
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ttprun.rank import fail_open
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -206,6 +208,13 @@ PATCHES: tuple[Patch, ...] = (
         "the same for uuids; and to notice randomness that cannot be replayed",
         is_early=True,
     ),
+    Patch(
+        "random",
+        "_urandom",
+        "ttprun.rank.entropy:wrap_urandom",
+        "the same for random.SystemRandom",
+        is_early=True,
+    ),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
 )
@@ -281,10 +290,10 @@ ALSO: tuple[Change, ...] = (
 
 
 def replacement_for(patch: Patch, original: Any) -> Any:
-    """What takes the original's place; its `__wrapped__` is the original."""
+    """What takes the original's place, and does as the original if ours fails; its `__wrapped__` is the original."""
     module, _, name = patch.ours.partition(":")
     wrap: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
-    ours = wrap(original)
+    ours = fail_open.guard(f"{patch.module}.{patch.attribute}", original, wrap)
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         if hasattr(original, attribute):
             setattr(ours, attribute, getattr(original, attribute))

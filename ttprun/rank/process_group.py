@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.board import OPERATION_NAMES
 from ttprun.device import registry
-from ttprun.rank import broken_links, faults, held_works, proof, reduce_scatter, sharded
+from ttprun.rank import broken_links, fail_open, faults, held_works, proof, reduce_scatter, sharded
 from ttprun.rank.buckets import Buckets
 from ttprun.rank.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.evidence import INPUT
@@ -354,6 +354,9 @@ class ManagedGroup(ProcessGroup):
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation on the present connection, and note nothing; returns the backend's work."""
+        return fail_open.call_original(op, self._call, op, args)
+
+    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
         if self._native is None:
             raise RuntimeError(f"process group {self._name!r} has been destroyed")
         if self._communicator is None:
@@ -394,7 +397,7 @@ class ManagedGroup(ProcessGroup):
 
 def _operation(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        work = self.issue(op, positional(op, args, kwargs))
+        work: Work = fail_open.run(op, self.issue, self._call, (op, positional(op, args, kwargs)), {})
         return held_works.hold(work) if held_works.IS_NEEDED else work
 
     call.__name__ = op

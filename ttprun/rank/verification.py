@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
-from ttprun.rank import holdings
+from ttprun.rank import fail_open, holdings
 from ttprun.rank.reduced import find_nan, has_nan
 from ttprun.rank.sharded import local_of
 from ttprun.rank.tensor_bytes import bytes_of, elements_of
@@ -87,10 +87,11 @@ class Verifier:
             self._channel.send({"op": "nan", "step": boundary - 1, "where": where, "is_own": is_own})
             if self._nan_limit_s is not None:
                 threading.Event().wait(self._nan_limit_s)
-                raise RuntimeError(
+                found = RuntimeError(
                     f"NaN in this rank's own gradient in step {boundary - 1} ({where}), and ttprun's agent has not "
                     f"ended the job within {self._nan_limit_s:.0f} s (freeze_timeout_s + persist_timeout_s)"
                 )
+                raise fail_open.meant(found)
         self._had_nan = bool(where)
         if not self._is_compared:
             return

@@ -1,0 +1,164 @@
+"""What becomes of an exception of ours inside a call of the user's: the call does what torch means by it.
+
+Whatever we put in the place of a function goes through `guard`. If ours raises before it has called the original, the
+original is called with what the user gave; if it raises afterwards, the original's result is returned. Protection is
+off from then on, with a reason that is reported once, and training goes on as under torchrun. What the original itself
+raises is the user's, and passes untouched. So does what is meant for the script: an injected fault, the end of the job.
+
+A replay is no training: there an exception of ours refuses the replay, and the agent takes a lower rung.
+
+Standard library only. Begin with `guard`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+_E = TypeVar("_E", bound=BaseException)
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class _Call:
+    """One call of a function of ours, and what its original has done meanwhile.
+
+    owner      the function's name, as in the table of patches
+    returned   (result,) once the original has returned
+    raised     what the original has raised
+    """
+
+    __slots__ = ("owner", "raised", "returned")
+
+    def __init__(self, owner: str) -> None:
+        self.owner = owner
+        self.returned: tuple[Any, ...] = ()
+        self.raised: BaseException | None = None
+
+
+class _Newest(threading.local):
+    call: _Call | None = None
+
+
+_newest = _Newest()
+
+
+def meant(error: _E) -> _E:
+    """Mark an exception as meant for the script: it passes through. A class does the same by is_meant_for_script."""
+    error.is_meant_for_script = True  # type: ignore[attr-defined]
+    return error
+
+
+def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
+    """Ours in the original's place.
+
+    name      of what is replaced, for what is reported
+    original  the user's function, or a class's
+    wrap      given the original, returns ours
+    """
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        return call_original(name, original, *args, **kwargs)
+
+    ours = wrap(noted)
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return run(name, ours, original, args, kwargs)
+
+    return guarded
+
+
+def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Called by ours: call the original, and note what it does for the newest call of this owner."""
+    call = _newest.call
+    if call is None or call.owner != owner:
+        return original(*args, **kwargs)
+    _newest.call = None  # a call that the original makes in its turn is another one
+    try:
+        result = original(*args, **kwargs)
+    except BaseException as error:
+        call.raised = error
+        raise
+    finally:
+        _newest.call = call
+    call.raised, call.returned = None, (result,)
+    return result
+
+
+def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ours, or do what the original does if ours fails."""
+    outer = _newest.call
+    call = _newest.call = _Call(owner)
+    try:
+        return ours(*args, **kwargs)
+    except Exception as error:
+        if error is call.raised or is_meant(error):
+            raise
+        give_up(owner, error)
+    finally:
+        _newest.call = outer
+    if call.returned:
+        return call.returned[0]
+    if call.raised is not None:
+        raise call.raised
+    return original(*args, **kwargs)
+
+
+def hook(name: str, ours: Any) -> Any:
+    """A function of ours that torch calls beside its own: one without an original."""
+
+    def guarded(*args: Any) -> Any:
+        return run(name, ours, _nothing, args, {})
+
+    return guarded
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def caller() -> FrameType:
+    """The frame that has called the caller of this function, ours in this file passed over."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    assert frame is not None
+    return frame
+
+
+def give_up(where: str, error: BaseException) -> None:
+    """Something of ours has failed: protection is off. In a replay: raises what ends it."""
+    session = _session()
+    if session is None:
+        return
+    reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training goes on as under torchrun"
+    if session.replay is not None and threading.current_thread() is threading.main_thread():
+        session.replay.refuse(reason)
+    session.give_up_protection(reason)
+
+
+def is_meant(error: BaseException) -> bool:
+    """Whether an exception of ours is for the script, or for its framework's callbacks."""
+    if getattr(error, "is_meant_for_script", False):
+        return True
+    session = _session()
+    return session is not None and session.framework is not None  # which answers errors by its own callbacks
+
+
+def _session() -> Any:
+    module = sys.modules.get("ttprun.rank.session")
+    return module.current() if module is not None else None
+
+
+def _place_of(error: BaseException) -> str:
+    """Where in ttprun it was raised, the innermost line of ours; "" if it was not."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        if path.startswith(_HERE) and path != __file__:
+            found = f" (ttprun{path[len(_HERE) :]}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,53 @@
+"""What torch knows of process groups, so that it can be taken back to what it was before a group was made."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+
+class Known:
+    """torch's registry of groups at one moment; `restore` forgets what was made since.
+
+    What is forgotten is kept alive: a store that this rank serves goes on serving the other ranks.
+    """
+
+    _forgotten: list[Any] = []  # noqa: RUF012 - of the process
+
+    def __init__(self) -> None:
+        self._default = c10d._world.default_pg
+        self._count = c10d._world.group_count
+        self._hook = sys.excepthook  # init_process_group puts the rank before what it prints
+        self._tables = [(table, _copy(table)) for table in _tables()]
+
+    def restore(self) -> None:
+        """Have torch forget the groups that were made since."""
+        names = set(c10d._world.pg_names.values())
+        for table, content in self._tables:
+            Known._forgotten.append(_copy(table))
+            table.clear()
+            table.update(content) if isinstance(table, dict) else table.extend(content)
+        c10d._world.group_count = self._count
+        c10d._update_default_pg(self._default)
+        sys.excepthook = self._hook
+        for name in names - set(c10d._world.pg_names.values()):
+            with contextlib.suppress(RuntimeError):  # it was not registered yet
+                torch._C._distributed_c10d._unregister_process_group(name)
+
+
+def _tables() -> list[Any]:
+    """The dictionaries and lists of torch's `_World`; which there are depends on its release."""
+    kind = type(c10d._world)
+    names = [name for name, member in vars(kind).items() if isinstance(member, property) and name != "pg_config_info"]
+    found = [getattr(c10d._world, name) for name in names]
+    return [table for table in found if isinstance(table, dict | list)]
+
+
+def _copy(table: Any) -> Any:
+    if isinstance(table, dict):
+        return {key: list(value) if isinstance(value, list) else value for key, value in table.items()}
+    return list(table)
