@@ -8,6 +8,7 @@ is being replaced is part of a healthy group.
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
 from ttprun.torch_versions import GRACE_S
 
+logger = logging.getLogger("ttprun")
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
 
@@ -61,6 +63,14 @@ class ReplacingAgent(LocalElasticAgent):
         self._worker_group.workers[local_rank].id = handler.proc.pid
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        try:
+            return self._judge(worker_group)
+        except Exception:
+            logger.exception("ttprun cannot judge how the ranks are; torch does, and nothing is repaired from now on")
+            self._judge = super()._monitor_workers  # type: ignore[method-assign]
+            return self._judge(worker_group)
+
+    def _judge(self, worker_group: WorkerGroup) -> RunResult:
         if self.supervisor.verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()

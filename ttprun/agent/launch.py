@@ -80,14 +80,16 @@ def _supervise(
     ReplacingAgent.supervisor = supervisor
     handled = torch_versions.launch_option(launch_config, "signals_to_handle")
     signals = ReplacingAgent.signals = Signals(handled, supervisor.note_end_asked, supervisor.end_ranks_at_once)
-    setattr(torch_launcher, "LocalElasticAgent", ReplacingAgent)  # noqa: B010 - torch has no other way to name one
+    module: Any = torch_launcher
+    torchs_own, module.LocalElasticAgent = module.LocalElasticAgent, ReplacingAgent  # there is no other way to name one
     code, reason = 1, "the launcher failed"
-    supervisor.start()
     is_by_itself = launch_config.rdzv_endpoint == ONE_NODE_ENDPOINT and launch_config.local_addr == ADDRESS
     try:
+        supervisor.start()
         with stores_on_loopback() if is_by_itself else contextlib.nullcontext():
             code, reason = _run(launch_config, entrypoint, args, supervisor)
     finally:
+        module.LocalElasticAgent = torchs_own
         signals.is_over = True
         supervisor.stop(code, reason)
     return code

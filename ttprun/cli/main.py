@@ -67,14 +67,28 @@ def main(argv: list[str] | None = None) -> int:
         if arguments[0] in COMMANDS:
             module, function = COMMANDS[arguments[0]]
             return run_command(arguments[0], getattr(import_module(module), function), arguments[1:])
-        from ttprun.cli.run import run
-
-        return run(arguments[1:] if arguments[0] == "run" else arguments)
+        return run_script(arguments[1:] if arguments[0] == "run" else arguments)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def run_script(words: list[str]) -> int:
+    """Run a script on all ranks; if ttprun fails before they have begun, as torchrun does. Raises ConfigError."""
+    try:
+        from ttprun.cli.run import run
+
+        return run(words)
+    except ConfigError:
+        raise
+    except Exception as error:
+        from ttprun.cli import as_torchrun
+
+        if not as_torchrun.can_run(error):
+            raise
+        return as_torchrun.run(words, error)
 
 
 def run_command(name: str, command: Callable[..., Any], arguments: list[str]) -> int:

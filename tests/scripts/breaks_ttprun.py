@@ -1,0 +1,44 @@
+"""Breaks a part of ttprun in its own process, as a bug of ttprun's would, and trains: 20 steps of DDP."""
+
+import argparse
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--part", choices=["group", "step", "loader", "nothing"], default="nothing")
+arguments = parser.parse_args()
+
+
+def broken(*args, **kwargs):
+    raise ArithmeticError("a bug of ttprun's")
+
+
+if arguments.part == "group":
+    from ttprun.rank import process_group
+
+    process_group.ManagedGroup.__init__ = broken
+if arguments.part == "step":
+    from ttprun.rank import boundary
+
+    boundary._begin_step = broken
+if arguments.part == "loader":
+    from ttprun.rank import loaders
+
+    loaders._register = broken
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.arange(160.0).reshape(40, 4) / 160 + dist.get_rank())
+for batch in torch.utils.data.DataLoader(data, batch_size=2, shuffle=True):
+    optimizer.zero_grad()
+    model(batch[0]).mean().backward()
+    optimizer.step()
+weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+print(f"[rank {dist.get_rank()}] sha256 weights {hashlib.sha256(weights).hexdigest()}")
+dist.destroy_process_group()
