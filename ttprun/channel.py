@@ -19,12 +19,17 @@ MAX_FDS = 8
 
 
 class Channel:
-    """One end of the line. `send` may be called from any thread; reading belongs to one thread."""
+    """One end of the line. `send` may be called from any thread; reading belongs to one thread.
 
-    def __init__(self, sock: socket.socket) -> None:
+    waits   `send` waits until the other end has room; False: what it has no room for is kept until `flush`
+    """
+
+    def __init__(self, sock: socket.socket, waits: bool = True) -> None:
         self.sock = sock
+        self.waits = waits
         self._sending = threading.Lock()
         self._unread = b""
+        self._unsent = bytearray()
 
     def fileno(self) -> int:
         """The socket's descriptor, for a selector."""
@@ -38,7 +43,27 @@ class Channel:
                 rights = array.array("i", fds)
                 sent = self.sock.sendmsg([line], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
                 line = line[sent:]
-            self.sock.sendall(line)
+            if self.waits:
+                self.sock.sendall(line)
+            else:
+                self._unsent += line
+                self._send_kept()
+
+    def flush(self) -> None:
+        """Send what was kept, as far as the other end has room for it."""
+        if self._unsent:
+            with self._sending, contextlib.suppress(OSError):
+                self._send_kept()
+
+    def _send_kept(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self.sock.send(self._unsent, socket.MSG_DONTWAIT)]
+        except BlockingIOError:
+            pass  # it does not read now
+        except OSError:
+            self._unsent.clear()  # it is gone
+            raise
 
     def receive_with_fds(self) -> tuple[Message, list[int]]:
         """Read one message and the descriptors that came with it. Raises EOFError if the other end is closed."""
@@ -78,6 +103,6 @@ class Channel:
 
 
 def pair() -> tuple[Channel, Channel]:
-    """Two connected ends: the agent's and the rank's."""
+    """Two connected ends: the agent's, which never waits for a rank that does not read, and the rank's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours), Channel(theirs)
+    return Channel(ours, waits=False), Channel(theirs)

@@ -303,6 +303,7 @@ class Supervisor:
                         key.data()
                 self._pass_deadlines()
                 self._control.pass_time()
+                self._send_what_was_kept()
                 self.injections.pass_time()
                 if self.verdict is None and not self._is_paused and self._board is not None:
                     self.repairs.look()
@@ -321,6 +322,12 @@ class Supervisor:
                 self._wake()  # for the calls behind one that has failed
             if self.is_broken and self.verdict is None:
                 self._conclude_from_processes()
+
+    def _send_what_was_kept(self) -> None:
+        """To ranks that had no room for it: one that stands still reads nothing, and nobody waits for it."""
+        for seat in self.seats:
+            if seat.handler is not None:
+                seat.handler.channel.flush()
 
     def _conclude_from_processes(self) -> None:
         seats = [seat for seat in self.seats if seat.rank not in self.job.away]

@@ -118,7 +118,7 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     is_replacement = member.life is Life.LOST
     if event.is_finish and is_replacement:
         why = f"the replacement of rank {event.rank} came to the end of the script before it had caught up"
-        return restart_group(job, event.at_s, why)
+        return restart_group(job, event.at_s, why, is_replayable=False)
     if event.is_finish and member.has_reissued:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
@@ -129,7 +129,7 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         if has_come_back:
             return fail_for_good(job, event)
         why = f"the script failed in the replacement of rank {event.rank} while the job was {job.phase}"
-        return give_up_replacing(job, event.at_s, why)
+        return give_up_replacing(job, event.at_s, why, is_replayable=False)
     return answer_fault(job, event)
 
 

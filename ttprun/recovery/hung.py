@@ -171,7 +171,8 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     """
     member = job.members[event.rank]
     if member.life is Life.LOST and not member.is_rerun:
-        return give_up_replacing(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
+        why = f"rank {event.rank} found a mismatch ({event.reason})"
+        return give_up_replacing(job, event.at_s, why, is_replayable=False)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
     fault = f"rank {event.rank} found a mismatch when it ran the script again ({event.reason})"

@@ -170,7 +170,8 @@ class Ending:
     rung            of the open incident, "" to leave it
     is_restart      the job goes on with new ranks, which run the script from its top
     goes_on         the job goes on from the newest saved state, if there is one
-    why             for that case: the reason without what keeps the job from a restart
+    is_replayable   False: a replay of the script has come out otherwise, so nobody should go on from what is saved
+    why             if it goes on: the reason without what keeps the job from a restart
     """
 
     reason: str
@@ -179,6 +180,7 @@ class Ending:
     rung: str = ""
     is_restart: bool = False
     goes_on: bool = False
+    is_replayable: bool = True
     why: str = ""
 
 

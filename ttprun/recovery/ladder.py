@@ -161,11 +161,15 @@ def drain(job: Job, at_s: float, why: str) -> Result:
     return enter(job, Phase.DRAINING, at_s, actions, rung="restart", reason=reason)
 
 
-def restart_group(job: Job, at_s: float, why: str, is_refusal: bool = True, is_trusted: bool = True) -> Result:
+def restart_group(
+    job: Job, at_s: float, why: str, is_refusal: bool = True, is_trusted: bool = True, is_replayable: bool = True
+) -> Result:
     """All ranks get new processes: rung "rewind" if there is a snapshot, else "restart"; else the job ends.
 
-    is_refusal   on a way back: a check has refused it, and would do so again; False: processes were lost on it
-    is_trusted   False: what the living ranks hold may be wrong
+    is_refusal      on a way back: a check has refused it, and would do so again; False: processes were lost on it
+    is_trusted      False: what the living ranks hold may be wrong
+    is_replayable   False: a replay of the script has come out otherwise than the run. Whoever goes on from what is
+                    saved replays it too, and finds no lost rank's step to compare with
     """
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all stood still for a checkpoint", detect_s=0.0)
@@ -178,7 +182,7 @@ def restart_group(job: Job, at_s: float, why: str, is_refusal: bool = True, is_t
             return fail_job(job, at_s, f"{why_hopeless}: {why}", has_progress=False, rung="fail")
         job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
         return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
-    return leave_group(job, at_s, why, is_trusted)
+    return leave_group(job, at_s, why, is_trusted, is_replayable)
 
 
 def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
@@ -212,7 +216,7 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     return job, (note, *actions)
 
 
-def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Result:
+def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, is_replayable: bool = True) -> Result:
     """Rung "restart": from the state that is saved now, or was before; else from the top; else the job ends.
 
     Going on from a saved state is not counted as a restart, but ends when it brings no progress, or by the limit for
@@ -222,7 +226,7 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
     has_progress, settings = True, job.settings
     ending_rung = "restart" if "restart" in settings.rungs else "fail"
     why_not = why_no_restart(job)
-    goes_on = may_go_on_from_saved_state(job)
+    goes_on = may_go_on_from_saved_state(job) and is_trusted and is_replayable
     why_too_often = why_too_many_incidents(job) if goes_on else ""
     if why_too_often:
         goes_on, has_progress, why_not = False, False, why_too_often
@@ -232,6 +236,7 @@ def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True) -> Res
         rung=ending_rung,
         is_restart=not why_not,
         goes_on=goes_on,
+        is_replayable=is_replayable,
         why=reason_of(job, why),
     )
     stands_at_start = job.source is not None and job.source.boundary == 0

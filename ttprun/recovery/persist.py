@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ttprun.recovery.actions import GiveUpCheckpoint, KillRank, Persist, Resume
+from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
@@ -99,16 +99,22 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
     is_usable = bool(event.place) and not event.why_unusable
     if is_usable and job.persists_at is not None and not job.settings.saves_before_restart:
         job = replace(job, saved=(Saved(job.persists_at, event.place), *job.saved))
+    notes: tuple[Action, ...] = ()
     if job.ending is not None and event.place:
+        if not job.ending.is_replayable and is_usable:
+            notes = (NoteUnusable(event.place, job.ending.why, is_refused=True),)
         note = f"{job.ending.reason}; {what_was_saved(job, event)}"
         job = replace(job, ending=replace(job.ending, reason=note))
-    return go_on(job, event.at_s, event.why_not, event.is_handled)
+    job, actions = go_on(job, event.at_s, event.why_not, event.is_handled)
+    return job, (*notes, *actions)
 
 
 def what_was_saved(job: Job, event: StatePersisted) -> str:
     """What can become of the checkpoint that was written, for the operator."""
     if event.why_unusable:
         return f"what the ranks hold was saved, but no run can go on from it ({event.why_unusable}): {event.place}"
+    if job.ending is not None and not job.ending.is_replayable:
+        return f"its state was saved, but a replay of this script comes out otherwise, so none goes on: {event.place}"
     if job.ending is not None and job.ending.is_restart:
         return f"its state was saved: {event.place}"
     if job.settings.same_command_goes_on:

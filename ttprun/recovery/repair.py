@@ -135,7 +135,7 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
         return unchanged(job, event)
     if event.boundary != target:
         why = f"rank {event.rank} replayed up to boundary {event.boundary}, and not to {target}"
-        return restart_group(job, event.at_s, why)
+        return restart_group(job, event.at_s, why, is_replayable=False)
     job = job.with_member(event.rank, has_replayed=True)
     if not all(replacement.has_replayed for replacement in job.replacements):
         return job, ()
@@ -282,7 +282,8 @@ def steps_lost_by_rewinding(job: Job) -> int:
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     """Another attempt would find the same, so there is none."""
-    return restart_group(job, event.at_s, f"rank {event.rank} found a mismatch ({event.reason})")
+    why = f"rank {event.rank} found a mismatch ({event.reason})"
+    return restart_group(job, event.at_s, why, is_replayable=False)
 
 
 def is_source(job: Job, rank: int) -> bool:

@@ -22,14 +22,14 @@ def on_declared(job: Job, event: ElasticDeclared) -> Result:
     return job.with_member(event.rank, elastic=event), ()
 
 
-def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True) -> Result:
+def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True, is_replayable: bool = True) -> Result:
     """The lost ranks cannot be had again: the others train on without them, or the group is restarted.
 
-    why          for the operator
-    is_refusal   see `restart_group`
+    why                         for the operator
+    is_refusal, is_replayable   see `restart_group`
     """
     if not is_elastic(job):
-        return restart_group(job, at_s, why, is_refusal)
+        return restart_group(job, at_s, why, is_refusal, is_replayable=is_replayable)
     why_not = why_not_without(job, job.lost)
     if why_not:
         why = f"{why}; the others cannot train on without {name_ranks(job.lost)}: {why_not}"
