@@ -24,9 +24,9 @@ class Channel:
     waits   `send` waits until the other end has room; False: what it has no room for is kept until `flush`
     """
 
-    def __init__(self, sock: socket.socket, waits: bool = True) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.waits = waits
+        self.waits = True
         self._sending = threading.Lock()
         self._unread = b""
         self._unsent = bytearray()
@@ -103,6 +103,6 @@ class Channel:
 
 
 def pair() -> tuple[Channel, Channel]:
-    """Two connected ends: the agent's, which never waits for a rank that does not read, and the rank's."""
+    """Two connected ends: the agent's and the rank's."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(ours, waits=False), Channel(theirs)
+    return Channel(ours), Channel(theirs)

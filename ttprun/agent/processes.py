@@ -53,6 +53,7 @@ class RankHandler(SubprocessHandler):
         self._is_new = is_new
         self._is_python = is_python
         self.channel, self._theirs = channel.pair()
+        self.channel.waits = False  # the supervisor flushes it
         plain = start if is_new else start | {"stdout": None, "stderr": None}
         try:
             super().__init__(**plain)
@@ -98,6 +99,7 @@ class StandbyHandler(RankHandler):
         self.local_rank_id = start["local_rank_id"]
         self.proc: Any = standby.process
         self.channel = standby.channel
+        self.channel.waits = False
         self._stdout, self._stderr = open_logs(start)
 
     def outputs(self) -> list[int]:
