@@ -25,6 +25,8 @@ class FakeStandbys:
     def refill(self, watch: Any, environment: Any) -> None:
         self.refills += 1
 
+    def look(self, watch: Any) -> None: ...
+
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         self.warmth.append(modules)
 
