@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.e2e.harness import EPOCHS, Run, assert_same_outcome
+from tests.e2e.harness import EPOCHS, Run, assert_only_replaced, assert_same_outcome
 
 KILL = "kill:rank=1,step=20,phase=backward"
 
@@ -26,3 +26,14 @@ def test_nothing_of_an_ordinary_script_is_named(run_ttprun: Callable[..., Run]) 
 
     assert [event for event in result.events if event["event"] == "not_proved"] == []
     assert result.status["not_proved"] == []
+
+
+def test_a_rank_that_logs_through_a_queue_and_a_thread_is_replaced(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    result = run_ttprun("writes_beside.py", 2, faults=[KILL])
+
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed("writes_beside.py", 2))
+    lines = (result.folder / "out" / "events-1.txt").read_text().splitlines()
+    assert lines[-1].startswith("loss 29")

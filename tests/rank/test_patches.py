@@ -82,6 +82,8 @@ CALLS: dict[str, Call] = {
     "time.strftime": (("%Y", (0,) * 9), {}),
     "time.asctime": (((0,) * 9,), {}),
     "random._urandom": ((4,), {}),
+    "queue.Queue.get": ((THING,), {"timeout": 3}),
+    "queue.Queue.put": ((THING, 7), {"timeout": 3}),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 import functools
+import queue
 import random
 import sys
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -324,3 +326,35 @@ def held_by(one: Touchy) -> Any:
 class Link:
     def __init__(self, number: int, following: Any) -> None:
         self.number, self.next = number, following
+
+
+class WriterThread(threading.Thread):
+    """Writes what comes through a queue, as TensorBoard's does."""
+
+    def __init__(self, entries: Any, lines: list[Any], answers: Any = None) -> None:
+        super().__init__(name="writer", daemon=True)
+        self.entries, self.lines, self.answers = entries, lines, answers
+        self.written = 0
+
+    def run(self) -> None:
+        while (entry := self.entries.get()) is not None:
+            self.lines.append(entry)
+            self.written += 1
+            if self.answers is not None:
+                self.answers.put(entry)
+
+
+class EventWriter:
+    """What the script itself holds of it."""
+
+    def __init__(self, answers: Any = None) -> None:
+        self.entries: Any = queue.Queue()
+        self.thread = WriterThread(self.entries, [], answers)
+        self.thread.start()
+
+    def add(self, entry: Any) -> None:
+        self.entries.put(entry)
+
+    def close(self) -> None:
+        self.entries.put(None)
+        self.thread.join(10)

@@ -215,6 +215,8 @@ PATCHES: tuple[Patch, ...] = (
         "the same for random.SystemRandom",
         is_early=True,
     ),
+    Patch("queue", "Queue.get", "ttprun.rank.values.streams:wrap_get", "to know a log's queue from one of data"),
+    Patch("queue", "Queue.put", "ttprun.rank.values.streams:wrap_put", "the same"),
     Patch("builtins", "open", "ttprun.rank.files:wrap_open", "to know where the files stand that the script writes"),
     Patch("io", "open", "ttprun.rank.files:wrap_open", "the same for pathlib"),
 )

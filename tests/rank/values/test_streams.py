@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import logging.handlers
 import mmap
 import multiprocessing
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.rank import user_values
-from tests.rank.values.carrying import carry, is_refused
+from tests.rank.values.carrying import carry, is_refused, not_proved
 from ttprun.rank import looped, loops
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack
 
@@ -127,6 +129,67 @@ def feeder() -> Iterator[None]:
     yield
     is_over.set()
     thread.join()
+
+
+@pytest.fixture
+def known_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a rank, where the table of patches is applied."""
+    monkeypatch.setattr(queue.Queue, "get", streams.wrap_get(queue.Queue.get))
+    monkeypatch.setattr(queue.Queue, "put", streams.wrap_put(queue.Queue.put))
+
+
+def _used(writer: user_values.EventWriter) -> user_values.EventWriter:
+    writer.add(("loss", 0.5))
+    while not writer.thread.written:
+        time.sleep(0.001)
+    return writer
+
+
+@pytest.mark.usefixtures("known_queues")
+def test_a_thread_that_writes_what_it_is_given_is_an_effect() -> None:
+    lost, here = _used(user_values.EventWriter()), _used(user_values.EventWriter())
+    try:
+        lost.add(("loss", object()))  # no other process could be told of it
+
+        assert carry({"writer": lost, "step": 1}, {"writer": here, "step": 0}) == []
+
+        assert not_proved({"writer": lost}) == []
+        here.add("more")
+        assert here.thread.is_alive()
+    finally:
+        lost.close()
+        here.close()
+    assert here.thread.lines == [("loss", 0.5), "more"]
+
+
+@pytest.mark.usefixtures("known_queues")
+def test_a_queue_from_which_the_main_thread_takes_what_a_thread_gives_is_refused() -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    lost = user_values.EventWriter(answers)
+    try:
+        lost.add(1)
+        assert answers.get(timeout=10) == 1
+
+        assert is_refused({"answers": answers}, {"answers": queue.Queue()})
+        (named,) = not_proved({"thread": lost.thread})
+        assert "it runs beside the main thread" in named
+    finally:
+        lost.close()
+
+
+@pytest.mark.usefixtures("known_queues")
+def test_the_queue_of_a_listener_of_logging_is_an_effect() -> None:
+    records: queue.Queue[Any] = queue.Queue()
+    listener = logging.handlers.QueueListener(records)
+    listener.start()
+    try:
+        records.put(logging.makeLogRecord({"msg": "a"}))
+        while not streams.goes_out(records):
+            time.sleep(0.001)
+
+        assert carry({"records": records, "listener": listener}, {"records": records, "listener": listener}) == []
+    finally:
+        listener.stop()
 
 
 @pytest.mark.usefixtures("feeder")

@@ -123,6 +123,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     (BaseException, process_local.record_exception),
     (io.IOBase, streams.record_file),
     (queue.Queue, streams.record_queue),
+    (threading.Thread, streams.record_thread),
     (multiprocessing.queues.Queue, streams.record_line),
     (multiprocessing.queues.SimpleQueue, streams.record_line),
     (multiprocessing.connection.Connection, streams.record_line),
@@ -149,10 +150,12 @@ objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _
 objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
 objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
 objects.leave_out(torch.utils.data.DataLoader, "_iterator")
+objects.leave_out(threading.Thread, " ".join(vars(threading.Thread())))
 
 RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.SAME: restore.restore_same,
     Tag.NOT_PROVED: not_proved.restore_not_proved,
+    Tag.EFFECT: streams.restore_effect,
     Tag.DEEP: restore.restore_deep,
     Tag.REFUSED: restore.restore_refused,
     Tag.REFERENCE: restore.restore_reference,

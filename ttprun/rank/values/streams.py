@@ -1,7 +1,9 @@
 """What gives data one piece after the other, and cannot be asked twice: files that are read, queues that are filled.
 
 A file is set to where it stood. A queue holds what it held; but who fills it beside the main thread, a thread or a
-process that the script has started, begins anew in a replacement, and how far it had come is not to be known.
+process that the script has started, begins anew in a replacement, and how far it had come is not to be known. A queue
+from which another thread alone takes what the main thread puts in only goes out: a log, a tracker. It is an effect,
+and what it holds is left alone: at a fault a few entries may be missing from the log, or stand there twice.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 
 from ttprun.rank.frames import is_user_file
 from ttprun.rank.values import objects
-from ttprun.rank.values.nodes import Tag, name_of, short_name
+from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
+from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.process_local import record_same
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -50,8 +53,82 @@ def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 
 def record_queue(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A queue between threads, with what it holds."""
+    """A queue between threads, with what it holds; one that only goes out is left alone."""
+    if goes_out(value):
+        return [Tag.EFFECT, name_of(type(value))]
     return _refused_if_fed() or objects.record_object(snapshot, value, depth)
+
+
+class _Users:
+    """Who has used a queue: idents of threads."""
+
+    __slots__ = ("givers", "reference", "takers")
+
+    def __init__(self, value: Any) -> None:
+        self.reference = weakref.ref(value)
+        self.takers: set[int] = set()
+        self.givers: set[int] = set()
+
+
+_users: dict[int, _Users] = {}  # by the queue's id
+
+
+def _users_of(value: Any) -> _Users:
+    found = _users.get(id(value))
+    if found is None or found.reference() is not value:
+        for key in [key for key, known in list(_users.items()) if known.reference() is None]:
+            _users.pop(key, None)
+        found = _users[id(value)] = _Users(value)
+    return found
+
+
+def wrap_get(original: Any) -> Any:
+    """queue.Queue.get: know which threads take from a queue."""
+
+    def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _users_of(self).takers.add(threading.get_ident())
+        return original(self, *args, **kwargs)
+
+    return get
+
+
+def wrap_put(original: Any) -> Any:
+    """queue.Queue.put: know which threads put something in."""
+
+    def put(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _users_of(self).givers.add(threading.get_ident())
+        return original(self, *args, **kwargs)
+
+    return put
+
+
+def goes_out(value: Any) -> bool:
+    """Whether nothing comes back to the main thread through this queue: others take from it, and it alone gives."""
+    users = _users_of(value)
+    main = threading.main_thread().ident
+    return bool(users.takers) and main not in users.takers and users.givers <= {main}
+
+
+def record_thread(snapshot: Snapshot, value: threading.Thread, depth: int) -> Any:
+    """A thread: one that only writes what it is given is an effect, another one of the script's that runs is named."""
+    if not threading.Thread.is_alive(value):
+        is_own = objects.is_of_user(type(value))
+        return objects.record_object(snapshot, value, depth) if is_own else [Tag.EFFECT, name_of(type(value))]
+    if _is_of_script(value) and not _only_writes(value):
+        return record_not_proved(snapshot, value, "it runs beside the main thread, and how far it is is not known")
+    return [Tag.EFFECT, name_of(type(value))]
+
+
+def _only_writes(thread: threading.Thread) -> bool:
+    queues = [users.reference() for users in list(_users.values()) if thread.ident in users.takers | users.givers]
+    return bool(queues) and all(one is None or goes_out(one) for one in queues)
+
+
+def restore_effect(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the replay has made stays, if it is of the same type."""
+    if live is MISSING or name_of(type(live)) != node[1]:
+        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} here")
+    return live
 
 
 def record_line(snapshot: Snapshot, value: Any, depth: int) -> Any:
