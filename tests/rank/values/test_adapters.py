@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import logging
 import multiprocessing
 import operator
@@ -22,7 +24,7 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import Scope, carry, is_refused, not_proved
-from ttprun.rank.values import CannotRestoreError
+from ttprun.rank.values import CannotRestoreError, adapters
 
 
 class Pair(ctypes.Structure):
@@ -280,3 +282,53 @@ def test_flags_of_absl_that_are_changed_in_mid_run_come_back() -> None:
     assert carry({"FLAGS": lost}, {"FLAGS": live}) == []
 
     assert live.rate == 0.05
+
+
+class Simulator(_random.Random):
+    """What an extension gives: all of its state is C's."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+
+def test_an_object_of_an_extension_that_tells_its_state_comes_back() -> None:
+    lost, live = Simulator(1), Simulator(2)
+    lost.random()
+
+    assert carry({"game": lost}, {"game": live}) == []
+
+    assert live.random() == lost.random()
+    assert not_proved({"game": lost}) == []
+
+
+class Deaf(Simulator):
+    def setstate(self, state: Any) -> None:
+        """As a second __setstate__ of pybind11's."""
+
+
+def test_an_object_of_an_extension_that_does_not_take_a_state_over_is_refused() -> None:
+    with pytest.raises(CannotRestoreError, match="setstate has not taken the state over"):
+        carry({"game": Deaf(1)}, {"game": Deaf(2)})
+
+
+def test_a_registered_adapter_records_and_restores(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "simulators-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: simulators\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[ttprun.adapters]\nhidden_game.Game = hidden_game:Adapter\n")
+    (tmp_path / "hidden_game.py").write_text(
+        "class Game:\n    __slots__ = ()\n\nscores = {}\n\n"
+        "class Adapter:\n"
+        "    def record(self, value):\n        return {'score': scores[id(value)]}\n"
+        "    def restore(self, value, state):\n        scores[id(value)] = state['score']\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(adapters, "_registered", None)
+    game = importlib.import_module("hidden_game")
+    lost, live = game.Game(), game.Game()
+    game.scores.update({id(lost): 7, id(live): 0})
+
+    assert carry({"game": lost}, {"game": live}) == []
+
+    assert game.scores[id(live)] == 7
+    monkeypatch.setattr(adapters, "_registered", None)

@@ -19,6 +19,7 @@ import sqlite3
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
+from ttprun.rank.values.compiled import pair_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
@@ -241,7 +242,8 @@ def is_plain_state(node: Any) -> bool:
 def restore_state(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Put the lost rank's state into the replacement's object."""
     _, number, kind, state, attributes = node
-    adapter = adapter_for(type(live)) if live is not MISSING and name_of(type(live)) == kind else None
+    is_alike = live is not MISSING and name_of(type(live)) == kind
+    adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
     if adapter is None:
         return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
     if not restore.claim_or_refuse(number, live, name):

@@ -32,6 +32,7 @@ from ttprun.rank.values import (
     arrays,
     caches,
     callables,
+    compiled,
     containers,
     iterators,
     left_to_replay,
@@ -52,7 +53,7 @@ from ttprun.rank.values import (
 )
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.restore import RESTORERS, Restorer
-from ttprun.rank.values.snapshot import Handler, choose_with
+from ttprun.rank.values.snapshot import Handler, Snapshot, choose_with
 from ttprun.rank.values.unrecorded import Unrecorded
 
 _OF_THE_INTERPRETER: tuple[type, ...] = (
@@ -218,11 +219,24 @@ def handler_for(kind: type) -> Handler:
         out_of_reach = left_to_replay.why_out_of_reach(kind)
         if out_of_reach:
             return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
+    pair = compiled.pair_of(kind)
+    if pair is not None:
+        return _told_or_compared(adapters.record_with(pair, kind))
     if kind.__dictoffset__ or objects.slots_of(kind):
         return objects.record_value_object if objects.is_frozen(kind) else objects.record_object
     if objects.is_of_user(kind):
         return objects.record_object
     return iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
+
+
+def _told_or_compared(tell: Handler) -> Handler:
+    """Of an object of an extension's whose state cannot be recorded a digest is compared, if it gives one."""
+
+    def handle(snapshot: Snapshot, value: object, depth: int) -> object:
+        node = tell(snapshot, value, depth)
+        return node if node[0] is Tag.STATE else process_local.record_unknown(snapshot, value, depth)
+
+    return handle
 
 
 choose_with(handler_for, fixed=(process_local.record_same, callables.record_named, callables.record_function))
