@@ -76,3 +76,10 @@ def still_holds(node: Any, name: str, saved: Any, has_hooks: bool) -> bool | Non
     except RuntimeError:
         return False
     return value is not None
+
+
+def fsdp_param_groups(state: Any) -> list[Any]:
+    """The groups of parameters of a module that fully_shard was given; before 2.13 (seen in 2.9) it has one at most."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ttprun import torch_versions
 from ttprun.state.chunks import Chunk
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def _groups() -> Iterator[Any]:
         state = reference()
         if isinstance(state, fully_shard.FSDPState) and id(state) not in seen:
             seen.add(id(state))  # one may be that of several modules
-            yield from state._fsdp_param_groups
+            yield from torch_versions.fsdp_param_groups(state)
 
 
 def is_gathering() -> bool:
