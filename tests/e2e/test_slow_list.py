@@ -21,3 +21,10 @@ def test_every_test_that_is_listed_is_there(name: str) -> None:
 
 def test_no_smoke_test_is_left_out_as_slow() -> None:
     assert listed("smoke.txt") & listed("slow.txt") == set()
+
+
+def test_whole_runs_are_in_one_group_where_tests_run_side_by_side(request: pytest.FixtureRequest) -> None:
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("tests run one after another")
+
+    assert request.node.nodeid.endswith("@e2e")
