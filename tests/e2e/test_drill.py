@@ -55,6 +55,7 @@ def test_a_drill_of_a_script_that_recovers_is_identical_and_pairs_the_fault(tmp_
 def test_a_script_that_goes_through_a_set_of_texts_is_identical_too(tmp_path: Path) -> None:
     code, report = drill(tmp_path, SCRIPTS / "vocabulary.py", "kill:rank=0,step=11,phase=backward")
 
+    assert report["problems"] == []
     assert [one["rung"] for one in report["injections"]] == ["replace"]
     assert {one["is_identical"] for one in report["comparisons"]} == {True}
     assert code == 0

@@ -51,6 +51,10 @@ class Holdings:
         self._seen, self._groups_count = stepped, groups_count
         return True
 
+    def forget(self) -> None:
+        """The run of the script is over, and no tensor of it may outlive it."""
+        self._seen, self._sampled = None, (None, [])
+
     def mark(self, stepped: trained.Stepped, optimizer: torch.optim.Optimizer | None, boundary: int) -> bytes:
         """A hash of some bytes of each parameter that ranks may hold each for itself, and of its gradient."""
         if stepped is not self._sampled[0]:

@@ -130,6 +130,7 @@ def _leave(
         recovery.finish()
         session.verifier.end()
         session.kept_weights.forget()
+        session.holdings.forget()
         leftovers.clear(error)
         if device is not None:
             _make_ready(device, diagnosis)
