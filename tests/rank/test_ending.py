@@ -43,6 +43,45 @@ for _ in range(6):
 """
 
 
+# Without our part in it, most of these processes are aborted (signal 6).
+LAST_REFERENCE_ON_A_THREAD_OF_GLOO = """
+import os, threading
+from datetime import timedelta
+import torch
+from tests.rank.test_descriptors import DeafChannel
+from ttprun.rank.connection import Connection, Exchange
+
+for _ in range(6):
+    pid = os.fork()
+    if pid == 0:
+        held = [Connection(Exchange(DeafChannel()), 0, "all", 0, 1, timedelta(seconds=5))]
+        is_alone, is_gone = threading.Event(), threading.Event()
+
+        def completed(_):
+            if threading.current_thread() is not threading.main_thread():
+                is_alone.wait(5)
+            held.clear()
+            is_gone.set()
+
+        held[0].backend.allreduce([torch.ones(1)]).get_future().add_done_callback(completed)
+        is_alone.set()
+        is_gone.wait(5)
+        for thread in threading.enumerate():
+            if thread.name == "ttprun-closing":
+                thread.join(5)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+def test_a_thread_of_gloo_that_lets_go_of_a_connection_last_does_not_abort_the_process() -> None:
+    arguments = [sys.executable, "-c", LAST_REFERENCE_ON_A_THREAD_OF_GLOO]
+
+    run = subprocess.run(arguments, capture_output=True, text=True, timeout=100)
+
+    assert run.stdout.split() == ["0"] * 6, run.stderr
+
+
 def test_a_script_that_does_not_wait_for_its_last_collectives_ends_well() -> None:
     run = subprocess.run([sys.executable, "-c", MANY_ENDS], capture_output=True, text=True, timeout=100)
 

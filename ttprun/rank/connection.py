@@ -167,13 +167,27 @@ class Connection:
         """Give the backend up, and with it its threads; blocks till its operations have ended."""
         self.backend = None
 
+    def __del__(self) -> None:
+        """Let a thread of Python's give the backend up if one of gloo's has let go of this object last.
+
+        gloo calls back when an operation has completed, with a reference to the group, and the script may have
+        destroyed that meanwhile. A backend joins its threads when it goes: on one of them that aborts the process.
+        """
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            return
+        held = [self.__dict__.pop("backend", None)]  # no reference but this one: the other thread's is to be the last
+        try:
+            threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
+        except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
+            _keep_for_ever(held[0])
+
     def abandon(self) -> None:
         """Keep the backend for ever: its destructor would wait for an operation that does not end.
 
         That is seen with gloo (torch 2.13) if the connection is cut while messages of the operation are under way, now
         and then, though all its sockets are closed. So it touches no tensor any more; its time-out ends it one day.
         """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.backend))
+        _keep_for_ever(self.backend)
 
     def sockets(self) -> Iterator[socket.socket]:
         """Duplicates of this backend's connected sockets; each is closed when the next one is asked for."""
@@ -188,6 +202,10 @@ class Connection:
     def listener_of(self, port: int) -> int | None:
         """The member of the group that listens on a port, None if none does."""
         return self._listeners.get(port)
+
+
+def _keep_for_ever(value: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def _socket_fds() -> list[int]:
