@@ -2,9 +2,9 @@
 
     python scripts/bench/recovery.py --ranks 2 4 --kills 5 --json recovery.json
 
-Each run loses one rank by a SIGKILL from outside, half way between two checkpoints of the script and at a random moment
-of a step; the ranks come in random order, each before one comes twice. The runs take turns, torchrun first, and the two
-runs of a turn lose the same rank at the same moment of the step. Before them one rank alone shows what the script's own
+Each run loses one rank by a SIGKILL from outside, half way between two checkpoints of the script (late enough that
+ttprun's standby, which starts after the first step, is ready) and at a random moment of a step; the ranks come in random
+order, each before one comes twice. The runs take turns, torchrun first, and the two runs of a turn lose the same rank at the same moment of the step. Before them one rank alone shows what the script's own
 set-up takes. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
 All times are the script's own: it logs when it has completed a step. Begin with measure().
 """
@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument(
         "--kills", type=positive, default=5, help="of each launcher, at each number of ranks (default 5)"
     )
-    parser.add_argument("--checkpoint-every", type=positive, default=50, help="steps (default 50)")
+    parser.add_argument("--checkpoint-every", type=positive, default=200, help="steps (default 200)")
     parser.add_argument("--standbys", type=int, default=1, help="of ttprun (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments that are chosen (default 0)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds from a kill to the end of the run")

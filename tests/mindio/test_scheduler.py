@@ -44,7 +44,7 @@ class FakeSupervisor:
 
     def __init__(self) -> None:
         self.seats = [FakeSeat(0), FakeSeat(1)]
-        self.job = recovery.new_job(recovery.Settings(world_size=2))
+        self.job = recovery.new_job(recovery.Settings(world_size=2, are_replicas_declared=True))
         self.why_not_repairable = ""
         self.config = Config(pause_timeout_s=1e-9, freeze_timeout_s=1e-9)
         self.logged: list[tuple[str, dict[str, object]]] = []

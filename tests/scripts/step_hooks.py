@@ -35,6 +35,7 @@ def note(kind):
 
 register_optimizer_step_pre_hook(lambda *_: note("before"))
 register_optimizer_step_post_hook(lambda *_: note("after"))
+
 optimizer.register_step_pre_hook(lambda *_: note("own"))
 register_module_forward_hook(lambda module, *_: note("forward") if isinstance(module, nn.Linear) else None)
 

@@ -9,7 +9,6 @@ rank has a record of it. The ranks have just met in the step's last all-reduce, 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -48,7 +47,6 @@ from ttprun.rank.tensor_bytes import bytes_of
 _running: torch.optim.Optimizer | None = None
 _closure: closures.Watch | None = None  # of the step of that one
 _cuda: Any = torch.cuda  # whose functions have no types
-_OURS = "ttprun"  # the key of our hook among an optimizer's own ones
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # which calls the hooks
 
 
@@ -68,24 +66,6 @@ def forget() -> None:
     """The run of the script is over."""
     global _running, _closure
     _running = _closure = None
-
-
-def after_all_others(hook: Any) -> Any:
-    """A global pre-hook of Optimizer.step that has `hook` called after those of the script, global or the optimizer's.
-
-    These belong to the step that the record closes: a hook of the script may print, reduce gradients or clip them, and
-    what it does after the record would be lost with its rank. torch calls an optimizer's own hooks last, in order.
-    """
-
-    def place(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        own = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        if not isinstance(own, OrderedDict):
-            return hook(optimizer, args, kwargs)
-        own[_OURS] = hook
-        own.move_to_end(_OURS)
-        return None
-
-    return place
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:

@@ -23,6 +23,7 @@ from ttprun.rank import (
     faults,
     files,
     groups,
+    last_hook,
     leftovers,
     loops,
     origins,
@@ -60,7 +61,7 @@ def install(presence: Presence) -> None:
     if missing:
         presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
     before_step = fail_open.hook("the hook before Optimizer.step", boundary.before_step)
-    register_optimizer_step_pre_hook(boundary.after_all_others(before_step))
+    register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", boundary.after_step))
     output.count_lines()
     trackers.follow()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ttprun.rank import last_hook
 from ttprun.rank.sharded import are_any, local_of
 from ttprun.rank.tensor_bytes import bytes_of
 
@@ -25,6 +26,7 @@ def wrap_optimizer_init(original: Any) -> Any:
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _optimizers.append(weakref.ref(self))
+        last_hook.make_place(self)
 
     return init
 
