@@ -3,9 +3,10 @@
     python scripts/bench/recovery.py --ranks 2 4 --kills 5 --json recovery.json
 
 Each run loses one rank by a SIGKILL from outside, half way between two checkpoints of the script (late enough that
-ttprun's standby, which starts after the first step, is ready) and at a random moment of a step; the ranks come in random
-order, each before one comes twice. The runs take turns, torchrun first, and the two runs of a turn lose the same rank at the same moment of the step. Before them one rank alone shows what the script's own
-set-up takes. torchrun has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
+ttprun's standby, which starts after the first step, is ready) and at a random moment of a step. The ranks come in
+random order, each before one comes twice. The runs take turns, torchrun first, and the two runs of a turn lose the same
+rank at the same moment of the step. Before them one rank alone shows what the script's own set-up takes. torchrun has
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
 All times are the script's own: it logs when it has completed a step. Begin with measure().
 """
 
