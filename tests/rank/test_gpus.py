@@ -43,6 +43,7 @@ def step_with_a_gpu(rank: int) -> Any:
         weight.grad = torch.ones(2)
         optimizer.step()
         reasons.append(unprotected())
+        dist.barrier()  # the other rank gives up at its next step, and this one hears of it
     return reasons, weight.tolist()
 
 
