@@ -8,6 +8,8 @@ import time
 import uuid
 from typing import Any
 
+import pytest
+
 from tests.rank.processes import run_alone
 from ttprun.rank import frames, origins, patches
 
@@ -123,3 +125,16 @@ def of_a_subclass() -> list[str]:
 
 def test_a_subclass_of_datetime_gives_its_own_kind() -> None:
     assert run_alone(of_a_subclass) == ["Later", "Later", "UTC"]
+
+
+def test_it_is_reported_where_the_methods_of_datetime_cannot_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise TypeError("kept otherwise")
+
+    monkeypatch.setattr(origins, "_set_datetime", fail)
+    monkeypatch.setattr(origins, "_originals", {})
+    monkeypatch.setattr(origins, "_why_no_datetime", "")
+
+    origins._patch_datetime()
+
+    assert "datetime.now() is not the same for a replacement" in origins.why_not()

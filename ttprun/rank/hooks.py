@@ -60,6 +60,8 @@ def install(presence: Presence) -> None:
     missing = patches.apply_all(with_replay=False)
     if missing:
         presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+    if origins.why_not():
+        presence.channel.send({"op": "note", "text": origins.why_not()})
     before_step = fail_open.hook("the hook before Optimizer.step", boundary.before_step)
     register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", boundary.after_step))

@@ -188,6 +188,7 @@ def wrap_getpid(original: Any) -> Any:
 # look there often: the methods are put back at the first step.
 
 _originals: dict[str, Any] = {}
+_why_no_datetime = ""
 
 
 def _dictionary_of(kind: type) -> dict[str, Any]:
@@ -208,9 +209,19 @@ def _set_datetime(methods: dict[str, Any]) -> None:
 def _patch_datetime() -> None:
     if _originals:
         return
-    with contextlib.suppress(Exception):  # then names that are made by it are made anew, as under torchrun
-        _originals.update({name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")})
+    global _why_no_datetime
+    found = {name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")}
+    try:
         _set_datetime({"now": classmethod(_now), "utcnow": classmethod(_utcnow)})
+    except Exception as error:  # names that are made by it are made anew, as under torchrun
+        _why_no_datetime = f"datetime.now() is not the same for a replacement, nor are names made by it: {error!r}"
+        return
+    _originals.update(found)
+
+
+def why_not() -> str:
+    """What of the time is not repeated for a replacement, and why; "" if all is."""
+    return _why_no_datetime
 
 
 def _restore_datetime() -> None:
