@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,13 @@ PRINT = """
 import json, os, subprocess, sys, time
 sys.path.insert(0, sys.argv[1])
 import psutil
+from pathlib import Path
 from ttprun.agent import priority
+if len(sys.argv) > 2:
+    priority._AUTOGROUP = Path(sys.argv[2])
 def state(pid):
     group = f"/proc/{pid}/autogroup"
-    nice_of_group = int(open(group).read().split()[-1]) if os.path.exists(group) else None
+    nice_of_group = int(open(group).read().split()[-1]) if os.path.exists(group) and open(group).read() else None
     ioclass = int(psutil.Process(pid).ionice().ioclass)
     return [os.sched_getscheduler(pid), os.getpriority(os.PRIO_PROCESS, pid), ioclass, nice_of_group]
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
@@ -47,6 +51,21 @@ def test_without_privilege_a_low_priority_is_left_again_and_no_nice_value_is_giv
     assert after == before
     assert (low[0], low[1], low[2]) == (os.SCHED_BATCH, before[1], 3)
     assert low[3] in (None, NICE)
+
+
+def test_a_launcher_in_no_autogroup_restores_the_usual_priority(tmp_path: Path) -> None:
+    shown_by_the_kernel_then = tmp_path / "autogroup"
+    shown_by_the_kernel_then.write_text("")
+
+    printed = subprocess.run(
+        [*UNPRIVILEGED, sys.executable, "-c", PRINT, ROOT, str(shown_by_the_kernel_then)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+    before, _, after = json.loads(printed)
+    assert after == before
 
 
 @pytest.fixture

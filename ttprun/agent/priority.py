@@ -20,6 +20,7 @@ import psutil
 
 NICE = 5  # a quarter of a processor that a rank wants, too: with 19, next to busy ranks, it would never be ready
 _BETWEEN_ORDERS_S = 0.11
+_AUTOGROUP = Path("/proc/self/autogroup")
 
 
 def lower(pid: int) -> None:
@@ -42,8 +43,7 @@ def lower(pid: int) -> None:
 
 def restore(pid: int) -> None:
     """Give a process our own priority again. Blocks for a tenth of a second at most."""
-    with contextlib.suppress(OSError):
-        _set_autogroup(pid, Path("/proc/self/autogroup").read_text().split()[-1])
+    _set_autogroup(pid, _own_autogroup_nice())
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     with contextlib.suppress(psutil.Error, OSError):
@@ -54,6 +54,15 @@ def restore(pid: int) -> None:
         if _can_be_nice():
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, task, os.getpriority(os.PRIO_PROCESS, 0))
+
+
+def _own_autogroup_nice() -> str:
+    """The nice value of this process's autogroup; "0" where the kernel keeps none: it may then show an empty file."""
+    try:
+        fields = _AUTOGROUP.read_text().split()
+    except OSError:
+        fields = []
+    return fields[-1] if fields else "0"
 
 
 def _set_autogroup(pid: int, nice: str) -> None:
