@@ -37,8 +37,8 @@ from runs import (  # noqa: E402
     told,
 )
 
-from ttprun.drill.rehearsal import Rehearsal, rehearse  # noqa: E402
-from ttprun.drill.scenario import Scenario  # noqa: E402
+from ttprun.chaos.drill.rehearsal import Rehearsal, rehearse  # noqa: E402
+from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
 
 KILL = "kill:rank={rank},step=5,phase=backward"  # before a script has saved anything with which it would begin
 # Deterministic matrix products of cuBLAS need room of a fixed size.

@@ -30,11 +30,11 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from ttprun.drill.compare import compare_twins  # noqa: E402
-from ttprun.drill.pairing import Injection, pair  # noqa: E402
-from ttprun.drill.scenario import Scenario  # noqa: E402
-from ttprun.drill.twins import Twin, run_twin  # noqa: E402
-from ttprun.faults import ENDING_KINDS, KINDS, Fault, check_fault, parse_fault, phases_of  # noqa: E402
+from ttprun.chaos.drill.compare import compare_twins  # noqa: E402
+from ttprun.chaos.drill.pairing import Injection, pair  # noqa: E402
+from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
+from ttprun.chaos.drill.twins import Twin, run_twin  # noqa: E402
+from ttprun.chaos.faults import ENDING_KINDS, KINDS, Fault, check_fault, parse_fault, phases_of  # noqa: E402
 
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ttprun.faults import KINDS, PHASES, Fault, parse_fault, phases_of
+from ttprun.chaos.faults import KINDS, PHASES, Fault, parse_fault, phases_of
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import check_additions
 from ttprun.errors import ConfigError, one_line, suggestion
-from ttprun.faults import parse_fault
 from ttprun.mindio import variables
 from ttprun.state.interval import parse_interval
 

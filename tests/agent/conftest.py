@@ -13,7 +13,7 @@ import pytest
 from tests.agent.starting import LIMIT_S, start_of
 from ttprun.agent import stacks
 from ttprun.agent.processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
-from ttprun.board import Board
+from ttprun.protocol.board import Board
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.agent.adapt import adapted
 from ttprun.agent.stored import Stored
+from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError
 from ttprun.rank import values
 from ttprun.rank.values import Snapshot

@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from ttprun.agent import dying
-from ttprun.board import Board
+from ttprun.protocol.board import Board
 
 LIMIT_S = 10.0
 PROGRAM = """\
 import os, signal, sys, threading, time
-from ttprun.board import Board
-from ttprun.rank import life
+from ttprun.protocol.board import Board
+from ttprun.rank.process import life_lock as life
 life.hold(Board({board_fd}, 2), 1)
 {memory}
 print("there", flush=True)

@@ -21,15 +21,15 @@ from ttprun.agent.failures import FirstFailure
 from ttprun.agent.lookout import Lookout, state_of
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.seat import Seat
-from ttprun.board import Board, Field
+from ttprun.protocol.board import Board, Field
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
 from ttprun.recovery.sights import Doing, Sight
 
 PROGRAM = """\
 import ctypes, os, sys, threading, time
-from ttprun.board import Board
-from ttprun.rank import heartbeat, stack
+from ttprun.protocol.board import Board
+from ttprun.rank.process import heartbeat, stack
 heartbeat.EVERY_S = 0.02
 stack.write_when_asked({stack_fd})
 heartbeat.start(Board({board_fd}, 1), 0)

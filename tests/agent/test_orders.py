@@ -11,8 +11,8 @@ import pytest
 from ttprun.agent.orders import Orders
 from ttprun.agent.seat import Seat
 from ttprun.agent.verdict import Verdict
-from ttprun.board import Board, Field
-from ttprun.rank.recorder import Recorder
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.records.recorder import Recorder
 from ttprun.recovery import FailJob, FinishJob, RestartGroup
 
 SLOT_BYTES = 1 << 20

@@ -18,7 +18,7 @@ from ttprun.agent.processes import RankHandler, command_of, kill_session
 AGENT = f"""
 import os, signal, sys
 from ttprun.agent.processes import RankHandler, Standby
-from ttprun.board import Board
+from ttprun.protocol.board import Board
 
 def start(entry, *words):
     return {{"entrypoint": entry, "args": words, "env": {{"PYTHONPATH": {ROOT!r}}}, "stdout": None, "stderr": None,

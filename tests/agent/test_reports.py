@@ -10,7 +10,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
-from ttprun.board import Board
+from ttprun.protocol.board import Board
 
 N_RANKS = 3
 SCRIPT_ERROR = {

@@ -14,8 +14,8 @@ from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
-from ttprun.board import Board, Field
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.board import Board, Field
 from ttprun.recovery import Event, SpawnFailed, SpawnRank
 
 

@@ -15,9 +15,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent import snapshots as module
 from ttprun.agent.snapshots import Shelf, Snapshots, path_of
-from ttprun.board import Board, Field
-from ttprun.rank.memory import Memory
-from ttprun.rank.shares import version_of
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.process.shared_memory import Memory
+from ttprun.rank.weights.checkpoint_shards import version_of
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 RANKS = 2

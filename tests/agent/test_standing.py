@@ -10,7 +10,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent import standing as module
 from ttprun.agent.standing import LIMIT_S, Standing
-from ttprun.board import Board, Field
+from ttprun.protocol.board import Board, Field
 
 
 class FakeSupervisor:

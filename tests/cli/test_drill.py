@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ttprun.chaos.drill import rehearsal
+from ttprun.chaos.drill.scenario import Scenario
+from ttprun.chaos.drill.twins import Twin
 from ttprun.cli.main import main
-from ttprun.drill import rehearsal
-from ttprun.drill.scenario import Scenario
-from ttprun.drill.twins import Twin
 
 STRUCK = {"event": "fault_injected", "number": 1, "fault": "kill:rank=1,step=5", "kind": "kill", "rank": 1}
 STRUCK |= {"phase": "backward", "step": 5, "at_s": 10.0, "pid": 7}

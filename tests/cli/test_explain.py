@@ -16,7 +16,7 @@ class FakePatch:
 
 
 class FakePatches:
-    """Takes the place of the module `ttprun.rank.patches`."""
+    """Takes the place of the module `ttprun.rank.bootstrap.patches`."""
 
     ALSO = ()
     Patch = Change = FakePatch
@@ -29,7 +29,7 @@ class FakePatches:
 def test_every_patch_is_one_plain_line_in_a_pipe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ttprun.rank.patches", FakePatches)
+    monkeypatch.setitem(sys.modules, "ttprun.rank.bootstrap.patches", FakePatches)
 
     code = main(["explain"])
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.fakes import FakeAgent
+from ttprun.chaos.faults import KINDS, PHASES
 from ttprun.cli.main import main
 from ttprun.config import Config
-from ttprun.faults import KINDS, PHASES
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, write_status

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.drill.scenario import command_of, read_scenario
-from ttprun.drill.twins import launcher_words
+from ttprun.chaos.drill.scenario import command_of, read_scenario
+from ttprun.chaos.drill.twins import launcher_words
 from ttprun.errors import ConfigError
 
 DRILLS = Path(__file__).resolve().parents[2] / "configs" / "drills"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun.board import FIELDS, FINISHED, Board, Field, Phase
+from ttprun.protocol.board import FIELDS, FINISHED, Board, Field, Phase
 
 LIMIT_S = 10.0
 

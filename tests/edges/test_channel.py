@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ttprun import channel
-from ttprun.channel import Channel
+from ttprun.protocol import channel
+from ttprun.protocol.channel import Channel
 
 Line = tuple[Channel, Channel]
 

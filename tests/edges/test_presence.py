@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from ttprun import channel
-from ttprun.board import Board, Field
-from ttprun.channel import Channel
-from ttprun.rank.presence import Presence
+from ttprun.protocol import channel
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.channel import Channel
+from ttprun.rank.bootstrap.presence import Presence
 
 LIMIT_S = 10.0
 

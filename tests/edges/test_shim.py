@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ttprun import channel, text_hashes
-from ttprun.board import Board
+from ttprun import text_hashes
+from ttprun.protocol import channel
+from ttprun.protocol.board import Board
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = str(ROOT / "ttprun" / "shim")
@@ -167,7 +168,7 @@ def test_a_python_that_skips_the_shim_says_no_hello_and_runs(flag: str, tmp_path
 
 
 def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
-    child = "import os, sys; print('ttprun.rank.install' in sys.modules, '_TTPRUN_CHANNEL_FD' in os.environ)"
+    child = "import os, sys; print('ttprun.rank.bootstrap.install' in sys.modules, '_TTPRUN_CHANNEL_FD' in os.environ)"
     done, ops = welcomed(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])", tmp_path)
 
     assert done.stdout == "False False\n"

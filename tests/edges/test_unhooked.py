@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ttprun.rank import unhooked
+from ttprun.rank.bootstrap import unhooked
 
 HOLD = """
 import mmap, sys

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rank.fakes import FakeChannel, become, make_session
-from ttprun.board import FINISHED, Field
+from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.session import Session
 

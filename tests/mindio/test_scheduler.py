@@ -9,8 +9,8 @@ import pytest
 
 from ttprun import recovery
 from ttprun.agent.schedulers import Scheduler
-from ttprun.board import Board, Field
 from ttprun.config import Config
+from ttprun.protocol.board import Board, Field
 from ttprun.recovery import Incident, Phase
 
 OPENED = Incident(

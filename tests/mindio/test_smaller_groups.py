@@ -17,10 +17,10 @@ from mindio_ttp.framework_ttp import (
     tft_register_zit_upgrade_rollback_handler,
 )
 
-from ttprun.board import Field
+from ttprun.protocol.board import Field
+from ttprun.rank.comm.process_group import OPERATION_NUMBERS, ManagedGroup
 from ttprun.rank.framework.framework import Framework
 from ttprun.rank.framework.handlers import CallbackFailedError, Size
-from ttprun.rank.process_group import OPERATION_NUMBERS, ManagedGroup
 from ttprun.rank.session import Session
 
 SMALLER = Size(ranks=(0, 1), data_parallel=(0,), params='{"scale-in-strategy": "DP"}')

@@ -26,16 +26,16 @@ from mindio_ttp.framework_ttp import (
     tft_wait_next_action,
 )
 
-from ttprun.board import Field
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
+from ttprun.protocol.board import Field
+from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import CallbackFailedError
-from ttprun.rank.framework.hooks import wrap_process_group_name
 from ttprun.rank.framework.recovery import CallbackRecovery
-from ttprun.rank.replicated import NotRepairableError
 from ttprun.rank.session import Session
+from ttprun.rank.weights.replicated import NotRepairableError
 
 
 def recover(session: Session, step: int, meanwhile: Callable[[], None] = lambda: None) -> None:

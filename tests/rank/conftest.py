@@ -13,7 +13,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.rank.training import every_case
 from tests.rank.worlds import run_world
-from ttprun.rank import loops
+from ttprun.rank.position import loops
 
 torch.set_num_threads(1)
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")

@@ -6,19 +6,19 @@ import os
 import socket
 from typing import Any
 
-from ttprun.board import Board
-from ttprun.channel import Channel, Message
+from ttprun.protocol.board import Board
+from ttprun.protocol.channel import Channel, Message
 from ttprun.rank import session as sessions
-from ttprun.rank import trained
-from ttprun.rank.connection import Exchange
-from ttprun.rank.holdings import Holdings
-from ttprun.rank.journal import Journal
-from ttprun.rank.kept_weights import KeptWeights
-from ttprun.rank.recorder import Recorder
-from ttprun.rank.results import Results
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.comm.connection import Exchange
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.results import Results
+from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
-from ttprun.rank.snapshots import Snapshots
-from ttprun.rank.verification import Verifier
+from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.rank.weights.snapshots import Snapshots
 
 RECORD_BYTES = 1 << 20
 OPTIONS: dict[str, Any] = {
@@ -79,7 +79,7 @@ def make_session(
         recorder=known.pop("recorder", recorder),
         journal=journal,
         holdings=Holdings(),
-        kept_weights=KeptWeights(trained.newest, lambda text: None),
+        kept_weights=KeptWeights(optimizer_registry.newest, lambda text: None),
         verifier=Verifier(line, journal, every=0, nan_limit_s=None),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),

@@ -21,9 +21,9 @@ _PRELOADED = [
     "torch.nn.parallel.distributed",
     "torch.utils.data.distributed",
     "numpy",
-    "ttprun.rank.replay",
-    "ttprun.rank.recovery",
-    "ttprun.rank.install",
+    "ttprun.rank.replay.replay",
+    "ttprun.rank.replay.recovery",
+    "ttprun.rank.bootstrap.install",
 ]
 
 

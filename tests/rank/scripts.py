@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.rank.fakes import OPTIONS, RECORD_BYTES
-from ttprun import channel
 from ttprun.agent import stacks
 from ttprun.agent.processes import rank_environment
-from ttprun.board import Board
-from ttprun.channel import Channel, Message
-from ttprun.rank.install import CHANNEL_VARIABLE
-from ttprun.rank.recorder import Recorder
+from ttprun.protocol import channel
+from ttprun.protocol.board import Board
+from ttprun.protocol.channel import Channel, Message
+from ttprun.rank.bootstrap.install import CHANNEL_VARIABLE
+from ttprun.rank.records.recorder import Recorder
 
 ROOT = str(Path(__file__).resolve().parents[2])
 LIMIT_S = 60

@@ -224,7 +224,7 @@ def test_a_rank_that_waits_in_new_group_when_the_connection_breaks_gets_its_grou
 
 def be_left_alone(rank: int) -> Any:
     """Rank 1 closes its connection and no recovery comes: rank 0 must get the error, as under torchrun."""
-    from ttprun.rank import journal
+    from ttprun.rank.comm import journal
 
     journal.PATIENCE_S = 0.5
     x = ours(rank)

@@ -14,12 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
-from ttprun.faults import parse_fault
-from ttprun.rank import faults
-from ttprun.rank.buckets import TRUSTED_AFTER, Bucket
-from ttprun.rank.replicated import NotRepairableError
+from ttprun.chaos import strikes
+from ttprun.chaos.faults import parse_fault
+from ttprun.rank.checks.verification import nan_in
+from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
 from ttprun.rank.session import current
-from ttprun.rank.verification import nan_in
+from ttprun.rank.weights.replicated import NotRepairableError
 
 WIDTH = 520  # more than a megabyte of weights
 BEGINS_AT = TRUSTED_AFTER + 3  # DDP orders its buckets in the second step, and tells of it behind the third
@@ -147,7 +147,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     for _ in range(BEGINS_AT):
         training.step()
     if rank == 1:
-        faults.arm(1, parse_fault("nan:rank=1,phase=backward"))
+        strikes.arm(1, parse_fault("nan:rank=1,phase=backward"))
     training.optimizer.zero_grad()
     seen: list[int] = []
     training.model.module[0].register_full_backward_pre_hook(

@@ -11,8 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import boundary, closures, patches
+from ttprun.rank.bootstrap import patches
 from ttprun.rank.session import Session
+from ttprun.rank.step import closures, step_hooks
 
 
 class Plain(torch.optim.SGD):
@@ -73,8 +74,8 @@ def test_what_an_optimizer_takes_in_place_of_a_closure_is_left_alone() -> None:
 
 def _session(**known: Any) -> Session:
     patches.apply_all(with_replay=False)
-    register_optimizer_step_pre_hook(boundary.before_step)
-    register_optimizer_step_post_hook(boundary.after_step)
+    register_optimizer_step_pre_hook(step_hooks.before_step)
+    register_optimizer_step_post_hook(step_hooks.after_step)
     session = make_session(**known)
     become(session)
     return session

@@ -8,7 +8,7 @@ import pytest
 
 from tests.rank.collectives import CASES
 from tests.rank.training import STYLES
-from ttprun.rank.operations import OPERATIONS
+from ttprun.rank.comm.operations import OPERATIONS
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.device import registry
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
-from ttprun.rank import on_device
+from ttprun.rank.comm import on_device
 from ttprun.rank.session import current
 
 SUMS = [30.0, 32.0, 34.0]

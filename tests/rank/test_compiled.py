@@ -5,26 +5,27 @@ import sys
 
 import torch._dynamo.trace_rules as rules
 
-from ttprun.rank import boundary, compiled, loops
+from ttprun.rank.position import loops, torch_compile
+from ttprun.rank.step import step_hooks
 
 
 def test_dynamo_traces_no_function_of_ours_but_those_that_stand_in_the_middle_of_the_users_code() -> None:
-    compiled.leave_us_alone()
+    torch_compile.leave_us_alone()
 
-    skipped = {module: rules.check_file(module.__file__).skipped for module in (boundary, loops, compiled)}
-    assert skipped == {boundary: True, loops: False, compiled: False}
+    skipped = {module: rules.check_file(module.__file__).skipped for module in (step_hooks, loops, torch_compile)}
+    assert skipped == {step_hooks: True, loops: False, torch_compile: False}
 
 
 def test_a_replacement_does_not_wait_until_dynamo_has_compiled_its_rules_anew_for_each_of_our_modules() -> None:
     pattern = rules.SKIP_DIRS_RE
 
-    compiled.leave_us_alone()
+    torch_compile.leave_us_alone()
 
     assert rules.SKIP_DIRS_RE is pattern
 
 
 def test_a_script_without_an_optimizer_does_not_wait_for_dynamo_to_be_imported() -> None:
-    code = "import sys, ttprun.rank.hooks, ttprun.agent.launch; print('torch._dynamo' in sys.modules)"
+    code = "import sys, ttprun.rank.bootstrap.hooks, ttprun.agent.launch; print('torch._dynamo' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

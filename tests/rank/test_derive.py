@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank import random_state
-from ttprun.rank.derive import Derived, states_in
+from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.rank.process import random_state
 from ttprun.rank.values import pack
 
 

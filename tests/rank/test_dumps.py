@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.rank.recovery import Recovery
+from ttprun.rank.replay.recovery import Recovery
 
 OWN = {"owners": {}, "writers": [0]}
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import run_world
-from ttprun.rank import ending
+from ttprun.rank.bootstrap import shutdown
 from ttprun.rank.session import current
 
 # Without our part in their end, a third of these processes and more is aborted (signal 6).
@@ -22,8 +22,8 @@ from datetime import timedelta
 from types import SimpleNamespace
 import torch
 from tests.rank.fakes import become, make_session
-from ttprun.rank import install
-from ttprun.rank.process_group import ManagedGroup
+from ttprun.rank.bootstrap import install
+from ttprun.rank.comm.process_group import ManagedGroup
 
 torch.set_num_threads(1)
 for _ in range(6):
@@ -49,7 +49,7 @@ import os, threading
 from datetime import timedelta
 import torch
 from tests.rank.test_descriptors import DeafChannel
-from ttprun.rank.connection import Connection, Exchange
+from ttprun.rank.comm.connection import Connection, Exchange
 
 for _ in range(6):
     pid = os.fork()
@@ -96,14 +96,14 @@ def end_with_an_operation_that_nobody_joins(rank: int) -> Any:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     del work
     began_s = time.monotonic()
-    ending.close(session)
+    shutdown.close(session)
     return time.monotonic() - began_s
 
 
 def test_a_collective_that_no_other_rank_joins_holds_up_the_end_for_a_moment_only() -> None:
     took_s, _ = run_world(end_with_an_operation_that_nobody_joins)
 
-    assert ending.LIMIT_S <= took_s < 2 * ending.LIMIT_S
+    assert shutdown.LIMIT_S <= took_s < 2 * shutdown.LIMIT_S
 
 
 def start_no_thread(thread: threading.Thread) -> None:
@@ -119,7 +119,7 @@ def end_where_no_thread_starts(rank: int) -> Any:
 def test_where_no_thread_starts_any_more_a_collective_that_no_other_rank_joins_is_cut_off_too() -> None:
     took_s, _ = run_world(end_where_no_thread_starts)
 
-    assert ending.LIMIT_S <= took_s < 2 * ending.LIMIT_S
+    assert shutdown.LIMIT_S <= took_s < 2 * shutdown.LIMIT_S
 
 
 def end_at_once(rank: int) -> Any:
@@ -129,7 +129,7 @@ def end_at_once(rank: int) -> Any:
     given = torch.full((1_000_000,), 1.0 + rank)
     work = dist.all_reduce(given, async_op=True)
     if rank == 0:
-        ending.close(session)
+        shutdown.close(session)
         return None
     work.wait()
     return given[0].item()

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.rank import proof
-from ttprun.rank.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
-from ttprun.rank.expected import MismatchError
+from ttprun.rank.checks import proof
+from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
 from ttprun.rank.session import Session
 
 LARGE = 1 << 20
@@ -133,7 +133,7 @@ def test_equal_inputs_are_told_once_all_that_the_lost_rank_gave_has_been_compare
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody ends a process that has told of a mismatch: it does not wait for that."""
-    monkeypatch.setattr("ttprun.rank.expected._KILL_LIMIT_S", 0.0)
+    monkeypatch.setattr("ttprun.rank.checks.replay_guard._KILL_LIMIT_S", 0.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -191,7 +191,7 @@ def test_what_cannot_be_compared_is_named_and_the_script_goes_on(
     replacement: Replacement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
-    monkeypatch.setattr("ttprun.rank.evidence.bytes_of", lambda tensor: 1 / 0)
+    monkeypatch.setattr("ttprun.rank.records.evidence.bytes_of", lambda tensor: 1 / 0)
 
     proof.note(session, INPUT, "world", [torch.ones(40)])
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
-from ttprun.rank import boundary, groups, journal, process_group
+from ttprun.rank.comm import groups, journal, process_group
 from ttprun.rank.session import current
+from ttprun.rank.step import step_hooks
 
 
 class OfOursError(Exception):
@@ -63,12 +64,12 @@ BREAKS = {
     "noting a collective in one rank": (process_group, "Entry", "one"),
     "holding a collective's input in one rank": (process_group.ManagedGroup, "_keep", "one"),
     "waiting for a collective": (journal.Journal, "wait", "all"),
-    "the hook before a step": (boundary, "_begin_step", "all"),
-    "the hook before a step in one rank": (boundary, "_begin_step", "one"),
-    "the commit in one rank": (boundary, "commit", "one"),
-    "the hook after a step": (boundary, "pass_boundary", "all"),
-    "the hook after a step in one rank": (boundary, "pass_boundary", "one"),
-    "the record of a step in one rank": (boundary, "describe", "one"),
+    "the hook before a step": (step_hooks, "_begin_step", "all"),
+    "the hook before a step in one rank": (step_hooks, "_begin_step", "one"),
+    "the commit in one rank": (step_hooks, "commit", "one"),
+    "the hook after a step": (step_hooks, "pass_boundary", "all"),
+    "the hook after a step in one rank": (step_hooks, "pass_boundary", "one"),
+    "the record of a step in one rank": (step_hooks, "describe", "one"),
 }
 
 

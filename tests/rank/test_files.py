@@ -23,9 +23,11 @@ import torch
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.board import Board, Field
-from ttprun.rank import files, frames, patches
-from ttprun.rank.recorder import Recorder
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.effects import files
+from ttprun.rank.position import frames
+from ttprun.rank.records.recorder import Recorder
 
 STEPS = 6
 Habit = Callable[[str], Iterator[None]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.rank.processes import run_alone
-from ttprun.rank import foreign
+from ttprun.rank.position import library_loops
 
 LOOPS = {
     "for": "def fit(look):\n    for _ in range(1):\n        found = look()\n    return found\n",
@@ -25,7 +25,7 @@ NO_LOOPS = {
 
 
 def look() -> str:
-    return foreign.loop_around(sys._getframe(1))
+    return library_loops.loop_around(sys._getframe(1))
 
 
 def seen_from(source: str, filename: str, module: str = "framework.trainer") -> str:

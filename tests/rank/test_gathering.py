@@ -13,7 +13,8 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import boundary, frames, gathering, loops, rewrite, whereabouts
+from ttprun.rank.position import ast_transform, call_site, frames, gathering, loops
+from ttprun.rank.step import step_hooks
 
 ROOT = Path(__file__).parents[2]
 GATHERS = {
@@ -73,8 +74,11 @@ def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) ->
         return 1
 
     scope: dict[str, Any] = {"__name__": "script", "train": train}
-    scope["__builtins__"] = vars(__import__("builtins")) | {rewrite.ENTER: loops.enter, rewrite.LOOP: loops.loop}
-    exec(rewrite.compile_followed(source.encode(), script), scope)
+    scope["__builtins__"] = vars(__import__("builtins")) | {
+        ast_transform.ENTER: loops.enter,
+        ast_transform.LOOP: loops.loop,
+    }
+    exec(ast_transform.compile_followed(source.encode(), script), scope)
 
 
 def seen_from(source: str, directory: str) -> list[str]:
@@ -82,7 +86,7 @@ def seen_from(source: str, directory: str) -> list[str]:
     found: list[str] = []
 
     def step(frame: FrameType) -> None:
-        found.append(whereabouts.look(frame).why_not)
+        found.append(call_site.look(frame).why_not)
 
     run_steps(source, directory, step)
     return found
@@ -92,7 +96,7 @@ def records_of(source: str, directory: str) -> list[str]:
     """Why the record of each step's boundary cannot be used."""
     found: list[str] = []
     session = make_session(directory)
-    run_steps(source, directory, lambda frame: found.append(boundary.describe(session, 1, frame)[0]["unfollowed"]))
+    run_steps(source, directory, lambda frame: found.append(step_hooks.describe(session, 1, frame)[0]["unfollowed"]))
     return found
 
 

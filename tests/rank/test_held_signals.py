@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.board import LEADER, Board, Field
-from ttprun.rank import held_signals
+from ttprun.protocol.board import LEADER, Board, Field
+from ttprun.rank.process import held_signals
 
 LIVES = -1  # in place of the signal that has ended a process
 LIMIT_S = 10.0

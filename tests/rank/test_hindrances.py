@@ -10,7 +10,8 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
-from ttprun.rank import hindrances, values
+from ttprun.rank import values
+from ttprun.rank.step import hindrances
 from ttprun.rank.values.nodes import Tag
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ttprun.rank import holdings, trained
-from ttprun.rank.holdings import Holdings
+from ttprun.rank.weights import holdings, optimizer_registry
+from ttprun.rank.weights.holdings import Holdings
 
 KEYS = ["optimizer.0/0.0", "optimizer.0/0.1"]
 
@@ -17,7 +17,7 @@ class Training:
     """One linear layer and its optimizer, about to take a step."""
 
     def __init__(self) -> None:
-        trained.forget()
+        optimizer_registry.forget()
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(4, 3)
         self.optimizer = self.make(self.layer.parameters())
@@ -25,7 +25,7 @@ class Training:
 
     def make(self, parameters: Iterator[torch.Tensor]) -> torch.optim.Optimizer:
         found = torch.optim.Adam(parameters, lr=0.1)
-        trained.wrap_optimizer_init(lambda self: None)(found)
+        optimizer_registry.wrap_optimizer_init(lambda self: None)(found)
         return found
 
     def differentiate(self) -> None:
@@ -35,14 +35,14 @@ class Training:
         self.optimizer.step()
 
     @property
-    def stepped(self) -> trained.Stepped:
-        return trained.stepped(trained.optimizers())
+    def stepped(self) -> optimizer_registry.Stepped:
+        return optimizer_registry.stepped(optimizer_registry.optimizers())
 
 
 @pytest.fixture
 def training() -> Iterator[Training]:
     yield Training()
-    trained.forget()
+    optimizer_registry.forget()
 
 
 def change_weight(training: Training) -> None:
@@ -64,7 +64,7 @@ def change_rate(training: Training) -> None:
 def test_equal_training_gives_equal_digests_of_each_parameter() -> None:
     first = holdings.in_full(Training().optimizer)
     second = holdings.in_full(Training().optimizer)
-    trained.forget()
+    optimizer_registry.forget()
 
     assert list(first) == KEYS
     assert first == second
@@ -99,7 +99,7 @@ def test_gradients_of_an_optimizer_that_does_not_step_are_not_looked_at(training
 def test_a_sparse_gradient_is_looked_at_too(training: Training) -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     other = torch.optim.SGD(table.parameters(), lr=0.1)
-    trained.wrap_optimizer_init(lambda self: None)(other)
+    optimizer_registry.wrap_optimizer_init(lambda self: None)(other)
     found = []
     for word in (1, 2):
         table.zero_grad()

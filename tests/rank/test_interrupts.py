@@ -12,10 +12,11 @@ import pytest
 
 from tests.rank.fakes import OPTIONS, FakeChannel
 from tests.rank.processes import run_alone
-from ttprun.board import Board, Field
-from ttprun.rank import held_signals, install
-from ttprun.rank.journal import EndedError
-from ttprun.rank.presence import Presence
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.bootstrap import install
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.comm.journal import EndedError
+from ttprun.rank.process import held_signals
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.processes import run_alone
-from ttprun.rank.journal import Entry, Journal
-from ttprun.rank.work import ManagedWork
+from ttprun.rank.comm.journal import Entry, Journal
+from ttprun.rank.comm.work import ManagedWork
 
 
 class FakeGroup:

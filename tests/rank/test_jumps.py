@@ -10,8 +10,9 @@ import msgpack
 import pytest
 import torch
 
-from ttprun.rank import loops, random_state
-from ttprun.rank.moved import Mover
+from ttprun.rank.position import loops
+from ttprun.rank.position.iterator_seek import Mover
+from ttprun.rank.process import random_state
 
 
 def new_site(key: str = "script:1:0") -> loops.Site:

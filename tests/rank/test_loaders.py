@@ -36,8 +36,11 @@ from tests.rank import user_values
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.user_values import CountedStream, OwnBatches, OwnGenerator, OwnShuffle, Sentence
-from ttprun.rank import batches, frames, install, loaders, patches, random_state, workers
-from ttprun.rank.recorder import Recorder
+from ttprun.rank.bootstrap import install, patches
+from ttprun.rank.data import batches, loaders, workers
+from ttprun.rank.position import frames
+from ttprun.rank.process import random_state
+from ttprun.rank.records.recorder import Recorder
 
 EPOCHS = 2
 STOPS = ((0, 4), (1, 3))  # (epoch, batches handed out in it) at which the rank is lost

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from tests.rank import user_values
 from tests.rank.values.carrying import as_the_recorder_writes_them
-from ttprun.rank import looped, loops, values
-from ttprun.rank.moved import Mover
+from ttprun.rank import values
+from ttprun.rank.position import iterables, loops
+from ttprun.rank.position.iterator_seek import Mover
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, restore_loop
 
 LOST, HERE = 6, 2  # items that the loop has handed out in the lost rank, and the replay's around the same batch
@@ -97,7 +98,7 @@ def stand(made: Callable[[Items], Any], begins_at: int, items: int) -> Standing:
 
 def carry(lost: loops.Loop, here: loops.Loop) -> list[str]:
     """Put what the lost rank's loop runs over into another; returns the mismatches."""
-    snapshot = Snapshot({}, looped.followed([lost]))
+    snapshot = Snapshot({}, iterables.followed([lost]))
     fields = values.unpack(values.pack(snapshot.loop(lost)))
     restore = Restore(as_the_recorder_writes_them(snapshot.blobs), is_comparing=True)
     restore_loop(restore, here, fields)
@@ -177,7 +178,7 @@ def test_what_stands_there_already_is_not_refused(kind: str) -> None:
 def test_of_what_its_position_tells_nothing_more_is_recorded(made: Callable[[Items], Any]) -> None:
     standing = stand(made, 0, LOST)
 
-    assert looped.over(standing.loop) is None
+    assert iterables.over(standing.loop) is None
 
 
 # What is around the loader's iterator, and how many items come before those of the loader.
@@ -209,16 +210,16 @@ def test_what_a_replay_has_moved_around_a_loader_stands_as_in_the_lost_rank(kind
 def test_a_cycle_in_a_later_round_is_left_to_the_replay_which_has_seen_the_first_one_too() -> None:
     standing = stand(itertools.cycle, 0, 20 + LOST)
 
-    assert looped.over(standing.loop) is None
+    assert iterables.over(standing.loop) is None
 
 
 def test_what_a_library_makes_of_anything_but_a_loader_is_left_to_the_replay() -> None:
     standing = stand(lambda batches: enumerate(counted(iter("abcdefgh"))), 0, LOST)
 
-    assert looped.over(standing.loop) is None
+    assert iterables.over(standing.loop) is None
 
 
 def test_a_loop_that_was_left_runs_over_nothing() -> None:
     loop = stand(lambda batches: enumerate(counted(batches)), 0, LOST).loop
 
-    assert looped.over(loop) is None
+    assert iterables.over(loop) is None

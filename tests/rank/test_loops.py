@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank import frames, loops, rewrite
+from ttprun.rank.position import ast_transform, frames, loops
 
 Loops = list[loops.Loop]
 
@@ -28,11 +28,11 @@ def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
         scope = {
             "__name__": "script",
             "__builtins__": dict(
-                vars(__import__("builtins")), **{rewrite.ENTER: loops.enter, rewrite.LOOP: loops.loop}
+                vars(__import__("builtins")), **{ast_transform.ENTER: loops.enter, ast_transform.LOOP: loops.loop}
             ),
         }
         scope |= names
-        exec(rewrite.compile_followed(source.encode(), filename), scope)
+        exec(ast_transform.compile_followed(source.encode(), filename), scope)
         return scope
 
     return run

@@ -9,12 +9,13 @@ from typing import Any
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
-from ttprun.channel import Message
-from ttprun.rank import boundary, frames, loops, rewrite
-from ttprun.rank.expected import MismatchError
-from ttprun.rank.record import Record
-from ttprun.rank.replay import Replay
-from ttprun.rank.results import Answers
+from ttprun.protocol.channel import Message
+from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.comm.results import Answers
+from ttprun.rank.position import ast_transform, frames, loops
+from ttprun.rank.records.record import Record
+from ttprun.rank.replay.replay import Replay
+from ttprun.rank.step import step_hooks
 from ttprun.rank.values import pack
 
 # The first epoch ended with a validation; the replacement comes straight to a later one.
@@ -44,9 +45,9 @@ class RefusingChannel(FakeChannel):
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:
     """(record at its step, the number of calls that the module has counted), of the lost rank or of a replacement."""
     frames.add_user_directory(directory)
-    setattr(builtins, rewrite.ENTER, loops.enter)
-    setattr(builtins, rewrite.LOOP, loops.loop)
-    rewrite.install()
+    setattr(builtins, ast_transform.ENTER, loops.enter)
+    setattr(builtins, ast_transform.LOOP, loops.loop)
+    ast_transform.install()
     sys.path.insert(0, directory)
     session = make_session(directory, channel=RefusingChannel())
     made: list[Any] = []
@@ -54,14 +55,14 @@ def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tupl
     def train() -> None:
         frame = sys._getframe(1)
         if record is None:
-            fields, blobs, _ = boundary.describe(session, 1, frame)
+            fields, blobs, _ = step_hooks.describe(session, 1, frame)
             made.append((pack(fields), [bytes(blob.numpy()) for blob in blobs]))
         else:
             known = Record.of(record[0], b"".join(record[1]))
             Replay(session, 1, (0, 0), known, None, Answers({}, [])).before_step(frame)
 
     scope: dict[str, Any] = {"__name__": "script", "train": train, "is_lost": record is None}
-    exec(rewrite.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)
+    exec(ast_transform.compile_followed(SCRIPT.encode(), f"{directory}/script.py"), scope)
     return (made[0] if made else None), scope["calls"]
 
 

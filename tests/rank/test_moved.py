@@ -11,7 +11,7 @@ import pytest
 from rich import progress
 from tqdm import tqdm
 
-from ttprun.rank.moved import Mover
+from ttprun.rank.position.iterator_seek import Mover
 
 SKIP = 4
 LENGTH = 12

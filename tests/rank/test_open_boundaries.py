@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.rank.fakes import make_session
-from ttprun.board import Field
-from ttprun.rank import open_boundaries
-from ttprun.rank.open_boundaries import come_to
+from ttprun.protocol.board import Field
 from ttprun.rank.session import Session
+from ttprun.rank.weights import open_boundaries
+from ttprun.rank.weights.open_boundaries import come_to
 
 LIMIT_S = 10.0
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.rank import frames, origins, patches
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.effects import origins
+from ttprun.rank.position import frames
 
 
 def names() -> dict[str, str]:

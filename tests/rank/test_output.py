@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.rank.processes import run_alone
-from ttprun.rank import output
+from ttprun.rank.effects import output
 
 ASKED = ["name", "mode", "encoding", "errors", "newlines", "closed", "fileno()", "isatty()", "readable()", "writable()"]
 OF_BUFFER = ["name", "mode", "closed", "fileno()"]

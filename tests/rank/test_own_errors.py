@@ -12,10 +12,13 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import boundary, expected, frames, patches
-from ttprun.rank.record import Record
-from ttprun.rank.replay import Replay
-from ttprun.rank.results import Answers
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.checks import replay_guard
+from ttprun.rank.comm.results import Answers
+from ttprun.rank.position import frames
+from ttprun.rank.records.record import Record
+from ttprun.rank.replay.replay import Replay
+from ttprun.rank.step import step_hooks
 
 
 class Moody(SequentialSampler):
@@ -55,8 +58,8 @@ def _step_without_memory() -> tuple[int, str]:
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight])
     weight.sum().backward()
-    boundary._running = optimizer
-    boundary.after_step(optimizer, (), {})
+    step_hooks._running = optimizer
+    step_hooks.after_step(optimizer, (), {})
     return session.applied, session.unprotected
 
 
@@ -68,12 +71,12 @@ def test_weights_that_cannot_be_noted_cost_the_protection_and_not_the_step() -> 
 
 
 def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "_KILL_LIMIT_S", 0.0)
+    monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))
     target: Any = Record({"boundary": 2}, [])
     replay = Replay(session, 2, (0, 0), target, None, Answers((), ()))
 
-    with pytest.raises(expected.MismatchError):
+    with pytest.raises(replay_guard.MismatchError):
         replay.before_step(sys._getframe())
     replay._output.end(0, 0)
 

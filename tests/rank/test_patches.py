@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
-from ttprun.rank import patches
-from ttprun.rank.patches import PATCHES, Patch, replacement_for
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap.patches import PATCHES, Patch, replacement_for
 
 BY_NAME = {f"{patch.module}.{patch.attribute}": patch for patch in PATCHES}
 
@@ -174,7 +174,7 @@ def without_some() -> list[str]:
     """Another torch: a function, a class and a module are not there."""
     del torch_dataloader._BaseDataLoaderIter._reset
     del sys.modules["torch.serialization"].save
-    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "ttprun.rank.files:wrap_save", ""))  # type: ignore[misc]
+    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "ttprun.rank.effects.files:wrap_save", ""))  # type: ignore[misc]
     return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
 
 
@@ -187,8 +187,8 @@ def test_a_missing_attribute_switches_off_that_patch_alone() -> None:
 def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import ttprun.rank.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'ttprun.rank.files:wrap_save', ''))\n"
+        "import ttprun.rank.bootstrap.patches as p\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'ttprun.rank.effects.files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 
@@ -202,7 +202,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
 def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import ttprun.rank.patches as p\n"
+        "import ttprun.rank.bootstrap.patches as p\n"
         "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'ttprun.rank.nothing:wrap', ''))\n"
         "import torch\nprint(torch.rand(1).shape)\n"
     )

@@ -6,7 +6,7 @@ import msgpack
 import pytest
 import torch
 
-from ttprun.rank.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
+from ttprun.rank.records.recorder import SLOTS, WORKER_ENTRY_BYTES, Recorder, RecordTooLargeError
 
 SLOT_BYTES = 1 << 20
 PLACE = (1, 0, 3, 40)

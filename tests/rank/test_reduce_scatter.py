@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ttprun.rank.journal import has_ended
-from ttprun.rank.reduce_scatter import ReduceScatter
+from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.comm.reduce_scatter import ReduceScatter
 
 LIMIT_S = 20.0
 

@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
-from ttprun.rank import loaders, patches, rest
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.data import loaders, rest_of_epoch
 
 N, BATCH = 50, 3
 
@@ -56,9 +57,15 @@ class TakingOver:
         recorded, self._recorded = self._recorded, None
         if recorded is None or recorded["rest"] is not None:
             return recorded  # a replacement of that run
-        source = rest.source_of(loader)
-        rest.check(recorded["source"], source)
-        return recorded | {"yielded": 0, "lead": 0, "workers": None, "rest": rest.rest_of(recorded), "source": source}
+        source = rest_of_epoch.source_of(loader)
+        rest_of_epoch.check(recorded["source"], source)
+        return recorded | {
+            "yielded": 0,
+            "lead": 0,
+            "workers": None,
+            "rest": rest_of_epoch.rest_of(recorded),
+            "source": source,
+        }
 
 
 def distributed(ranks: int, rank: int, **options: Any) -> DataLoader[int]:
@@ -151,7 +158,7 @@ def test_a_rank_with_an_order_of_its_own_goes_on_in_it_by_samples_though_its_bat
 
 
 def source(loader: DataLoader[Any]) -> dict[str, Any]:
-    found = rest.source_of(loader)
+    found = rest_of_epoch.source_of(loader)
     return {"source": found, "lead": 1, "each": 1, "ahead": [], "rest": None, "yielded": 4}
 
 
@@ -166,8 +173,8 @@ def source(loader: DataLoader[Any]) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_counted_in_samples_is_refused_with_the_reason(loader: Any, why: str) -> None:
-    with pytest.raises(rest.CannotDealOutError) as refused:
-        rest.rest_of(source(loader()))
+    with pytest.raises(rest_of_epoch.CannotDealOutError) as refused:
+        rest_of_epoch.rest_of(source(loader()))
 
     assert why in str(refused.value)
 
@@ -186,8 +193,8 @@ class Pairs(BatchSampler):
 def test_a_loader_that_reads_something_else_now_is_refused(now: Any, why: str) -> None:
     then = source(DataLoader(Numbers(), BATCH))["source"]
 
-    with pytest.raises(rest.CannotDealOutError) as refused:
-        rest.check(then, rest.source_of(now()))
+    with pytest.raises(rest_of_epoch.CannotDealOutError) as refused:
+        rest_of_epoch.check(then, rest_of_epoch.source_of(now()))
 
     assert why in str(refused.value)
 
@@ -195,17 +202,23 @@ def test_a_loader_that_reads_something_else_now_is_refused(now: Any, why: str) -
 def test_a_shared_order_that_is_another_one_now_is_refused() -> None:
     other: DistributedSampler[int] = DistributedSampler(Numbers(), num_replicas=3, rank=0, seed=6)
 
-    with pytest.raises(rest.CannotDealOutError, match="another seed"):
-        rest.check(rest.source_of(distributed(2, 0)), rest.source_of(DataLoader(Numbers(), BATCH, sampler=other)))
+    with pytest.raises(rest_of_epoch.CannotDealOutError, match="another seed"):
+        rest_of_epoch.check(
+            rest_of_epoch.source_of(distributed(2, 0)),
+            rest_of_epoch.source_of(DataLoader(Numbers(), BATCH, sampler=other)),
+        )
 
 
 def test_what_was_fetched_ahead_must_be_known() -> None:
     known = source(distributed(2, 0)) | {"lead": 3}
 
-    assert rest.rest_of(known | {"each": 1, "ahead": [b"one", b"two"]}) == {"before": 2 * BATCH * 2, "dummies": 1}
+    assert rest_of_epoch.rest_of(known | {"each": 1, "ahead": [b"one", b"two"]}) == {
+        "before": 2 * BATCH * 2,
+        "dummies": 1,
+    }
     for unknown in ({"each": 0}, {"each": 1, "ahead": None}):
-        with pytest.raises(rest.CannotDealOutError, match="fetched ahead"):
-            rest.rest_of(known | unknown)
+        with pytest.raises(rest_of_epoch.CannotDealOutError, match="fetched ahead"):
+            rest_of_epoch.rest_of(known | unknown)
 
 
 def test_a_dataset_that_fails_when_it_is_asked_for_its_length_does_not_end_the_script() -> None:
@@ -215,4 +228,4 @@ def test_a_dataset_that_fails_when_it_is_asked_for_its_length_does_not_end_the_s
 
     loader: DataLoader[int] = DataLoader(Shy(), BATCH, sampler=list(itertools.islice(itertools.count(), 9)))
 
-    assert "not yet" in rest.source_of(loader)["kind"]
+    assert "not yet" in rest_of_epoch.source_of(loader)["kind"]

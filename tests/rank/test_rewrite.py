@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 
 from tests.rank.scripts import Outcome, run_plain, run_under_shim
-from ttprun.rank import frames, loops, rewrite
+from ttprun.rank.position import ast_transform, frames, loops
 
 
 @pytest.fixture
 def builtin_hooks() -> Iterator[None]:
-    setattr(builtins, rewrite.ENTER, loops.enter)
-    setattr(builtins, rewrite.LOOP, loops.loop)
+    setattr(builtins, ast_transform.ENTER, loops.enter)
+    setattr(builtins, ast_transform.LOOP, loops.loop)
     yield
-    delattr(builtins, rewrite.ENTER)
-    delattr(builtins, rewrite.LOOP)
+    delattr(builtins, ast_transform.ENTER)
+    delattr(builtins, ast_transform.LOOP)
 
 
 pytestmark = pytest.mark.usefixtures("builtin_hooks")
@@ -115,7 +115,7 @@ MODULES = {
 def test_a_module_behaves_as_it_does_without_us(name: str) -> None:
     source = MODULES[name]
 
-    followed = outcome(rewrite.compile_followed(source.encode(), "module.py"))
+    followed = outcome(ast_transform.compile_followed(source.encode(), "module.py"))
 
     assert followed == outcome(compile(source, "module.py", "exec", dont_inherit=True))
 
@@ -128,7 +128,7 @@ def test_a_followed_loop_adds_one_name_to_its_scope_and_no_other_trace() -> None
     source = b"for x in range(2):\n    pass\ndef f(a):\n    for y in range(2):\n        pass\n    return locals()\nseen = f(1)\n"
     scope: dict[str, Any] = {}
 
-    exec(rewrite.compile_followed(source, "module.py"), scope)
+    exec(ast_transform.compile_followed(source, "module.py"), scope)
 
     hidden = {name: value for name, value in (scope | scope["seen"]).items() if name.startswith(loops.VARIABLE_PREFIX)}
     assert list(hidden.values()) == [None, None]
@@ -144,7 +144,7 @@ def test_a_traceback_shows_the_lines_of_the_script(tmp_path: Path) -> None:
     linecache.checkcache()
 
     with pytest.raises(ValueError, match="1") as caught:
-        exec(rewrite.compile_followed(file.read_bytes(), str(file)), {})
+        exec(ast_transform.compile_followed(file.read_bytes(), str(file)), {})
 
     shown = [(f.lineno, f.line) for f in traceback.extract_tb(caught.value.__traceback__) if f.filename == str(file)]
     assert shown == [(8, "f(3)"), (5, "raise ValueError(")]
@@ -154,7 +154,7 @@ def test_a_syntax_error_is_the_one_that_python_gives() -> None:
     source = b"for x in range(3)\n    pass\n"
 
     with pytest.raises(SyntaxError) as ours:
-        rewrite.compile_followed(source, "module.py")
+        ast_transform.compile_followed(source, "module.py")
     with pytest.raises(SyntaxError) as pythons:
         compile(source, "module.py", "exec")
 
@@ -169,7 +169,7 @@ def test_a_syntax_error_is_the_one_that_python_gives() -> None:
 def test_a_script_without_a_loop_or_without_anything_runs(source: bytes) -> None:
     scope: dict[str, Any] = {"__name__": "__main__", "__spec__": "something"}
 
-    exec(rewrite.compile_followed(source, "script.py", is_script=True), scope)
+    exec(ast_transform.compile_followed(source, "script.py", is_script=True), scope)
 
     assert scope["__spec__"] is None
     assert scope.get("x", "ä") in ("ä", 1)
@@ -181,13 +181,13 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     for place in (tmp_path / "mine", tmp_path / "site-packages" / "theirs"):
         (place / "__init__.py").write_text("for x in ():\n    pass\n")
     frames.add_user_directory(str(tmp_path))
-    finder = rewrite._Finder()
+    finder = ast_transform._Finder()
 
     mine = finder.find_spec("mine", [str(tmp_path)])
     theirs = finder.find_spec("theirs", [str(tmp_path / "site-packages")])
 
     assert mine is not None
-    assert isinstance(mine.loader, rewrite.FollowedLoader)
+    assert isinstance(mine.loader, ast_transform.FollowedLoader)
     assert theirs is None
     assert not list((tmp_path / "mine").glob("__pycache__"))
 
@@ -205,7 +205,7 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     ],
 )
 def test_the_script_is_found_among_the_interpreters_arguments(words: list[str], script: str) -> None:
-    assert rewrite.script_of(words) == script
+    assert ast_transform.script_of(words) == script
 
 
 # Real interpreters.
@@ -374,7 +374,7 @@ def test_a_script_can_start_processes_in_every_way(folder: Path) -> None:
 
 
 def test_a_compiled_model_with_a_loop_in_its_forward_stays_one_graph(folder: Path) -> None:
-    (folder / "compiled.py").write_text(
+    (folder / "torch_compile.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
@@ -383,7 +383,7 @@ def test_a_compiled_model_with_a_loop_in_its_forward_stays_one_graph(folder: Pat
         "print(torch.compile(Net(), backend='eager', fullgraph=True)(torch.ones(1, 4)).shape)\n"
     )
 
-    assert facts_of(run_under_shim([str(folder / "compiled.py")], folder)) == ["torch.Size([1, 4])"]
+    assert facts_of(run_under_shim([str(folder / "torch_compile.py")], folder)) == ["torch.Size([1, 4])"]
 
 
 def test_a_script_model_is_compiled_by_torchscript_as_without_us(folder: Path) -> None:
@@ -449,12 +449,12 @@ def test_a_module_that_was_compiled_beforehand_is_compiled_again_only_if_it_has_
     file.write_text("for x in [1, 2]:\n    pass\n")
     source = file.read_bytes()
 
-    rewrite.prepare([str(file)])
-    assert str(file) not in rewrite.followed
+    ast_transform.prepare([str(file)])
+    assert str(file) not in ast_transform.followed
 
-    code = rewrite.compile_followed(source, str(file))
-    assert rewrite.compile_followed(source, str(file)) is code
-    changed = rewrite.compile_followed(b"x = 7\n", str(file))
+    code = ast_transform.compile_followed(source, str(file))
+    assert ast_transform.compile_followed(source, str(file)) is code
+    changed = ast_transform.compile_followed(b"x = 7\n", str(file))
     values: dict[str, Any] = {}
     exec(changed, values)
     assert values["x"] == 7
@@ -466,6 +466,6 @@ def test_what_python_warns_of_in_a_module_is_not_said_again_by_the_standby_that_
     file = folder / "module.py"
     file.write_text("assert (1, 'always true')\nx = '\\d'\n")
 
-    rewrite.prepare([str(file)])  # a warning is an error in the tests, which would leave the module to the script
+    ast_transform.prepare([str(file)])  # a warning is an error in the tests, which would leave the module to the script
 
-    assert rewrite.compile_followed(file.read_bytes(), str(file)).co_filename == str(file)
+    assert ast_transform.compile_followed(file.read_bytes(), str(file)).co_filename == str(file)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import OPTIONS, FakeChannel, become, make_session
-from ttprun.board import Board
-from ttprun.rank import install
-from ttprun.rank.presence import Presence
+from ttprun.protocol.board import Board
+from ttprun.rank.bootstrap import install
+from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.session import Session
 
 

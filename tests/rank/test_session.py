@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.rank.fakes import make_session
-from ttprun.board import OPERATION_NAMES, Field, Phase
+from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.rank.session import Session
 
 ALLREDUCE = OPERATION_NAMES.index("allreduce")

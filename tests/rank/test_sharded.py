@@ -19,11 +19,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.rank.values.carrying import carry, is_refused, record
-from ttprun.rank import replicated, sharded, shares
-from ttprun.rank.replicated import NotRepairableError
-from ttprun.rank.trained import forget, optimizers, places, stepped, stepped_tensors, wrap_optimizer_init
 from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
 from ttprun.rank.values.nodes import Tag
+from ttprun.rank.weights import checkpoint_shards, replicated, sharded
+from ttprun.rank.weights.optimizer_registry import (
+    forget,
+    optimizers,
+    places,
+    stepped,
+    stepped_tensors,
+    wrap_optimizer_init,
+)
+from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.pieces import assemble, pieces_of
 
@@ -102,7 +109,9 @@ def written_by(size: int, folder: Path, ranks: Sequence[int] | None = None) -> l
     for share, rank in enumerate(ranks):
         with world(rank, size) as mesh:
             train(mesh, STEPS)
-            told.append(shares.write(str(folder / shares.file_of(share)), share, len(ranks), None))
+            told.append(
+                checkpoint_shards.write(str(folder / checkpoint_shards.file_of(share)), share, len(ranks), None)
+            )
     return told
 
 
@@ -124,7 +133,7 @@ def test_what_some_ranks_have_written_any_other_number_of_ranks_reads_exactly(
         with world(rank, new) as mesh:
             train(mesh, 1)
             before = held(replicated.describe()[1])
-            shares.load(told[0]["header"], files)
+            checkpoint_shards.load(told[0]["header"], files)
             got = held(replicated.describe()[1])
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), rank
@@ -139,7 +148,7 @@ def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: 
     with world(0, 2) as mesh:
         train(mesh, 1)
         with pytest.raises(NotRepairableError, match=r"is not whole in the checkpoint|is in none of"):
-            shares.load(told[0]["header"], files[:1])
+            checkpoint_shards.load(told[0]["header"], files[:1])
 
 
 def test_what_a_lost_rank_held_is_told_by_those_that_are_left(tmp_path: Path) -> None:
@@ -188,12 +197,12 @@ def test_ranks_that_hold_other_parts_have_one_digest_and_ranks_that_differ_in_wh
 
 
 def test_a_replacement_gets_no_shards_of_a_survivor(tmp_path: Path) -> None:
-    from ttprun.rank import repair
+    from ttprun.rank.weights import state_transfer
 
     with world(0, 2) as mesh:
         train(mesh, 1)
         with pytest.raises(NotRepairableError, match="no other rank holds what a lost one held"):
-            repair.serve(str(tmp_path), "state", 1, 1.0, lambda: None)
+            state_transfer.serve(str(tmp_path), "state", 1, 1.0, lambda: None)
 
 
 def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> None:

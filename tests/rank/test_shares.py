@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ttprun.board import Board, Field
-from ttprun.rank import replicated, shares, snapshots
-from ttprun.rank.memory import Memory
-from ttprun.rank.open_boundaries import MOST_PUT_OFF
-from ttprun.rank.replicated import NotRepairableError
-from ttprun.rank.snapshots import Snapshots
-from ttprun.rank.trained import forget, wrap_optimizer_init
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.process.shared_memory import Memory
+from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
+from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
+from ttprun.rank.weights.optimizer_registry import forget, wrap_optimizer_init
+from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.rank.weights.snapshots import Snapshots
 from ttprun.state.files import read_entry
 
 SHARES = 3
@@ -48,8 +48,8 @@ def state() -> dict[str, torch.Tensor]:
 
 def write_all(folder: Path) -> tuple[list[Any], list[str]]:
     """(header, paths) of a checkpoint's shares."""
-    paths = [str(folder / shares.file_of(share)) for share in range(SHARES)]
-    told = [shares.write(path, share, SHARES, None) for share, path in enumerate(paths)]
+    paths = [str(folder / checkpoint_shards.file_of(share)) for share in range(SHARES)]
+    told = [checkpoint_shards.write(path, share, SHARES, None) for share, path in enumerate(paths)]
     return told[0]["header"], paths
 
 
@@ -68,7 +68,7 @@ def test_shares_are_as_even_as_the_largest_tensor_lets_them_be() -> None:
     for of in (1, 2, 3, 8):
         sizes = [chance.randint(1, 1000) for _ in range(200)]
 
-        owners = shares.divide(sizes, of)
+        owners = checkpoint_shards.divide(sizes, of)
 
         filled = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == share) for share in range(of)]
         assert max(filled) - min(filled) <= max(sizes)
@@ -76,10 +76,10 @@ def test_shares_are_as_even_as_the_largest_tensor_lets_them_be() -> None:
 
 
 def test_tensors_of_one_size_are_dealt_out_in_turn_and_all_ranks_deal_alike() -> None:
-    assert shares.divide([5, 5, 5, 5, 5], 2) == [0, 1, 0, 1, 0]
-    assert shares.divide([1, 9, 1, 1], 2) == [1, 0, 1, 1]
-    assert shares.divide([], 2) == []
-    assert shares.divide([7], 3) == [0]
+    assert checkpoint_shards.divide([5, 5, 5, 5, 5], 2) == [0, 1, 0, 1, 0]
+    assert checkpoint_shards.divide([1, 9, 1, 1], 2) == [1, 0, 1, 1]
+    assert checkpoint_shards.divide([], 2) == []
+    assert checkpoint_shards.divide([7], 3) == [0]
 
 
 def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path: Path, trained: Trained) -> None:
@@ -87,7 +87,7 @@ def test_what_several_ranks_have_written_together_is_the_state_of_each(tmp_path:
     header, paths = write_all(tmp_path)
     disturb(trained)
 
-    shares.load(header, paths)
+    checkpoint_shards.load(header, paths)
 
     found = state()
     assert found.keys() == expected.keys()
@@ -103,14 +103,14 @@ def test_lists_of_tensors_in_an_optimizer_s_state_are_taken_over_with_their_item
     header, paths = write_all(tmp_path)
     held["factors"] = [torch.zeros(3)]
 
-    shares.load(header, paths)
+    checkpoint_shards.load(header, paths)
 
     first, (nothing, second), third, fourth = optimizer.state[next(model.parameters())]["factors"]
     assert (first.tolist(), nothing, second.tolist(), third, fourth) == ([1.0, 1.0, 1.0], None, [2.0, 2.0], 0.5, [])
 
 
 def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_told(tmp_path: Path, trained: Trained) -> None:
-    told = [shares.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
+    told = [checkpoint_shards.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
 
     held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
     assert sorted(held) == sorted(state())
@@ -124,9 +124,9 @@ def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = trained[0]
-    monkeypatch.setattr(shares, "modules_in", lambda frame: iter([("net", model)]))
+    monkeypatch.setattr(checkpoint_shards, "modules_in", lambda frame: iter([("net", model)]))
 
-    told = shares.write(str(tmp_path / "first"), 0, 1, None)
+    told = checkpoint_shards.write(str(tmp_path / "first"), 0, 1, None)
 
     places = told["model"]["net"]
     assert places.keys() == model.state_dict().keys()
@@ -140,7 +140,7 @@ def test_a_tensor_that_is_in_no_file_is_named_and_nothing_is_taken_for_it(tmp_pa
     header, paths = write_all(tmp_path)
 
     with pytest.raises(NotRepairableError, match=r"optimizer\.0/0\.\d/\w+ is in none of the checkpoint's files"):
-        shares.load(header, paths[1:])
+        checkpoint_shards.load(header, paths[1:])
 
 
 def test_a_tensor_of_another_shape_in_the_file_is_refused(tmp_path: Path, trained: Trained) -> None:
@@ -150,7 +150,7 @@ def test_a_tensor_of_another_shape_in_the_file_is_refused(tmp_path: Path, traine
     save_file(load_file(path) | {key: torch.zeros(3, 3)}, path)
 
     with pytest.raises(NotRepairableError, match=r"exp_avg is \[3, 3\] of torch.float32 in the checkpoint"):
-        shares.load(header, paths)
+        checkpoint_shards.load(header, paths)
 
 
 def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -> None:
@@ -158,12 +158,12 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -
     header[0][1] = [32, 17]
 
     with pytest.raises(NotRepairableError, match=r"has shape \[32, 16\], and one of \[32, 17\] is to come"):
-        shares.load(header, paths)
+        checkpoint_shards.load(header, paths)
 
 
-def owned(rank: int) -> shares.Apart:
+def owned(rank: int) -> checkpoint_shards.Apart:
     """Ranks 0 and 1 hold other weights than ranks 2 and 3 of the first layer; the rest is alike."""
-    return shares.Apart({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
+    return checkpoint_shards.Apart({"optimizer.0/0.0": (0, 0, 2, 2)}, rank, (0, 1, 2, 3))
 
 
 def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_each_rank_loads_its_own(
@@ -174,13 +174,13 @@ def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_ea
         with torch.no_grad():
             next(iter(trained[0].parameters())).fill_(float(rank // 2))
         expected[rank] = state()
-        paths.append(str(tmp_path / shares.file_of(rank)))
-        header = shares.write(paths[-1], rank, 4, None, owned(rank))["header"]
+        paths.append(str(tmp_path / checkpoint_shards.file_of(rank)))
+        header = checkpoint_shards.write(paths[-1], rank, 4, None, owned(rank))["header"]
     keys = sorted(key for path in paths for key in load_file(path) if "@" in key)
 
     for rank in (1, 3):
         disturb(trained)
-        shares.load(header, paths, owned(rank))
+        checkpoint_shards.load(header, paths, owned(rank))
         assert all(torch.equal(expected[rank][key], tensor) for key, tensor in state().items())
 
     of_first = ("exp_avg", "exp_avg_sq", "step", "weight")
@@ -191,7 +191,7 @@ def test_a_file_of_an_attempt_that_was_given_up_is_not_written_into(tmp_path: Pa
     path = tmp_path / "share"
     with open(path, "wb") as earlier:
         earlier.write(b"x" * 10)
-        shares.write(str(path), 0, 1, None)
+        checkpoint_shards.write(str(path), 0, 1, None)
         earlier.write(b"y" * 10)
         earlier.flush()
 
@@ -210,14 +210,14 @@ def memory_file() -> tuple[int, str]:
 def test_a_snapshot_holds_what_a_checkpoint_would_and_can_be_loaded(tmp_path: Path, trained: Trained) -> None:
     expected = state()
     memories = [memory_file() for _ in range(SHARES)]
-    told = [shares.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
+    told = [checkpoint_shards.copy(Memory(path), share, SHARES, None) for share, (_, path) in enumerate(memories)]
     for share, (fd, path) in enumerate(memories):
-        shares.write(str(tmp_path / "disk"), share, SHARES, None)
+        checkpoint_shards.write(str(tmp_path / "disk"), share, SHARES, None)
         assert Path(path).read_bytes() == (tmp_path / "disk").read_bytes()
         assert told[share]["bytes"] == os.fstat(fd).st_size
     disturb(trained)
 
-    shares.load(told[0]["header"], [path for _, path in memories])
+    checkpoint_shards.load(told[0]["header"], [path for _, path in memories])
 
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state().items())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ttprun.rank import loops
-from ttprun.rank.moved import Mover
+from ttprun.rank.position import loops
+from ttprun.rank.position.iterator_seek import Mover
 
 
 def new_site() -> loops.Site:

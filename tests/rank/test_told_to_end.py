@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.rank.fakes import make_session
-from ttprun.rank.commit import commit
-from ttprun.rank.journal import EndedError, Entry
-from ttprun.rank.recovery import Recovery
+from ttprun.rank.comm.journal import EndedError, Entry
+from ttprun.rank.comm.work import ManagedWork
+from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session
-from ttprun.rank.work import ManagedWork
+from ttprun.rank.step.commit_barrier import commit
 
 LIMIT_S = 5.0
 

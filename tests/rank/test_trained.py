@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ttprun.rank import trained
-from ttprun.rank.trained import places, stepped_tensors
+from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.optimizer_registry import places, stepped_tensors
 
 SIZES = [3, 2000, 5, 4, 1, 2]
 
@@ -47,20 +47,20 @@ class Training:
 
 @pytest.fixture
 def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    trained.forget()
-    made = trained.wrap_optimizer_init(torch.optim.Optimizer.__init__)
+    optimizer_registry.forget()
+    made = optimizer_registry.wrap_optimizer_init(torch.optim.Optimizer.__init__)
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", made)
     yield Training()
-    trained.forget()
+    optimizer_registry.forget()
 
 
 def storages() -> dict[int, int]:
-    return trained.stepped(trained.optimizers()).storages
+    return optimizer_registry.stepped(optimizer_registry.optimizers()).storages
 
 
 def samples(count: int) -> list[bytes]:
     """The samples of so many boundaries."""
-    return list(map(trained.newest().sample, range(count)))
+    return list(map(optimizer_registry.newest().sample, range(count)))
 
 
 def move_state(state: dict[str, Tensor], name: str) -> None:
@@ -121,8 +121,8 @@ def test_a_change_of_what_is_trained_is_seen_at_the_next_boundary(training: Trai
     after = storages()
     assert after is not before
     assert after == places(stepped_tensors())
-    assert all(map(is_, trained.newest().weights, trained.parameters()))
-    assert trained.newest().counts == trained.counts_now()
+    assert all(map(is_, optimizer_registry.newest().weights, optimizer_registry.parameters()))
+    assert optimizer_registry.newest().counts == optimizer_registry.counts_now()
 
 
 def test_steps_alone_change_nothing(training: Training) -> None:
@@ -142,7 +142,7 @@ def test_a_state_that_the_first_step_makes_is_seen(training: Training, momentum:
     training.step()
 
     assert storages() == places(stepped_tensors())
-    assert trained.newest().counts == trained.counts_now() == [[6, 6 if momentum else 0]]
+    assert optimizer_registry.newest().counts == optimizer_registry.counts_now() == [[6, 6 if momentum else 0]]
 
 
 def test_a_state_that_holds_a_number_in_the_place_of_a_tensor_at_first_is_seen(training: Training) -> None:

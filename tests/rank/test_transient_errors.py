@@ -14,9 +14,10 @@ from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
 from ttprun.device.updates import UpdateTimes, now_us
-from ttprun.rank import boundary, rerun
-from ttprun.rank.rerun import is_transient
+from ttprun.rank.bootstrap import rerun
+from ttprun.rank.bootstrap.rerun import is_transient
 from ttprun.rank.session import current
+from ttprun.rank.step import step_hooks
 
 ADDITIONS = {"^ValueError: parity": "memory-temporary", "UCE ERROR": "unknown"}
 
@@ -139,9 +140,9 @@ def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_tell_their_tim
     become(session)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
-    boundary.before_step(optimizer, (), {})
+    step_hooks.before_step(optimizer, (), {})
     during = updates.start_us, updates.end_us
-    boundary.after_step(optimizer, (), {})
+    step_hooks.after_step(optimizer, (), {})
     behind = updates.start_us, updates.end_us
     become(None)
 

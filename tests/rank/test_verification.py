@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel
-from ttprun import channel
-from ttprun.rank import holdings, verification
-from ttprun.rank.journal import Entry, Journal
-from ttprun.rank.reduced import find_nan
-from ttprun.rank.verification import Verifier, look_for_nan, nan_in
+from ttprun.protocol import channel
+from ttprun.rank.checks import verification
+from ttprun.rank.checks.reduced_gradients import find_nan
+from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
+from ttprun.rank.comm.journal import Entry, Journal
+from ttprun.rank.weights import holdings
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
 NAN, INFINITE = float("nan"), float("inf")

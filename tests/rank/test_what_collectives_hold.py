@@ -18,7 +18,7 @@ from ttprun.rank.session import current
 
 
 def misuse(rank: int) -> list[Any]:
-    from ttprun.rank import journal
+    from ttprun.rank.comm import journal
 
     journal.PATIENCE_S = 0.3
     session = current()

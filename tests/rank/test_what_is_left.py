@@ -17,10 +17,14 @@ from hypothesis import strategies as st
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
-from ttprun.board import Field
-from ttprun.rank import appends, entropy, frames, gradients, leftovers, output, patches, random_state
-from ttprun.rank.journal import Entry
-from ttprun.rank.recorder import (
+from ttprun.protocol.board import Field
+from ttprun.rank.bootstrap import patches, reset
+from ttprun.rank.comm.journal import Entry
+from ttprun.rank.comm.results import SELDOM, Answers, Results
+from ttprun.rank.effects import append_dedup, os_entropy, output
+from ttprun.rank.position import frames
+from ttprun.rank.process import random_state
+from ttprun.rank.records.recorder import (
     APPENDED_FILES,
     LOG_BYTES,
     SLOTS,
@@ -29,7 +33,7 @@ from ttprun.rank.recorder import (
     Recorder,
     RecordTooLargeError,
 )
-from ttprun.rank.results import SELDOM, Answers, Results
+from ttprun.rank.weights import gradients
 
 # The recorder.
 
@@ -117,7 +121,7 @@ def test_the_states_of_workers_are_found_by_their_place_until_the_ring_has_gone_
 
 
 def test_counts_of_more_files_than_there_is_room_for_are_not_mixed(recorder: Recorder) -> None:
-    keys = [appends.key_of(f"/log/{number}") for number in range(APPENDED_FILES + 5)]
+    keys = [append_dedup.key_of(f"/log/{number}") for number in range(APPENDED_FILES + 5)]
     for number, key in enumerate(keys):
         recorder.set_appended(key, (1, number, 0))
 
@@ -277,7 +281,7 @@ def drawn_from_the_system(applied: int) -> list[int]:
         uuid.uuid1,
     ):
         call()
-        found.append(entropy.drawn_since_last_asked())
+        found.append(os_entropy.drawn_since_last_asked())
     return found
 
 
@@ -391,7 +395,7 @@ def test_variables_are_let_go_though_records_have_read_them_and_the_traceback_is
         script()
     trace = error.value.__traceback__  # as whoever called sys.excepthook has it
 
-    leftovers._clear_frames(error.value)
+    reset._clear_frames(error.value)
 
     assert trace is not None
     assert [found() for found in kept] == [None, None]

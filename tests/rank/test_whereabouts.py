@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from tests.rank.processes import run_alone
-from ttprun.rank import frames, loops, rewrite, whereabouts
+from ttprun.rank.position import ast_transform, call_site, frames, loops
 
 IN_TURN = """\
 for epoch in range(2):
@@ -42,13 +42,16 @@ def _run(source: str, directory: str, look: Callable[[FrameType], Any]) -> list[
     frames.add_user_directory(directory)
     found: list[Any] = []
     scope: dict[str, Any] = {"__name__": "script", "step": lambda: found.append(look(sys._getframe(1)))}
-    scope["__builtins__"] = vars(__import__("builtins")) | {rewrite.ENTER: loops.enter, rewrite.LOOP: loops.loop}
-    exec(rewrite.compile_followed(source.encode(), f"{directory}/script.py"), scope)
+    scope["__builtins__"] = vars(__import__("builtins")) | {
+        ast_transform.ENTER: loops.enter,
+        ast_transform.LOOP: loops.loop,
+    }
+    exec(ast_transform.compile_followed(source.encode(), f"{directory}/script.py"), scope)
     return found
 
 
 def _line_and_positions(frame: FrameType) -> tuple[Any, list[int]]:
-    here = whereabouts.look(frame)
+    here = call_site.look(frame)
     return here.place[-1][2], [loop.position for loop in here.around]
 
 
@@ -58,7 +61,7 @@ def _seen_in_turn(directory: str) -> list[Any]:
 
 def _seen_by_calls(directory: str) -> list[Any]:
     def look(frame: FrameType) -> Any:
-        here = whereabouts.look(frame)
+        here = call_site.look(frame)
         return [scope.get("batch", scope.get("epoch")) for scope in here.scopes], [
             loop.position for loop in here.around
         ]
@@ -67,7 +70,7 @@ def _seen_by_calls(directory: str) -> list[Any]:
 
 
 def _seen_no_longer_followed(directory: str) -> list[Any]:
-    return _run(NO_LONGER_FOLLOWED, directory, lambda frame: whereabouts.look(frame).why_not)
+    return _run(NO_LONGER_FOLLOWED, directory, lambda frame: call_site.look(frame).why_not)
 
 
 def test_steps_on_different_lines_stand_in_their_own_loops_each_time(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank import written_pages
-from ttprun.rank.written_pages import Watched, watch
+from ttprun.rank.values import written_pages
+from ttprun.rank.values.written_pages import Watched, watch
 
 SIZE = 1 << 20
 Array = np.ndarray[Any, Any]

@@ -19,13 +19,14 @@ from typing import Any
 
 from tests.rank.fakes import OPTIONS, RECORD_BYTES
 from tests.rank.processes import run_alone
-from ttprun import channel
 from ttprun.agent.replays import givers_of
-from ttprun.board import Board
-from ttprun.channel import Channel, Message
-from ttprun.rank import frames, hooks, install
-from ttprun.rank.presence import Presence
-from ttprun.rank.recorder import Recorder
+from ttprun.protocol import channel
+from ttprun.protocol.board import Board
+from ttprun.protocol.channel import Channel, Message
+from ttprun.rank.bootstrap import hooks, install
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.position import frames
+from ttprun.rank.records.recorder import Recorder
 
 Scenario = Callable[["FakeAgent"], None]
 LIMIT_S = 25.0

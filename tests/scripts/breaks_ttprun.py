@@ -18,15 +18,15 @@ def broken(*args, **kwargs):
 
 
 if arguments.part == "group":
-    from ttprun.rank import process_group
+    from ttprun.rank.comm import process_group
 
     process_group.ManagedGroup.__init__ = broken
 if arguments.part == "step":
-    from ttprun.rank import boundary
+    from ttprun.rank.step import step_hooks
 
-    boundary._begin_step = broken
+    step_hooks._begin_step = broken
 if arguments.part == "loader":
-    from ttprun.rank import loaders
+    from ttprun.rank.data import loaders
 
     loaders._register = broken
 

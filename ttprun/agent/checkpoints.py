@@ -26,8 +26,8 @@ from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
-from ttprun.rank.recorder import Recorder
-from ttprun.rank.shares import file_of
+from ttprun.rank.records.recorder import Recorder
+from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, in_short
 from ttprun.state.chunks import held_of, what_is_missing
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.snapshots import Shelf
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ttprun.channel import Message
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.channel import Message
 
 CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16

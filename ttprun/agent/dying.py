@@ -1,4 +1,4 @@
-"""The first sign of a rank's end: the lock that it held as long as it lived (`ttprun.rank.life`) has lost its holder.
+"""The first sign of a rank's end: the lock that it held as long as it lived has lost its holder (`life_lock`).
 
 At that moment the process runs no code any more, and what it has left on the board, in its recorder and on its line is
 final; but its memory, sockets and devices are still being given back. So the others can be told to stop, and its
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ttprun.board import Board, Field
+from ttprun.protocol.board import Board, Field
 
 HOLDER_MASK = 0x3FFFFFFF
 PF_EXITING = 0x4

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from ttprun import recovery
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
-from ttprun.board import FINISHED, Field
+from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.codes import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 

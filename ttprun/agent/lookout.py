@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.failures import Failure
-from ttprun.board import OPERATION_NAMES, Field, Phase
 from ttprun.device.errors import DeviceFault
+from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
 from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
 from ttprun.recovery.sights import Doing, Sight
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 

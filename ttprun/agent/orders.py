@@ -15,9 +15,9 @@ import msgpack
 from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.verdict import Verdict
-from ttprun.board import LEADER, Field
 from ttprun.errors import ConfigError
-from ttprun.rank.recorder import Recorder, RecordTooLargeError
+from ttprun.protocol.board import LEADER, Field
+from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.state.errors import InvalidCheckpointError
 
 if TYPE_CHECKING:

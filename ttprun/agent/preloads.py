@@ -18,7 +18,7 @@ from typing import Any
 
 from ttprun.agent import priority
 from ttprun.agent.processes import Copy, Standby, command_of, kill_session
-from ttprun.channel import Message
+from ttprun.protocol.channel import Message
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
 MAX_ROUNDS = 6

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
-from ttprun import channel, text_hashes
+from ttprun import text_hashes
 from ttprun.agent import priority
 from ttprun.agent.adopted import AdoptedProcess, adopting
-from ttprun.channel import Channel, Message
-from ttprun.rank.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
+from ttprun.protocol import channel
+from ttprun.protocol.channel import Channel, Message
+from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parent.parent / "shim")
 RUN_VARIABLE = "_TTPRUN_RUN_DIR"
@@ -144,7 +145,7 @@ class Standby:
         inherited = os.environ | environment
         try:
             self.process: subprocess.Popen[bytes] | AdoptedProcess = subprocess.Popen(
-                [sys.executable, "-u", "-m", "ttprun.rank.standby", str(fd)],
+                [sys.executable, "-u", "-m", "ttprun.rank.bootstrap.standby", str(fd)],
                 env=with_agent(inherited, run_dir) | text_hashes.seeded(inherited),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

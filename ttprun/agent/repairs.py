@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ttprun import recovery
     from ttprun.agent.seat import Seat
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 
 class Repairs(ABC):

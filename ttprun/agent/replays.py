@@ -15,7 +15,7 @@ from ttprun.agent.repairs import Repairs
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 
 _MARKS = ("weights", "held", "stepped")  # what replicas have alike in their records of a boundary

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.failures import Failure
-from ttprun.board import Field
-from ttprun.channel import Message
-from ttprun.rank.verification import PROOF_STEPS
+from ttprun.protocol.board import Field
+from ttprun.protocol.channel import Message
+from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
 

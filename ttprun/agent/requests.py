@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from ttprun import recovery
-from ttprun.faults import parse_fault
+from ttprun.chaos.faults import parse_fault
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 
 def answer(supervisor: Supervisor, request: Message) -> Message:

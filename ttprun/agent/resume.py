@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttprun import recovery
-from ttprun.agent.adapt import adapted
 from ttprun.agent.checkpoints import ENDED_NAME
 from ttprun.agent.stored import Stored, open_checkpoint, rank_file
 from ttprun.config import Config
+from ttprun.elastic_resume.acceptance import adapted
 from ttprun.errors import ConfigError
 from ttprun.observe.progress import ProgressLog
-from ttprun.rank import way_back
-from ttprun.rank.recorder import Recorder, RecordTooLargeError
+from ttprun.rank.records import replayable
+from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.state import unusable
 from ttprun.state.checkpoint import Checkpoint, in_short, inspect
 from ttprun.state.errors import InvalidCheckpointError
@@ -189,7 +189,7 @@ def why_not_replayable(stored: Stored, world_size: int, slot_bytes: int) -> str:
         try:
             recorder = Recorder(fd, slot_bytes)
             recorder.restore(stored.rank_part(rank))
-            why_not = way_back.why_not(way_back.records_up_to(recorder, stored.boundary))
+            why_not = replayable.why_not(replayable.records_up_to(recorder, stored.boundary))
         except (RecordTooLargeError, ValueError, TypeError) as error:
             why_not = str(error)
         except KeyError as error:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.pauses import Pause
-from ttprun.board import Field
+from ttprun.protocol.board import Field
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, kill_session
-from ttprun.board import Board, Field
-from ttprun.channel import Message
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.channel import Message
 from ttprun.recovery.events import RankExited
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from ttprun import recovery
 from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
-from ttprun.board import LEADER, Field
-from ttprun.rank.shares import version_of
+from ttprun.protocol.board import LEADER, Field
+from ttprun.rank.weights.checkpoint_shards import version_of
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.interval import best_interval_s, parse_interval
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.channel import Message
+    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 

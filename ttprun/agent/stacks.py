@@ -17,7 +17,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from ttprun.rank.stack import SIGNAL
+from ttprun.rank.process.stack import SIGNAL
 
 PY_SPY_LIMIT_S = 4.0
 ANSWER_LIMIT_S = 1.0

@@ -1,6 +1,6 @@
 """When all ranks are made to stand still for a checkpoint: at a boundary that a run can go on from, if one comes soon.
 
-What the script may go backward through is in no record (see `ttprun.rank.open_boundaries`), so a checkpoint of an open
+What the script may go backward through is in no record (see `open_boundaries`), so a checkpoint of an open
 boundary is mostly refused by the launch that should go on from it. The ranks then train on up to the next one that is
 not open, if there is such a one before long; the first rank does not go past it. Begin with `Standing.ask`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ttprun import recovery
-from ttprun.board import LEADER, Field
+from ttprun.protocol.board import LEADER, Field
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor

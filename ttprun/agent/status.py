@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from ttprun.agent.not_proved import NotProved
-from ttprun.board import FINISHED, Field, Phase
 from ttprun.config import Config
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
@@ -22,6 +21,7 @@ from ttprun.observe.status import (
     read_status,
     write_status,
 )
+from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.recovery import Incident, Job, cost_of_a_loss, is_elastic
 from ttprun.recovery import Phase as JobPhase
 from ttprun.recovery.job import name_ranks

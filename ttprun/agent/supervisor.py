@@ -26,7 +26,6 @@ from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.failures import FirstFailure
 from ttprun.agent.frameworks import Frameworks
-from ttprun.agent.injections import Injections
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
@@ -44,11 +43,12 @@ from ttprun.agent.stored import Stored
 from ttprun.agent.unseen import Unseen
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
-from ttprun.board import FIELDS, LEADER, Board, Field
+from ttprun.chaos.injections import Injections
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.rank.recorder import Recorder
+from ttprun.protocol.board import FIELDS, LEADER, Board, Field
+from ttprun.rank.records.recorder import Recorder
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")

@@ -11,7 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from ttprun.rank import unhooked
+from ttprun.rank.bootstrap import unhooked
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat

@@ -17,8 +17,8 @@ from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
 from ttprun.agent.preloads import Preloaded
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, with_agent
-from ttprun.board import FINISHED, Field
-from ttprun.channel import Message
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.channel import Message
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat

@@ -13,13 +13,13 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario, told_command
 from ttprun.cli.terminal import new_table, open_console
-from ttprun.drill.scenario import Scenario, command_of, read_scenario, told_command
 from ttprun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ttprun.drill.pairing import Injection
-    from ttprun.drill.rehearsal import Rehearsal
+    from ttprun.chaos.drill.pairing import Injection
+    from ttprun.chaos.drill.rehearsal import Rehearsal
 
 
 def drill(
@@ -59,7 +59,7 @@ def drill(
 
 def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> int:
     """Run the drill and report; returns the exit code."""
-    from ttprun.drill.rehearsal import rehearse
+    from ttprun.chaos.drill.rehearsal import rehearse
 
     shown = rehearse(scenario, place, lambda text: print(text, file=sys.stderr, flush=True))
     if as_json:

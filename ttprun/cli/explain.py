@@ -7,7 +7,7 @@ from ttprun.cli.terminal import new_table, open_console
 
 def explain() -> int:
     """Show what ttprun changes inside your process, and why. Your files are never changed."""
-    from ttprun.rank.patches import ALSO, PATCHES, Change, Patch
+    from ttprun.rank.bootstrap.patches import ALSO, PATCHES, Change, Patch
 
     console = open_console()
     table = new_table(console, "module", "attribute", "why")

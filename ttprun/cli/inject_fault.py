@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
+from ttprun.chaos.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
+from ttprun.chaos.schedule import Strike, strikes
 from ttprun.cli.control import ask
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.config import read_config_file, resolve
 from ttprun.errors import ConfigError
-from ttprun.faults import KINDS, PHASES, RANDOM, Fault, check_word, parse_fault, phases_of
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
-from ttprun.schedule import Strike, strikes
 
 # Of a schedule without end, so many strikes are shown.
 SHOWN_STRIKES = 20

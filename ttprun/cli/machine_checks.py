@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ttprun.board import Board, Field
 from ttprun.cli.finding import Finding
-from ttprun.rank.install import PR_SET_PDEATHSIG
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.bootstrap.install import PR_SET_PDEATHSIG
 
 LOOK_UP_LIMIT_S = 1.0
 DEFAULT_PORT = 29500  # torchrun's, where no rendezvous is named

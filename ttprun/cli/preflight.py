@@ -24,10 +24,10 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
 from ttprun import mindio, torch_versions
+from ttprun.chaos.faults import parse_fault
 from ttprun.cli.commands import COMMANDS
 from ttprun.config import Config, option_name
 from ttprun.errors import ConfigError, one_line, suggestion
-from ttprun.faults import parse_fault
 
 # Files that the agent holds open for each rank (its line, record, stack, pidfd, two shelves of a snapshot, logs), and
 # for itself.

@@ -34,7 +34,7 @@ class CpuDevice:
         """Nothing was stopped."""
 
     def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """gloo's connections are ttprun's own: see `ttprun.rank.connection`."""
+        """gloo's connections are ttprun's own: see `ttprun.rank.comm.connection`."""
 
     def mark_safe(self, tensor: Any) -> None:
         """No tensor is ever unsafe."""
@@ -43,7 +43,7 @@ class CpuDevice:
         """gloo does it all."""
 
     def rng_state(self) -> bytes:
-        """The processor's generator is recorded by `ttprun.rank.random_state`."""
+        """The processor's generator is recorded by `ttprun.rank.process.random_state`."""
         return b""
 
     def restore_rng_state(self, state: bytes) -> None:

@@ -11,30 +11,30 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ttprun.board import OPERATION_NAMES, Board, Field, Phase
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
-from ttprun.rank import imported, rewrite
+from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
+from ttprun.rank.position import ast_transform, imported
 
 CONNECT = OPERATION_NAMES.index("connect")
 _MOST_HINDRANCES = 20
 
 if TYPE_CHECKING:
-    from ttprun.channel import Channel
-    from ttprun.rank.connection import Exchange
-    from ttprun.rank.expected import Expected
+    from ttprun.protocol.channel import Channel
+    from ttprun.rank.checks.proof import Proof
+    from ttprun.rank.checks.replay_guard import Expected
+    from ttprun.rank.checks.verification import Verifier
+    from ttprun.rank.comm.connection import Exchange
+    from ttprun.rank.comm.journal import Journal
+    from ttprun.rank.comm.process_group import ManagedGroup
+    from ttprun.rank.comm.results import Results
     from ttprun.rank.framework.framework import Framework
-    from ttprun.rank.holdings import Holdings
-    from ttprun.rank.journal import Journal
-    from ttprun.rank.kept_weights import KeptWeights
-    from ttprun.rank.process_group import ManagedGroup
-    from ttprun.rank.proof import Proof
-    from ttprun.rank.recorder import Recorder
-    from ttprun.rank.recovery import Recovery
-    from ttprun.rank.replay import Replay
-    from ttprun.rank.results import Results
-    from ttprun.rank.snapshots import Snapshots
-    from ttprun.rank.verification import Verifier
+    from ttprun.rank.records.recorder import Recorder
+    from ttprun.rank.replay.recovery import Recovery
+    from ttprun.rank.replay.replay import Replay
+    from ttprun.rank.weights.holdings import Holdings
+    from ttprun.rank.weights.post_step_weights import KeptWeights
+    from ttprun.rank.weights.snapshots import Snapshots
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Session:
         """Say once, after the first step, what a standby should have imported, and compiled."""
         if self.local_rank == 0:
             modules = [name for name in sys.modules if name.startswith("torch.")]
-            self.channel.send({"op": "modules", "modules": modules, "files": list(rewrite.followed)})
+            self.channel.send({"op": "modules", "modules": modules, "files": list(ast_transform.followed)})
         if self.framework is None:
             self.channel.send({"op": "imported", "modules": imported.modules(), "directory": os.getcwd()})
 

@@ -47,7 +47,7 @@ try:
 finally:
     if "_TTPRUN_CHANNEL_FD" in os.environ:
         try:
-            from ttprun.rank import install
+            from ttprun.rank.bootstrap import install
 
             install.begin()
         except Exception as _error:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests.rank import user_values
-from ttprun.rank import frames, values
+from ttprun.rank import values
+from ttprun.rank.position import frames
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot
 
 frames.add_user_directory(user_values.__file__)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ttprun.rank import written_pages
-from ttprun.rank.values import large
+from ttprun.rank.values import large, written_pages
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.snapshot import Snapshot
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.rank import values
-from ttprun.rank.trained import places
 from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree, spoil
+from ttprun.rank.weights.optimizer_registry import places
 
 Scope = dict[str, Any]
 PLACE = [["script.py", "main", 7]]

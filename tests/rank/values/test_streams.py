@@ -20,7 +20,7 @@ import pytest
 
 from tests.rank import user_values
 from tests.rank.values.carrying import carry, is_refused, not_proved
-from ttprun.rank import looped, loops
+from ttprun.rank.position import iterables, loops
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, pack, streams, unpack
 
 LINES = [f"line {number}\n" for number in range(5000)]  # more than a buffer
@@ -65,7 +65,7 @@ def test_a_file_below_a_table_that_a_loop_reads_is_told_by_the_loop(text: Path, 
         loop = loops.Loop(loops.Site("key", range(1)), None, tables[0])
         for table in tables:
             next(table)
-        snapshot = Snapshot({}, looped.followed([loop]))
+        snapshot = Snapshot({}, iterables.followed([loop]))
         recorded = unpack(pack(snapshot.variables({"rows": tables[0], "file": lost})))
         restore = Restore([], is_comparing=True)
 

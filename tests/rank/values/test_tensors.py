@@ -25,9 +25,11 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
-from ttprun.rank import patches, trained, values
-from ttprun.rank.trained import places
+from ttprun.rank import values
+from ttprun.rank.bootstrap import patches
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, UnrecordedTensorError
+from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.optimizer_registry import places
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def _places_of_parameters(has_stepped: bool) -> list[int]:
         parameter.grad = torch.ones(2)
         if has_stepped:
             optimizer.step()
-    found = trained.stepped(trained.optimizers()).storages
+    found = optimizer_registry.stepped(optimizer_registry.optimizers()).storages
     return [found[one.data_ptr()] for one in parameters]
 
 

@@ -13,18 +13,18 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from ttprun.board import FINISHED, Field, Phase
+from ttprun.chaos import strikes
 from ttprun.device.errors import DeviceFault, in_one_line
-from ttprun.rank import faults
-from ttprun.rank.commit import commit
+from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.rank.comm.journal import TELL_AFTER_S
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
 from ttprun.rank.framework.handlers import Handlers
 from ttprun.rank.framework.pauses import Pauses
-from ttprun.rank.journal import TELL_AFTER_S
 from ttprun.rank.session import Session
+from ttprun.rank.step.commit_barrier import commit
 
 _LOOK_AGAIN_S = 0.1
 _ORDER_LIMIT_S = 30.0  # for the agent to answer a fault that a rank has reported, or has heard of by its connections
@@ -174,7 +174,7 @@ class Framework:
         (FORCE STOP) if a recovery has begun, and this rank is not needed to end the step.
         """
         session = self._session
-        faults.reached("before_step")
+        strikes.reached("before_step")
         self.admit()
         boundary = session.applied + 1
         randomness.keep(session, boundary)
@@ -184,7 +184,7 @@ class Framework:
         self.is_torn = True
         session.is_applying = True
         session.touch(Phase.STEPPING)
-        faults.reached("in_step")
+        strikes.reached("in_step")
 
     def _leave_if_settled(self) -> None:
         session = self._session
@@ -197,7 +197,7 @@ class Framework:
         session = self._session
         if step <= session.applied:
             raise ValueError(f"tft_end_updating_os: step {step} does not follow on step {session.applied}")
-        faults.reached_step_end()
+        strikes.reached_step_end()
         is_first = session.applied == 0
         if step != session.applied + 1:  # the framework has gone on from a checkpoint of its own
             randomness.keep(session, step)
@@ -209,7 +209,7 @@ class Framework:
         session.touch(Phase.COMPUTING)
         if is_first:
             session.tell_modules()
-        faults.reached("after_step")
+        strikes.reached("after_step")
 
     # The train function.
 
@@ -258,7 +258,7 @@ class Framework:
         """
         session = self._session
         self.admit()
-        faults.reached("exit")
+        strikes.reached("exit")
         board = session.board
         board.announce(session.local_rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.board import LEADER, Field, Phase
+from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
 _LOOK_AGAIN_S = 0.1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgpack
 
 from ttprun.device import registry
-from ttprun.rank import random_state
+from ttprun.rank.process import random_state
 from ttprun.rank.session import Session
 
 

@@ -1,6 +1,6 @@
 """The recovery thread of a rank whose framework owns its train function: the agent's orders, answered by callbacks.
 
-The orders are those of any recovery (see `ttprun.rank.recovery`), and come in the same order:
+The orders are those of any recovery (see `ttprun.rank.replay.recovery`), and come in the same order:
 
     freeze    all that live come to one step; stop handler; the main thread leaves its train function
     replay    to a rank whose device has failed: stop and clean handlers. A replacement runs the script, up to that
@@ -22,17 +22,18 @@ from typing import Any
 
 import torch
 
-from ttprun.board import Field
-from ttprun.channel import Message
-from ttprun.rank import faults, repair
+from ttprun.chaos import strikes
+from ttprun.protocol.board import Field
+from ttprun.protocol.channel import Message
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import Size
-from ttprun.rank.recovery import LOOK_AGAIN_S, Recovery
-from ttprun.rank.replicated import NotRepairableError
+from ttprun.rank.replay.recovery import LOOK_AGAIN_S, Recovery
 from ttprun.rank.session import Session
+from ttprun.rank.weights import state_transfer
+from ttprun.rank.weights.replicated import NotRepairableError
 
 SENDS, LOADS = RepairType.RT_SEND.value, (RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value)
 REBUILDS = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
@@ -85,7 +86,7 @@ class CallbackRecovery(Recovery):
 
     def _on_freeze(self, message: Message) -> None:
         session, framework = self._session, self._framework
-        faults.reached("freeze")
+        strikes.reached("freeze")
         framework.order_stop(message["repair_type"])  # once more: the repair before this one may just have released it
         session.board.announce(session.local_rank, Field.LEAVING, 0)
         with session.changed:
@@ -178,7 +179,7 @@ class CallbackRecovery(Recovery):
         framework.repair_type = message["repair_type"]
         self._rebuild(message)
         size = _size_of(message)
-        faults.reached("transfer")
+        strikes.reached("transfer")
         for part in message["parts"]:
             needs_rebuild = part["repair_type"] in REBUILDS
             with self._calling():
@@ -191,7 +192,7 @@ class CallbackRecovery(Recovery):
     def _rebuild(self, message: Message) -> None:
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
         session, framework = self._session, self._framework
-        faults.reached("rebuild")
+        strikes.reached("rebuild")
         session.away = frozenset(message["away"])
         if not framework.was_cleaned:
             with self._calling():
@@ -211,10 +212,10 @@ class CallbackRecovery(Recovery):
         session, kind = self._session, part["repair_type"]
         if kind == SENDS:
             name = f"state-{session.generation}-{session.rank}.sock"
-            repair.serve(session.run_dir, name, len(part["dst"]), limit_s, self._check_overtaken)
+            state_transfer.serve(session.run_dir, name, len(part["dst"]), limit_s, self._check_overtaken)
         elif kind in RECEIVES:
             for source in part["src"]:
-                repair.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
+                state_transfer.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
         elif kind in LOADS:
             raise NotRepairableError("no repair handler is registered that could load a checkpoint")
 
@@ -222,7 +223,7 @@ class CallbackRecovery(Recovery):
 
     def _on_dump(self, message: Message) -> None:
         framework = self._framework
-        faults.reached("persist")
+        strikes.reached("persist")
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)

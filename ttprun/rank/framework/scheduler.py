@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ttprun.channel import Message
+from ttprun.protocol.channel import Message
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
 

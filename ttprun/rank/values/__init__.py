@@ -1,22 +1,22 @@
 """The values in a script's variables: recorded at a boundary, and restored in a replacement.
 
 snapshot.py walks over the variables, restore.py writes them back, nodes.py is the form between the two; kinds.py is the
-table that says how each kind of value is treated, and the other files treat one kind each. For a run that goes on with
-other ranks merge.py makes one record of three, which trees.py compares. The rule of all: what is neither restored, nor
-reproduced by the replay and compared, is refused with the variable's name.
+table that says how each kind of value is treated, and the other files treat one kind each. trees.py compares records.
+The rule of all: what is neither restored, nor reproduced by the replay and compared, is refused with the variable's
+name.
 """
 
+from ttprun.elastic_resume.merge import Merge
+from ttprun.elastic_resume.touched import spoil
 from ttprun.rank.values import callables, kinds, large, modules, named, objects, rows, snapshot, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
-from ttprun.rank.values.merge import Merge
 from ttprun.rank.values.named import names_of as names_not_proved
 from ttprun.rank.values.nodes import CannotRestoreError, pack, unpack
 from ttprun.rank.values.refusals import MARK_OF_REFUSED, refusals
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot, room_to_walk
 from ttprun.rank.values.suspended import restore_loop
-from ttprun.rank.values.touched import spoil
 from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 

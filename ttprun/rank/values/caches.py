@@ -12,7 +12,7 @@ import gc
 import types
 from typing import Any
 
-from ttprun.rank.frames import is_user_file
+from ttprun.rank.position.frames import is_user_file
 from ttprun.rank.values.callables import record_named
 from ttprun.rank.values.containers import nodes_of_items
 from ttprun.rank.values.nodes import Tag, name_of, short_name

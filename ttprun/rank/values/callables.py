@@ -12,7 +12,7 @@ import types
 from operator import is_
 from typing import Any
 
-from ttprun.rank.frames import is_user_file
+from ttprun.rank.position.frames import is_user_file
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.objects import is_of_user
 from ttprun.rank.values.restore import Restore, told

@@ -12,7 +12,7 @@ import itertools
 import operator
 from typing import Any
 
-from ttprun.rank import iterator_state
+from ttprun.rank.position import iterator_state
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.process_local import record_unknown
 from ttprun.rank.values.restore import Restore, told

@@ -26,7 +26,6 @@ import weakref
 import numpy
 import torch
 
-from ttprun.rank import sharded
 from ttprun.rank.values import (
     adapters,
     arrays,
@@ -55,6 +54,7 @@ from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.restore import RESTORERS, Restorer
 from ttprun.rank.values.snapshot import Handler, Snapshot, choose_with
 from ttprun.rank.values.unrecorded import Unrecorded
+from ttprun.rank.weights import sharded
 
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,

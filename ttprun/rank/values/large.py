@@ -22,8 +22,8 @@ import numpy
 import torch
 import xxhash
 
-from ttprun.rank import written_pages
-from ttprun.rank.written_pages import Watched, watch
+from ttprun.rank.values import written_pages
+from ttprun.rank.values.written_pages import Watched, watch
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole

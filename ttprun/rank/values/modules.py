@@ -22,8 +22,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ttprun.rank.sharded import is_distributed, local_of
-from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
@@ -31,6 +29,8 @@ from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import forget_gradient
 from ttprun.rank.values.versions import Versions
+from ttprun.rank.weights.sharded import is_distributed, local_of
+from ttprun.rank.weights.tensor_bytes import plain
 
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 # Of these packages' modules, what their own code keeps in attributes is made by it again (the padding of a convolution,

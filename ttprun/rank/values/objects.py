@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
-from ttprun.rank.frames import is_user_class
+from ttprun.rank.position.frames import is_user_class
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import random_state
+from ttprun.rank.process import random_state
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.frames import set_local, unset_local
-from ttprun.rank.trained import places
+from ttprun.rank.position.frames import set_local, unset_local
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
+from ttprun.rank.weights.optimizer_registry import places
 
 Restorer = Callable[["Restore", Any, list[Any], str], Any]
 RESTORERS: dict[Any, Restorer] = {}

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.values.nodes import MISSING, Tag
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import weight_node
 from ttprun.rank.values.unrecorded import without_history
+from ttprun.rank.weights.sharded import is_distributed, local_of
 
 
 def record_sharded(snapshot: Snapshot, value: Any, depth: int) -> Any:

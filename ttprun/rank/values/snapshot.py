@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ttprun.rank import looped, loops
+from ttprun.rank.position import iterables, loops
 from ttprun.rank.values import unchanged
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
 from ttprun.rank.values.versions import Versions
@@ -215,7 +215,7 @@ class Snapshot:
 
     def loop(self, loop: loops.Loop) -> dict[str, Any]:
         """A loop that is under way, and what it runs over, if its position does not tell all of that."""
-        over = looped.over(loop)
+        over = iterables.over(loop)
         is_within = type(over) is tuple
         node = [Tag.TUPLE, [self._around_loader(items) for items in over]] if is_within else self.node(over, 0)
         return dict(loop.record(), over=node)

@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any
 
-from ttprun.rank.frames import is_user_file
+from ttprun.rank.position.frames import is_user_file
 from ttprun.rank.values import objects
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved

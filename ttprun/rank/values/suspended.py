@@ -12,8 +12,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from ttprun.rank import looped, loops
-from ttprun.rank.frames import variables_of
+from ttprun.rank.position import iterables, loops
+from ttprun.rank.position.frames import variables_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -57,10 +57,10 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.SUSPENDED, number, _where(value), _ENDED, {}, None, []]
     is_followed = id(value) in snapshot.followed
     active = loops.of_frame(frame)
-    snapshot.followed |= looped.followed(active)
-    on_stack = looped.on_stack(value)
+    snapshot.followed |= iterables.followed(active)
+    on_stack = iterables.on_stack(value)
     if is_followed:
-        snapshot.followed |= looped.ids_of_generators((value.gi_yieldfrom, *on_stack))
+        snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *on_stack))
     if not is_followed and _hidden_loops(frame) > 0:
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
@@ -83,13 +83,13 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
         if restore.value(MISSING if old is None else old, inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
         restore.frame(frame, variables, f"{name}/")
-        _put_in_place(restore, looped.on_stack(live), stack, f"{name}/")
+        _put_in_place(restore, iterables.on_stack(live), stack, f"{name}/")
     return live
 
 
 def restore_loop(restore: Restore, loop: loops.Loop, fields: dict[str, Any]) -> None:
     """Write what a loop under way runs over, as it is in the loop's record."""
-    live, node = looped.over(loop), fields["over"]
+    live, node = iterables.over(loop), fields["over"]
     is_within = type(live) is tuple or (node.__class__ is list and node[0] == Tag.TUPLE)
     if is_within:
         _put_in_place(restore, live or (), node[1] if node else [], f"{loop.site.key}: ")

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.sharded import local_of
-from ttprun.rank.tensor_bytes import plain
 from ttprun.rank.values.arrays import is_changing
 from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed, keep_node, node_as_before
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
@@ -26,6 +24,8 @@ from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, shape_of, without_history
+from ttprun.rank.weights.sharded import local_of
+from ttprun.rank.weights.tensor_bytes import plain
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node

@@ -17,9 +17,9 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
-from ttprun.rank.sharded import is_distributed, local_of
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 from ttprun.rank.values.versions import ARE_KEPT, Versions
+from ttprun.rank.weights.sharded import is_distributed, local_of
 
 MIN_ITEMS = 12  # below, packing anew is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared

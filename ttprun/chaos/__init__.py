@@ -1,0 +1,1 @@
+"""What only breaks things on purpose: faults by name, when they strike, what they do, and whole drills."""

@@ -1,0 +1,93 @@
+"""A device that fails on purpose: the device is simulated, the numbers that it ruins are the script's own tensors.
+
+As a defect of the memory would, this leaves no trace: no version counter moves. What is under way on a link is spared,
+since a memory error of this rank does not reach the others. Begin with `break_device`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+
+from ttprun.device import registry
+from ttprun.device.sim import Queue, SimulatedNpu
+from ttprun.rank.comm.operations import tensors_in
+from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.tensor_bytes import bytes_of
+
+_GARBAGE = random.Random(1).randbytes(4093)
+
+
+def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
+    """Break the simulated device of this process, as `kind` says; from now on it is the process's device.
+
+    returns   what was done, and the error that an operation of the script meets; None: the next collective meets it
+
+    Raises ValueError if there is nothing to break yet.
+    """
+    device = registry.current()
+    if not isinstance(device, SimulatedNpu):
+        device = SimulatedNpu()
+    npu = device.module.npu
+    ruined: list[torch.Tensor] = []
+    if kind in ("uce-high", "uce-fatal", "ecc"):
+        ruined = optimizer_registry.stepped_tensors()
+        if not ruined:
+            raise ValueError("no optimizer holds a parameter yet")
+    elif kind == "uce-low":
+        ruined = list(_gradients(session))
+    for tensor in ruined:
+        ruin(tensor)
+    if kind in ("uce-high", "ecc"):
+        for tensor in ruined:
+            npu.fail_memory(tensor, Queue.UCE_EXIT if kind == "uce-high" else Queue.HBM_ECC_EXIT)
+    elif kind == "uce-low":
+        npu.fail_memory(torch.empty(1))  # an activation, which nothing holds any more
+    elif kind == "uce-fatal":
+        npu.fail_memory_of_library()
+    elif kind == "link":
+        return _break_link(session, device)
+    else:
+        npu.lose()
+    registry.simulate(device)
+    size = sum(tensor.nbytes for tensor in ruined)
+    return f"simulated device; {len(ruined)} tensors ({size} bytes) hold garbage", npu.error()
+
+
+def _break_link(session: Session, device: SimulatedNpu) -> tuple[str, None]:
+    groups = list(session.groups.values())
+    if not groups:
+        raise ValueError("the script has no process group")
+    registry.simulate(device)
+    for group in groups:
+        group.move_to_device()
+    device.module.npu.queue = Queue.HCCS_LINK_EXIT
+    return "simulated device; its next collective fails", None
+
+
+def ruin(tensor: torch.Tensor) -> None:
+    """Fill a tensor with garbage."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        with torch.no_grad():
+            tensor.detach().fill_(-1 if not tensor.is_floating_point() else float("nan"))
+        return
+    raw = bytes_of(tensor)
+    raw[:] = (_GARBAGE * (len(raw) // len(_GARBAGE) + 1))[: len(raw)]
+
+
+def _gradients(session: Session) -> Iterator[torch.Tensor]:
+    """Gradients of what the optimizers update, but for those that a collective is working on."""
+    busy = {
+        tensor.untyped_storage().data_ptr()
+        for entry in session.journal.unfinished()
+        for tensor in tensors_in(entry.args)
+    }
+    for optimizer in optimizer_registry.optimizers():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and gradient.untyped_storage().data_ptr() not in busy:
+                    yield gradient

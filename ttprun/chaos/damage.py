@@ -1,0 +1,225 @@
+"""What each kind of fault does to this process. Signals, memory errors and sockets are real.
+
+Standard library only when imported, since a fault can strike before the script has torch. Begin with `strike`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ttprun.chaos.faults import DEVICE_KINDS, Fault
+from ttprun.rank import fail_open
+from ttprun.rank.process import held_signals
+
+if TYPE_CHECKING:
+    from ttprun.protocol.channel import Channel
+    from ttprun.rank.session import Session
+
+EXIT_CODE = 1
+_DEED_LIMIT_S = 10.0
+_FOREVER_S = 10 * 365 * 86400.0
+_C_SLEEP_S = 1 << 30
+
+
+class InjectedFaultError(RuntimeError):
+    """The exception that `inject-fault exception` raises in the script."""
+
+    is_meant_for_script = True
+
+
+@dataclass(frozen=True)
+class Armed:
+    """A fault that waits for its moment in this rank; the agent knows it by its number."""
+
+    number: int
+    fault: Fault
+
+
+def strike(session: Session, armed: Armed, phase: str) -> None:
+    """Cause a fault now, and tell the agent. Comes back only from what a process can survive."""
+    cause(session.channel, armed, phase, step_of(session, phase), session)
+
+
+def step_of(session: Session, phase: str) -> int:
+    """The optimizer step that runs in this rank: behind the step's end it is still the same one."""
+    return session.applied - (phase == "after_step")
+
+
+def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Session | None) -> None:
+    """As `strike`; without a session the script has not imported torch yet.
+
+    What ends or stops the process is told first. The rest is told when it is done, with what was done, or with why it
+    could not be.
+    """
+    fault = armed.fault
+    if fault.kind in _ENDING:
+        tell(channel, armed, phase, step)
+        _ENDING[fault.kind](fault, phase)
+    elif fault.kind in _BY_AGENT:
+        _done.clear()
+        tell(channel, armed, phase, step)
+        _wait_for_agent()
+        if fault.kind == "term":
+            held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later than asked for
+    elif session is not None:
+        meets: Exception | None = None
+        try:
+            if fault.kind in DEVICE_KINDS:
+                detail, meets = _break_device(session, fault.kind)
+            else:
+                detail = _break_something(session, fault)
+        except Exception as error:  # the script is not to suffer from a fault that could not be caused
+            channel.send({"op": "fault_failed", "number": armed.number, "reason": str(error), "phase": phase})
+        else:
+            tell(channel, armed, phase, step, detail)
+        if meets is not None:
+            raise fail_open.meant(meets)
+
+
+def tell(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
+    """Tell the agent that a fault has struck; the clock is the same in all processes of the machine."""
+    channel.send(
+        {
+            "op": "fault_struck",
+            "number": armed.number,
+            "phase": phase,
+            "step": step,
+            "at_s": time.monotonic(),
+            "detail": detail,
+        }
+    )
+
+
+# What ends or stops the process, or its main thread.
+
+
+def _kill(fault: Fault, phase: str) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _exit(fault: Fault, phase: str) -> None:
+    os._exit(EXIT_CODE if fault.code is None else fault.code)
+
+
+def _raise(fault: Fault, phase: str) -> None:
+    raise InjectedFaultError(f"injected by ttprun in phase {phase}")
+
+
+def _leave(fault: Fault, phase: str) -> None:
+    if phase != "replay":
+        raise SystemExit(0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
+def _segv(fault: Fault, phase: str) -> None:
+    write_no_core()
+    ctypes.string_at(0)
+
+
+def _abort(fault: Fault, phase: str) -> None:
+    write_no_core()
+    os.abort()
+
+
+def write_no_core() -> None:
+    """An ordered crash leaves no core file behind."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+
+
+def _stop(fault: Fault, phase: str) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)  # ended by the agent, if the fault says after how long
+
+
+def _sleep(fault: Fault, phase: str) -> None:
+    time.sleep(_FOREVER_S if fault.seconds is None else fault.seconds)
+
+
+def _deadlock(fault: Fault, phase: str) -> None:
+    libc = ctypes.PyDLL(None)  # calls through it keep the GIL
+    if fault.seconds is not None:
+        libc.usleep(int(fault.seconds * 1e6))
+        return
+    while True:
+        libc.sleep(_C_SLEEP_S)
+
+
+def _turn(fault: Fault, phase: str) -> None:
+    end = time.monotonic() + (_FOREVER_S if fault.seconds is None else fault.seconds)
+    while time.monotonic() < end:
+        pass
+
+
+def _nothing(fault: Fault, phase: str) -> None:
+    """The caller leaves the collective out."""
+
+
+_ENDING: dict[str, Callable[[Fault, str], None]] = {
+    "kill": _kill,
+    "exit": _exit,
+    "exception": _raise,
+    "segv": _segv,
+    "abort": _abort,
+    "stop": _stop,
+    "leave": _leave,
+    "sleep": _sleep,
+    "deadlock": _deadlock,
+    "busy": _turn,
+    "skip-collective": _nothing,
+}
+
+# What the agent does, while this thread waits: so it happens at the moment that was asked for.
+_BY_AGENT = ("term", "agent-kill", "standby-kill", "preempt")
+_done = threading.Event()
+
+
+def done_by_agent() -> None:
+    """The agent has done what it was told to do."""
+    _done.set()
+
+
+def _wait_for_agent() -> None:
+    end = time.monotonic() + _DEED_LIMIT_S
+    while not _done.wait(0.1) and time.monotonic() < end:
+        pass  # in short waits, so that a script's own signal handler can run
+
+
+# What breaks devices, links or data.
+
+
+def _break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
+    from ttprun.chaos import broken_device
+
+    return broken_device.break_device(session, kind)
+
+
+def _break_something(session: Session, fault: Fault) -> str:
+    from ttprun.chaos import broken_data, broken_links
+
+    if fault.kind == "flip-bit":
+        return broken_data.flip_bit(fault.seed or 0)
+    return broken_links.break_links(session, fault)
+
+
+def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
+    """If these are gradients that are about to be reduced, make one element NaN; returns whether they were."""
+    from ttprun.chaos import broken_data
+
+    detail = ""
+    with contextlib.suppress(Exception):
+        detail = broken_data.put_nan(op, inputs, [group.buckets for group in session.groups.values()])
+    if detail:
+        tell(session.channel, armed, phase, session.applied, detail)
+    return bool(detail)

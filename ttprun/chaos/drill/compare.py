@@ -1,0 +1,120 @@
+"""What differs between two runs: the files that they left, and the lines that their ranks printed.
+
+A file of torch.save is compared by what is in it, since two archives of the same tensors differ in their bytes. Nothing
+is unpickled but what torch loads with weights_only. Begin with `compare_twins`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from ttprun.chaos.drill.scenario import Scenario
+from ttprun.chaos.drill.twins import Twin
+
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 120
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One thing that was compared.
+
+    what    a file's name, or "output of rank 1"
+    how     "tensors", "bytes" or "lines"
+    detail  the digest, or how it differs
+    """
+
+    what: str
+    how: str
+    is_identical: bool
+    detail: str
+
+
+def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> list[Comparison]:
+    """Compare all that the scenario names."""
+    found = [compare_files(name, disturbed.folder, undisturbed.folder) for name in scenario.compare]
+    if scenario.compare_output:
+        for rank in sorted(disturbed.output.keys() | undisturbed.output.keys()):
+            found.append(compare_lines(rank, disturbed.output.get(rank, []), undisturbed.output.get(rank, [])))
+    return found
+
+
+def compare_files(name: str, disturbed: Path, undisturbed: Path) -> Comparison:
+    """Compare one file of both twins."""
+    paths = (disturbed / name, undisturbed / name)
+    missing = [kind for kind, path in zip(("disturbed", "undisturbed"), paths, strict=True) if not path.is_file()]
+    if missing:
+        return Comparison(name, "bytes", False, f"the {' and the '.join(missing)} run did not write it")
+    digests = [digest_of(path) for path in paths]
+    (how, first), (other_how, second) = digests
+    if how != other_how:
+        return Comparison(name, "bytes", False, "one is a file of torch.save, the other is not")
+    if first == second:
+        return Comparison(name, how, True, first[:16])
+    return Comparison(name, how, False, f"{first[:16]} disturbed, {second[:16]} undisturbed")
+
+
+def digest_of(path: Path) -> tuple[str, str]:
+    """How a file is compared, and the SHA-256: of its tensors if torch can load it safely, else of its bytes."""
+    if zipfile.is_zipfile(path):
+        import torch
+
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # not torch's, or holding more than weights_only lets in
+            pass
+        else:
+            digest = hashlib.sha256()
+            _feed(digest, content)
+            return "tensors", digest.hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return "bytes", digest.hexdigest()
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Feed a value to the digest: types, shapes and elements, containers in their order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        digest.update(f"tensor {value.dtype} {list(value.shape)} {value.layout}".encode())
+        if value.layout is not torch.strided or value.is_quantized:
+            _feed(digest, [value.to_dense() if not value.is_quantized else value.int_repr()])
+            return
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if flat.numel():
+            elements: Any = flat.view(torch.uint8).numpy()
+            digest.update(elements)
+    elif isinstance(value, dict):
+        digest.update(f"dict {len(value)}".encode())
+        for key, item in value.items():
+            _feed(digest, key)
+            _feed(digest, item)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{type(value).__name__} {len(value)}".encode())
+        for item in value:
+            _feed(digest, item)
+    else:
+        digest.update(f"{type(value).__name__} {value!r}".encode())
+
+
+def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str]) -> Comparison:
+    """Compare what one rank printed, line by line."""
+    what = f"output of rank {rank}"
+    number = 0
+    for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):
+        if got != expected:
+            return Comparison(what, "lines", False, f"line {number}: {_told(got)}, undisturbed {_told(expected)}")
+    return Comparison(what, "lines", True, f"{number} lines")
+
+
+def _told(line: str | None) -> str:
+    return "no line" if line is None else repr(line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "...")

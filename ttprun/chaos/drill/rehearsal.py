@@ -1,0 +1,98 @@
+"""A whole drill: both twins, what differs, and which fault came to what. Begin with `rehearse`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ttprun.chaos.drill.compare import Comparison, compare_twins
+from ttprun.chaos.drill.pairing import Injection, pair
+from ttprun.chaos.drill.scenario import Scenario
+from ttprun.chaos.drill.twins import Twin, run_twin
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a drill has shown.
+
+    problems   why it has not gone well, one sentence each; empty if it has
+    """
+
+    scenario: Scenario
+    disturbed: Twin
+    undisturbed: Twin
+    injections: list[Injection]
+    comparisons: list[Comparison]
+    problems: list[str]
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all that was compared is the same."""
+        return bool(self.comparisons) and all(one.is_identical for one in self.comparisons)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether every fault struck and was recovered from, and nothing differs."""
+        return self.is_identical and not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        twins = {"disturbed": self.disturbed, "undisturbed": self.undisturbed}
+        return {
+            "passed": self.has_passed,
+            "identical": self.is_identical,
+            "problems": self.problems,
+            "injections": [asdict(one) for one in self.injections],
+            "comparisons": [asdict(one) for one in self.comparisons],
+            "incidents": [asdict(one) for one in self.disturbed.status.incidents] if self.disturbed.status else [],
+            **{
+                name: {"exit_code": twin.exit_code, "took_s": round(twin.took_s, 3), "folder": str(twin.folder)}
+                for name, twin in twins.items()
+            },
+        }
+
+
+def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Rehearsal:
+    """Run both twins, one after the other, and compare them. Blocks at most twice the scenario's `limit_s`.
+
+    folder   empty or absent; keeps both runs
+    say      is told how far the drill is
+    """
+    say(f"1/2  {scenario.twin} without faults ...")
+    undisturbed = run_twin(scenario, folder / "undisturbed", scenario.twin)
+    say(f"     done in {undisturbed.took_s:.1f} s, exit code {undisturbed.exit_code}")
+    say(f"2/2  ttprun with {len(scenario.faults)} ordered faults ...")
+    disturbed = run_twin(scenario, folder / "disturbed", "disturbed")
+    say(f"     done in {disturbed.took_s:.1f} s, exit code {disturbed.exit_code}")
+    injections = pair(disturbed.events)
+    comparisons = compare_twins(scenario, disturbed, undisturbed)
+    problems = problems_of(scenario, disturbed, undisturbed, injections)
+    return Rehearsal(scenario, disturbed, undisturbed, injections, comparisons, problems)
+
+
+def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injections: list[Injection]) -> list[str]:
+    """What has not gone well, apart from differences."""
+    problems = []
+    for name, twin in (("undisturbed", undisturbed), ("disturbed", disturbed)):
+        if twin.problem:
+            problems.append(f"the {name} run: {twin.problem}; see {twin.folder / 'launcher.log'}")
+    if undisturbed.exit_code != 0 and not undisturbed.problem:
+        log = undisturbed.folder / "launcher.log"
+        problems.append(f"the undisturbed run fails by itself (exit code {undisturbed.exit_code}); see {log}")
+    if disturbed.exit_code != undisturbed.exit_code and not disturbed.problem:
+        both = f"{disturbed.exit_code}, undisturbed {undisturbed.exit_code}"
+        problems.append(f"the disturbed run ended with exit code {both}; see {disturbed.folder / 'launcher.log'}")
+    if not injections:
+        problems.append("no fault was caused at all")
+    for one in injections:
+        if one.failure:
+            problems.append(f"{one.fault} was not caused: {one.failure}")
+        elif not one.is_accounted_for:
+            problems.append(f"{one.fault} struck, and ttprun did not notice")
+        elif one.incident is not None and one.outcome not in ("recovered", "restarted"):
+            problems.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
+        elif one.incident is not None and scenario.rungs and one.rung not in scenario.rungs:
+            problems.append(f"{one.fault}: recovered by {one.rung}, and only {', '.join(scenario.rungs)} will do")
+    return problems

@@ -1,0 +1,139 @@
+"""Run a scenario's two twins, each in a folder of its own. Begin with `run_twin`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ttprun import text_hashes
+from ttprun.chaos.drill.scenario import Scenario, command_of
+from ttprun.observe.events import read_events
+from ttprun.observe.status import RunStatus, read_status
+
+GRACE_S = 45.0
+_PR_SET_PDEATHSIG = 1
+# torchrun's options that say where ranks meet.
+_PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
+# Left by an outer launcher: each would change what a twin does.
+_FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A run that has ended.
+
+    folder     its own: launcher.log, logs/, run/ (ttprun's run directory), and what the script wrote there
+    exit_code  of the launcher; -N if signal N ended it
+    took_s     seconds, start of Python included
+    output     rank -> lines that it wrote to stdout, of all its processes in their order
+    problem    why it did not end by itself, "" if it did
+    """
+
+    folder: Path
+    exit_code: int
+    took_s: float
+    output: dict[int, list[str]]
+    problem: str = ""
+    status: RunStatus | None = None
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torchrun", "ttprun"]) -> Twin:
+    """Run the scenario's script to its end, at most `limit_s` seconds, and gather what it has left.
+
+    kind   "disturbed": under ttprun with the faults; else without, under the launcher of that name
+    """
+    folder.mkdir(parents=True)
+    run_dir = None if kind == "torchrun" else folder / "run"
+    words = launcher_words(scenario, folder, kind)
+    started = time.monotonic()
+    with open(folder / "launcher.log", "wb") as log:
+        process = subprocess.Popen(
+            words,
+            cwd=scenario.directory or folder,
+            env=_environment(scenario, kind),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+    problem = _wait(process, scenario.limit_s)
+    status = None
+    events: list[dict[str, Any]] = []
+    if run_dir is not None and (run_dir / "status.json").exists():
+        status = read_status(run_dir / "status.json")
+        events = list(read_events(run_dir / "events.jsonl"))
+    return Twin(folder, process.returncode, time.monotonic() - started, _output(folder), problem, status, events)
+
+
+def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
+    """The command that runs a twin."""
+    words = [sys.executable, "-m", "torch.distributed.run" if kind == "torchrun" else "ttprun"]
+    for name, value in scenario.launch.items():
+        option = "--" + name.replace("_", "-")
+        values = value if isinstance(value, list) else [value]
+        words += [option] if value is True else [word for item in values for word in (option, str(item)) if item]
+    if kind == "torchrun" and not _PLACES & scenario.launch.keys():
+        words.append("--standalone")  # else it takes a fixed port, which another job may have
+    words += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
+    if kind != "torchrun":
+        settings = dict(scenario.ttprun) | {"run_dir": str(folder / "run")}
+        if kind == "disturbed":
+            settings |= {"allow_faults": True, "faults": scenario.faults}
+        (folder / "settings.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
+        words += ["--config", str(folder / "settings.yaml")]
+    return [*words, *command_of(scenario, folder)]
+
+
+def _environment(scenario: Scenario, kind: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    environment = clean | scenario.environment
+    if kind == "torchrun":  # else sets of texts come in another order than under ttprun
+        environment[text_hashes.VARIABLE] = text_hashes.seed_for(environment)
+    return environment
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end the launcher, as an operator would, when the drill dies however it dies (Linux)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+    """Wait for the end; one that takes too long is ended. An interruption of ours ends it too."""
+    try:
+        process.wait(limit_s)
+        return ""
+    except subprocess.TimeoutExpired:
+        return f"it did not end within {limit_s:.0f} s"
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _output(folder: Path) -> dict[int, list[str]]:
+    """Local rank -> lines of <log dir>/<run>/attempt_<n>/<local rank>/stdout.log, attempts in their order."""
+    found: dict[int, list[str]] = {}
+    for path in sorted(folder.glob("logs/*/attempt_*/*/stdout.log"), key=_attempt):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found.setdefault(int(path.parent.name), []).extend(lines)
+    return found
+
+
+def _attempt(path: Path) -> tuple[int, int]:
+    return int(path.parents[1].name.removeprefix("attempt_")), int(path.parent.name)

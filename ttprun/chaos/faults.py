@@ -1,0 +1,315 @@
+"""Faults that ttprun can cause on purpose, and how they are written down: `kill:rank=1,step=5,phase=backward`.
+
+The same text is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
+library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; what a schedule comes to is in
+`ttprun.chaos.schedule`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ttprun.errors import suggestion
+
+KINDS: dict[str, str] = {
+    # The process.
+    "kill": "SIGKILL: the process is gone at once, as by the out-of-memory killer",
+    "exit": "the process ends itself with an exit code (code=N, default 1), without any clean-up",
+    "exception": "a RuntimeError is raised in the script's main thread",
+    "term": "SIGTERM from outside, as by an operator or a scheduler that mistakes the process",
+    "segv": "a real access to memory that is not there: SIGSEGV",
+    "abort": "SIGABRT, as a failed check in C++ code ends a process",
+    "stop": "SIGSTOP: the process stands still and answers nothing, until seconds=S have passed if given",
+    "leave": "the rank leaves the script early with exit code 0, as if it were done",
+    # Hangs.
+    "sleep": "the main thread sleeps and lets other threads run (seconds=S, default without end)",
+    "deadlock": "the main thread blocks in C code and keeps the GIL: no Python code runs (seconds=S)",
+    "busy": "the main thread turns in an endless loop of Python code (seconds=S)",
+    "skip-collective": "the rank does not take part in one collective and goes on",
+    # Communication.
+    "reset": "its connections to the other ranks are reset (TCP RST); peer=R: only the one to rank R",
+    "silent": "one link goes silent: whatever a peer (peer=R, default the next rank) sends is dropped on arrival",
+    "cut-off": "all its links go silent; the line to the agent lives",
+    "slow": "its links send no more than rate=BYTES a second (default 262144; peer=R: one link), for seconds=S",
+    # Data.
+    "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
+    "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
+    # Device: simulated, with a real device's error; the tensors that it ruins are the script's own.
+    "uce-low": "simulated device: uncorrectable memory error where nothing is kept; gradients are ruined",
+    "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
+    "uce-fatal": "simulated device: the same in memory that is no tensor's; the weights are ruined too",
+    "ecc": "simulated device: a multi-bit ECC error, which tells its time, in the weights and the optimizer's state",
+    "link": "simulated device: the next collective meets a broken link between devices",
+    "device-lost": "simulated device: it does not answer any more",
+    # Control plane.
+    "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
+    "standby-kill": "SIGKILL of a standby",
+    "preempt": "SIGTERM to the launcher, as from a scheduler that takes the job's machines",
+}
+
+PHASES: dict[str, str] = {
+    "start": "the interpreter has started, the script's first line has not run",
+    "init": "inside init_process_group",
+    "setup": "after init_process_group, before the first step (DDP's parameter broadcast)",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass, between two bucket all-reduces",
+    "collective": "inside a collective",
+    "before_step": "after the step's last collective, before optimizer.step",
+    "in_step": "inside optimizer.step",
+    "after_step": "between optimizer.step and the next forward (scheduler, EMA, logging)",
+    "validation": "in validation with collectives of its own",
+    "checkpoint": "while rank 0 writes the script's own checkpoint and the others stand in a barrier",
+    "exit": "after the last step, before the process ends",
+    "replay": "in a replacement, while it runs the script up to its boundary",
+    "transfer": "in a recovery, while state goes from one rank to another (in the one that sends, or in the other)",
+    "freeze": "in a recovery, when a survivor is told to stand still",
+    "rebuild": "in a recovery, when a rank is told to connect again",
+    "reissue": "in a recovery, when a survivor has issued the first collective again",
+    "thaw": "in a recovery, when a survivor's main thread goes on",
+    "persist": "when a rank is told to write its share of a checkpoint",
+}
+
+_STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
+_SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
+RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
+_TRAINS = ("setup", *_STEP, "validation", "checkpoint")
+_CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
+# These raise, in the script or in its next collective, what a device would.
+DEVICE_KINDS = ("uce-low", "uce-high", "uce-fatal", "ecc", "link", "device-lost")
+# Kind -> the phases in which it makes sense, and why not in the others; kinds that are not here strike in any.
+_PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
+    "exception": ((*_SCRIPT, "exit", "replay"), "the script's code does not run there"),
+    "leave": ((*_SCRIPT, "replay"), "the script's code does not run there"),
+    **dict.fromkeys(DEVICE_KINDS, (_TRAINS, "the script does not work on its device there")),
+    "skip-collective": (("setup", "backward", "collective", "checkpoint"), "no collective is issued there"),
+    "reset": (_CONNECTED, "the rank is not connected there"),
+    "silent": (_CONNECTED, "the rank is not connected there"),
+    "cut-off": (_CONNECTED, "the rank is not connected there"),
+    "slow": (_CONNECTED, "the rank is not connected there"),
+    "nan": (("backward", "collective"), "no gradient is reduced there"),
+    "flip-bit": (
+        ("forward", "backward", "collective", "before_step", "after_step", "validation", "checkpoint"),
+        "no parameter that an optimizer holds can be changed there",
+    ),
+}
+# Nothing of a rank breaks: the agent does it, and a rank is named only for the moment.
+AGENT_KINDS = ("agent-kill", "standby-kill", "preempt")
+# With no step and no phase these strike at once, from outside, whatever the rank does.
+SIGNAL_KINDS = ("kill", "term", "segv", "abort", "stop")
+# What `random` stands for: each ends one rank's process, and that is repaired.
+ENDING_KINDS = ("kill", "exit", "exception", "term", "segv", "abort")
+# Phases that are drawn where none is given: every script that trains comes by them.
+DRAWN_PHASES = ("backward", "collective", "before_step", "in_step", "after_step")
+# Kinds that end in no incident: the run goes on as if nothing had happened, or ends at once.
+WITHOUT_INCIDENT = ("slow", "standby-kill", "agent-kill", "preempt", "leave")
+RANDOM = "random"
+USAGE = "write KIND:rank=R[,step=N][,phase=P]"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to cause, or a schedule of them; `str` gives the text that `parse_fault` reads.
+
+    kind     a key of KINDS; several with commas between, or RANDOM: one of them is drawn by the seed each time
+    rank     global rank, from 0; None: drawn by the seed
+    step     optimizer step, from 0, in which it strikes, or at the next such moment after it; None: the running one,
+             or drawn if there is a seed and no time is given
+    phase    a key of PHASES; None: wherever the rank is, or drawn if there is a seed
+    after    seconds to wait first
+    every    repeats: "5steps" or "10s"
+    count    how often; None: once, or without end if there is `every`
+    seed     of whatever is drawn
+    code     exit code of `exit`
+    peer     the other end of the link for `silent`, `slow` and `reset`
+    rate     bytes a second for `slow`
+    seconds  how long it lasts, for hangs and links
+    """
+
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    after: float | None = None
+    every: str | None = None
+    count: int | None = None
+    seed: int | None = None
+    code: int | None = None
+    peer: int | None = None
+    rate: int | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        given = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
+        told = ",".join(
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in given
+            if value is not None
+        )
+        return f"{self.kind}:{told}" if told else self.kind
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of which one is drawn; mostly it is one."""
+        return ENDING_KINDS if self.kind == RANDOM else tuple(self.kind.split(","))
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether the agent causes it at once, from outside of the rank."""
+        return self.step is None and self.phase is None and self.kind in (*SIGNAL_KINDS, *AGENT_KINDS)
+
+    def plain(self, kind: str, rank: int | None, step: int | None, phase: str | None, seed: int | None) -> Fault:
+        """One strike of this schedule, with those keys that fit its kind."""
+        alien: dict[str, Any] = {key: None for key, (kinds, _) in _KEYS_OF.items() if kind not in kinds}
+        alien |= {"after": None, "every": None, "count": None, "seed": seed if kind == "flip-bit" else None}
+        if self.peer == rank:
+            alien["peer"] = None
+        return replace(self, kind=kind, rank=rank, step=step, phase=phase, **alien)
+
+
+def parse_fault(text: str) -> Fault:
+    """Read `KIND[,KIND...]:key=value,...`; the keys are the fields of Fault.
+
+    Raises ValueError with one line that says what is wrong and what would be right.
+    """
+    kind, _, rest = text.strip().partition(":")
+    values: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        if key not in _READERS:
+            raise ValueError(f"fault '{text}' has no '{key}'; {suggestion(key, _READERS, USAGE)}")
+        if key in values:
+            raise ValueError(f"fault '{text}' names its {key} twice; {USAGE}")
+        try:
+            values[key] = _READERS[key](value)
+        except ValueError as error:
+            raise ValueError(f"fault '{text}': {key} is '{value}'; {error}") from None
+    fault = Fault(kind, **values)
+    check_fault(fault)
+    return fault
+
+
+def check_fault(fault: Fault) -> None:
+    """Raise ValueError, one line, if the fault cannot be caused: unknown words, a phase or key that does not fit."""
+    if fault.kind != RANDOM:
+        for kind in fault.kinds:
+            check_word("fault", kind, KINDS)
+    if fault.phase is not None:
+        check_word("phase", fault.phase, PHASES)
+        for kind in fault.kinds:
+            check_phase(kind, fault.phase)
+    for key, (kinds, use) in _KEYS_OF.items():
+        if getattr(fault, key) is not None and not set(fault.kinds) & set(kinds):
+            raise ValueError(f"fault '{fault}': {key} does not fit {fault.kind}; it is {use}")
+    if fault.seed is None and (fault.kind == RANDOM or len(fault.kinds) > 1):
+        raise ValueError(f"fault '{fault}' leaves its kind to chance; add a seed, as in {_with_seed(fault)}")
+    if fault.rank is None and fault.seed is None and not _needs_no_rank(fault):
+        raise ValueError(f"fault '{fault}' names no rank; {USAGE}, or a seed to draw one")
+    if fault.count is not None and fault.every is None and fault.seed is None:
+        raise ValueError(f"fault '{fault}' has a count alone; give every=5steps or every=10s, or a seed")
+    if fault.peer is not None and fault.peer == fault.rank:
+        raise ValueError(f"fault '{fault}': peer is the rank itself; name another rank")
+
+
+def check_phase(kind: str, phase: str) -> None:
+    """Raise ValueError if a kind makes no sense in a phase."""
+    allowed, why_not = _PHASES_OF.get(kind, ((), ""))
+    if allowed and phase not in allowed:
+        raise ValueError(f"{kind} cannot strike in phase {phase} ({why_not}); use one of {', '.join(allowed)}")
+
+
+def phases_of(kind: str) -> tuple[str, ...]:
+    """The phases in which a kind can strike."""
+    return _PHASES_OF[kind][0] if kind in _PHASES_OF else tuple(PHASES)
+
+
+def check_word(what: str, word: str, table: Iterable[str]) -> None:
+    """Raise ValueError, with a suggestion, unless `word` is in KINDS or PHASES (`what` names which)."""
+    if word not in table:
+        raise ValueError(f"there is no {what} '{word}'; {suggestion(word, table, 'use one of ' + ', '.join(table))}")
+
+
+def seconds_of(every: str | None) -> float | None:
+    """The period in seconds; None if it is one of steps, or if there is none."""
+    return None if every is None or every.endswith("steps") else float(every.removesuffix("s"))
+
+
+def steps_of(every: str | None) -> int | None:
+    """The period in steps; None if it is one of seconds, or if there is none."""
+    return int(every.removesuffix("steps")) if every is not None and every.endswith("steps") else None
+
+
+def _with_seed(fault: Fault) -> str:
+    return str(replace(fault, seed=1))
+
+
+def _needs_no_rank(fault: Fault) -> bool:
+    return fault.kind in AGENT_KINDS and fault.step is None and fault.phase is None
+
+
+def _natural(value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise ValueError("write a whole number from 0")
+    return int(value)
+
+
+def _positive(value: str) -> int:
+    if not _natural(value):
+        raise ValueError("write a whole number from 1")
+    return int(value)
+
+
+def _exit_code(value: str) -> int:
+    if not 1 <= _natural(value) <= 255:
+        raise ValueError("write a number from 1 to 255 (to end with 0: leave)")
+    return int(value)
+
+
+def _seconds(value: str) -> float:
+    try:
+        seconds = float(value.removesuffix("s"))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError("write a number of seconds")
+    return seconds
+
+
+def _period(value: str) -> str:
+    """ "5steps" or "10s"; a bare number is seconds."""
+    steps = value.removesuffix("s").removesuffix("step")
+    if steps != value and value.rstrip("s").endswith("step"):
+        return f"{_positive(steps)}steps"
+    try:
+        seconds = _seconds(value)
+    except ValueError:
+        seconds = 0.0
+    if not seconds:
+        raise ValueError("write a number of seconds, as 10s, or of steps, as 5steps")
+    return f"{seconds:g}s"
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "rank": _natural,
+    "step": _natural,
+    "phase": str,
+    "after": _seconds,
+    "every": _period,
+    "count": _positive,
+    "seed": _natural,
+    "code": _exit_code,
+    "peer": _natural,
+    "rate": _positive,
+    "seconds": _seconds,
+}
+# Key -> the kinds that it fits, and what it is.
+_KEYS_OF: dict[str, tuple[tuple[str, ...], str]] = {
+    "code": (("exit",), "the exit code of exit"),
+    "peer": (("reset", "silent", "slow"), "the other end of one link: for reset, silent and slow"),
+    "rate": (("slow",), "the bytes a second of slow"),
+    "seconds": (
+        ("stop", "sleep", "deadlock", "busy", "silent", "cut-off", "slow"),
+        "how long a hang or a broken link lasts",
+    ),
+}

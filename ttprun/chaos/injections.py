@@ -1,0 +1,267 @@
+"""The faults that this run is to suffer: which are ordered, in which rank they wait, and what has struck.
+
+Orders come from the configuration and from `ttprun inject-fault`; `schedule` says what each comes to. A strike
+waits in a rank for its moment; one that names no moment and is a signal is sent from here. Each step of it is an event:
+fault_ordered, fault_armed, fault_injected, fault_failed. Runs on the supervisor's thread. Begin with `order`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ttprun.agent.processes import kill_session
+from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
+from ttprun.chaos.schedule import Strike, strikes
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.protocol.channel import Message
+
+if TYPE_CHECKING:
+    from ttprun.agent.seat import Seat
+    from ttprun.agent.supervisor import Supervisor
+
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "segv": signal.SIGSEGV,
+    "abort": signal.SIGABRT,
+    "stop": signal.SIGSTOP,
+}
+
+
+@dataclass
+class Order:
+    """One order that is being carried out.
+
+    number      from 1
+    ordered_s   monotonic time of the order
+    left        strikes that are still to come
+    """
+
+    number: int
+    fault: Fault
+    ordered_s: float
+    left: Iterator[Strike]
+
+
+class Injections:
+    """Carries out the orders for the ranks that a supervisor looks after."""
+
+    def __init__(self, supervisor: Supervisor, faults: list[str]) -> None:
+        self._supervisor = supervisor
+        self._from_config = [parse_fault(text) for text in faults]
+        self._numbers = itertools.count(1)
+        self._order_numbers = itertools.count(1)
+        self._armed: dict[int, tuple[Fault, Order]] = {}
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._preempted: Seat | None = None
+
+    def begin(self) -> None:
+        """The ranks of the first group have been started: the configuration's orders hold from now on."""
+        for fault in self._from_config:
+            try:
+                self.order(fault, "configuration")
+            except ValueError as error:
+                self._log("fault_failed", number=None, rank=fault.rank, fault=str(fault), reason=str(error))
+        self._from_config = []
+
+    def order(self, fault: Fault, by: str) -> str:
+        """Take an order; returns what to tell whoever gave it. Raises ValueError if it cannot be carried out."""
+        self._check(fault)
+        now = time.monotonic()
+        order = Order(next(self._order_numbers), fault, now, self._strikes_of(fault))
+        self._log("fault_ordered", order=order.number, fault=str(fault), by=by)
+        return self._take_next(order)
+
+    def waiting_in(self, rank: int) -> list[Message]:
+        """What a process of that rank is to be told when it starts."""
+        return [
+            {"op": "fault", "number": number, "fault": str(fault)}
+            for number, (fault, _) in self._armed.items()
+            if _rank_of(fault) == rank
+        ]
+
+    def greeted(self, seat: Seat) -> None:
+        """A process can be told things now: what was armed since its welcome. It knows what it has been told twice."""
+        for message in self.waiting_in(seat.rank):
+            seat.handler.channel.send(message)
+
+    def struck(self, seat: Seat, message: Message) -> None:
+        """A rank says that a fault has struck it; some are for the agent to carry out at this moment."""
+        if message["number"] not in self._armed:
+            return
+        fault, order = self._armed.pop(message["number"])
+        told = {key: message[key] for key in ("phase", "step", "at_s")}
+        self._log_strike(message["number"], fault, seat, message["detail"], **told)
+        if fault.kind == "term":
+            self._signal(seat, fault)
+        elif fault.kind in AGENT_KINDS:
+            self._strike_agent(message["number"], fault)
+        elif fault.kind == "stop":
+            self._wake_later(seat.pid, fault)
+        if fault.kind == "preempt":
+            self._preempted = seat  # it stays where it is till the signal has been answered
+        elif fault.kind in ("term", *AGENT_KINDS):
+            seat.handler.channel.send({"op": "fault_done"})
+        self._after(order)
+
+    def answered(self) -> None:
+        """The job's end has been asked for, and the ranks know: one that was held back for that goes on."""
+        if self._preempted is not None:
+            self._preempted.handler.channel.send({"op": "fault_done"})
+            self._preempted = None
+
+    def failed(self, seat: Seat, message: Message) -> None:
+        """A rank says that it could not cause a fault."""
+        if message["number"] in self._armed:
+            fault, order = self._armed.pop(message["number"])
+            self._log_failure(message["number"], fault, message["reason"], rank=seat.rank)
+            self._after(order)
+
+    def next_timer_s(self) -> float | None:
+        """When `pass_time` has something to do, in monotonic seconds."""
+        return self._timers[0][0] if self._timers else None
+
+    def pass_time(self) -> None:
+        """Do what was to be done by now."""
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    # Orders.
+
+    def _check(self, fault: Fault) -> None:
+        size = len(self._supervisor.seats)
+        for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
+            if rank is not None and rank >= size:
+                raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
+        if fault.step is not None and fault.step < self._running_step():
+            raise ValueError(f"step {fault.step} is over, step {self._running_step()} runs; name a later one")
+
+    def _running_step(self) -> int:
+        """The highest optimizer step that a rank is in."""
+        board = self._supervisor.board
+        steps = (board.get(seat.local_rank, Field.APPLIED) for seat in self._supervisor.seats)
+        return max((step for step in steps if step < FINISHED), default=0)
+
+    def _strikes_of(self, fault: Fault) -> Iterator[Strike]:
+        return strikes(fault, len(self._supervisor.seats), self._running_step())
+
+    def _take_next(self, order: Order) -> str:
+        """Arm the order's next strike, or wait till it is time for it; returns what was done."""
+        strike = next(order.left, None)
+        if strike is None:
+            return "nothing is left to do"
+        if strike.after_s is None:
+            return self._arm(order, strike.fault)
+
+        def is_time() -> None:
+            self._arm(order, strike.fault)
+            self._take_next(order)
+
+        self._call_at(order.ordered_s + strike.after_s, is_time)
+        return f"ordered: {order.fault}; it begins {strike.after_s:g} s after the order"
+
+    def _after(self, order: Order) -> None:
+        """A strike has struck: the next one, if it does not go by the clock."""
+        if order.fault.after is None and seconds_of(order.fault.every) is None:
+            self._take_next(order)
+
+    def _arm(self, order: Order, fault: Fault) -> str:
+        number = next(self._numbers)
+        seat = None if fault.rank is None else self._supervisor.seats[fault.rank]
+        is_there = seat is None or (seat.is_present and not seat.is_lost and not seat.is_finished)
+        if fault.is_immediate and is_there:
+            return self._strike_now(number, order, fault, seat)
+        self._armed[number] = (fault, order)
+        rank = _rank_of(fault)
+        self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
+        seat = self._supervisor.seats[rank]
+        if seat.is_present:
+            seat.handler.channel.send({"op": "fault", "number": number, "fault": str(fault)})
+        return f"armed in rank {rank}: {fault}"
+
+    # Strikes from outside.
+
+    def _strike_now(self, number: int, order: Order, fault: Fault, seat: Seat | None) -> str:
+        self._log_strike(number, fault, seat, "", phase=None, step=None, at_s=time.monotonic())
+        if seat is None or fault.kind in AGENT_KINDS:
+            done = self._strike_agent(number, fault)
+        else:
+            self._signal(seat, fault)
+            name = _SIGNALS[fault.kind].name
+            done = f"rank {seat.rank} (pid {seat.pid}) has been sent {name}"
+        self._after(order)
+        return done
+
+    def _signal(self, seat: Seat, fault: Fault) -> None:
+        if fault.kind == "kill":
+            kill_session(seat.pid)
+            return
+        with contextlib.suppress(OSError):
+            if fault.kind in ("segv", "abort"):  # an ordered crash leaves no core file behind
+                _, hard = resource.prlimit(seat.pid, resource.RLIMIT_CORE)
+                resource.prlimit(seat.pid, resource.RLIMIT_CORE, (0, hard))
+            os.kill(seat.pid, _SIGNALS[fault.kind])
+        if fault.kind == "stop":
+            self._wake_later(seat.pid, fault)
+
+    def _strike_agent(self, number: int, fault: Fault) -> str:
+        if fault.kind == "agent-kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "preempt":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return "the launcher has been sent SIGTERM"
+        pid = self._supervisor.standbys.kill_one()
+        if pid is None:
+            self._log_failure(number, fault, "no standby is there")
+            return "there is no standby to kill"
+        return f"a standby (pid {pid}) has been killed"
+
+    def _wake_later(self, pid: int, fault: Fault) -> None:
+        """Let a stopped process go on, if the fault says after how long."""
+
+        def go_on() -> None:
+            if any(seat.pid == pid for seat in self._supervisor.seats):  # not somebody who has got its number
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
+
+        if fault.seconds is not None:
+            self._call_at(time.monotonic() + fault.seconds, go_on)
+
+    def _call_at(self, at_s: float, function: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (at_s, next(self._timer_numbers), function))
+
+    # Events.
+
+    def _log(self, event: str, **told: object) -> None:
+        self._supervisor.log(event, **told)
+
+    def _log_strike(self, number: int, fault: Fault, seat: Seat | None, detail: str, **told: object) -> None:
+        self._log(
+            "fault_injected",
+            number=number,
+            rank=None if seat is None else seat.rank,
+            pid=None if seat is None else seat.pid,
+            fault=str(fault),
+            kind=fault.kind,
+            generation=self._supervisor.job.generation,
+            detail=detail,
+            **told,
+        )
+
+    def _log_failure(self, number: int, fault: Fault, reason: str, rank: int | None = None) -> None:
+        self._log("fault_failed", number=number, rank=rank, fault=str(fault), kind=fault.kind, reason=reason)
+
+
+def _rank_of(fault: Fault) -> int:
+    """The rank in which a fault waits for its moment."""
+    return fault.rank if fault.rank is not None else 0

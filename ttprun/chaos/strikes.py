@@ -1,0 +1,161 @@
+"""Carry out the faults that `ttprun inject-fault` asks for, at the moment that they name.
+
+The hooks call `reached(phase)`; with no fault armed that is one comparison, and the busiest make it themselves. A fault
+strikes once: the agent is told when it strikes, and does not hand it to the replacement. What each kind does is in
+`damage.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from ttprun.chaos import damage
+from ttprun.chaos.damage import Armed
+from ttprun.chaos.faults import RECOVERY_PHASES, Fault
+from ttprun.rank.session import Session, current
+
+waiting: list[Armed] = []  # for their moment, in this rank
+_known: set[int] = set()
+_C_CALLS_INTO_STEP = 12
+# These need a collective in their hands, so they strike where one is about to be issued.
+_AT_COLLECTIVES = ("skip-collective", "nan")
+_inside_step: Armed | None = None
+
+
+def arm(number: int, fault: Fault) -> None:
+    """A fault waits for its moment from now on; the agent may say so twice."""
+    if number not in _known:
+        _known.add(number)
+        waiting.append(Armed(number, fault))
+
+
+def reached(phase: str) -> None:
+    """The main thread (or autograd's, or the recovery's) has come to a moment that a fault may wait for."""
+    if waiting:
+        _strike_if_due(phase)
+
+
+def _strike_if_due(phase: str) -> None:
+    session = current()
+    if session is None:
+        return
+    for armed in _due(session, phase):
+        if armed.fault.kind in _AT_COLLECTIVES or not _take(armed):
+            continue
+        if phase == "in_step":
+            _strike_inside_step(session, armed)
+        else:
+            damage.strike(session, armed, phase)
+        return
+
+
+def _due(session: Session, phase: str) -> Iterator[Armed]:
+    """The faults whose moment has come. One whose step is over strikes at the next such moment."""
+    is_recovery = phase in RECOVERY_PHASES
+    if session.replay is not None and not is_recovery:
+        return
+    step = damage.step_of(session, phase)
+    if is_recovery and session.replay is not None:
+        step = session.replay.boundary
+    for armed in list(waiting):
+        fault = armed.fault
+        if (fault.step is None or fault.step <= step) and (
+            fault.phase == phase or (not fault.phase and not is_recovery)
+        ):
+            yield armed
+
+
+def _take(armed: Armed) -> bool:
+    """Disarm a fault that is about to strike; False if another thread was quicker."""
+    try:
+        waiting.remove(armed)
+    except ValueError:
+        return False
+    return True
+
+
+def _strike_inside_step(session: Session, armed: Armed) -> None:
+    """Let the optimizer change some of its tensors first: strike at one of the C functions that it calls."""
+    global _inside_step
+    _inside_step = armed
+    left = _C_CALLS_INTO_STEP
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event == "c_call":
+            left -= 1
+            if left == 0:
+                _strike_inside_step_now(session)
+
+    sys.setprofile(count)
+
+
+def _strike_inside_step_now(session: Session) -> None:
+    global _inside_step
+    sys.setprofile(None)
+    armed, _inside_step = _inside_step, None
+    if armed is not None:
+        damage.strike(session, armed, "in_step")
+
+
+def reached_step_end() -> None:
+    """Optimizer.step is over: a fault that was to strike inside and found too few calls strikes now."""
+    session = current()
+    if _inside_step is not None and session is not None:
+        _strike_inside_step_now(session)
+
+
+def reached_collective(op: str, inputs: Any) -> bool:
+    """A collective is about to be issued: that tells backward passes, set-up, and waiting for a checkpoint.
+
+    op       the backend's method
+    inputs   the argument with the tensors that this rank gives
+    returns  whether the rank is to leave it out
+    """
+    session = current()
+    if not waiting or session is None:
+        return False
+    phase = _phase_of_collective(session, op)
+    for armed in (*_due(session, phase), *_due(session, "collective")):
+        if armed.fault.kind == "nan" and damage.put_nan(session, armed, phase, op, inputs):
+            _take(armed)
+            break
+        if armed.fault.kind == "skip-collective" and _take(armed):
+            damage.strike(session, armed, phase)
+            return True
+    if phase != "collective":
+        reached(phase)
+    return False
+
+
+def _phase_of_collective(session: Session, op: str) -> str:
+    import torch
+
+    if torch._C._current_graph_task_id() != -1:  # autograd is at work
+        return "backward"
+    if session.applied == 0:
+        return "setup"
+    return "checkpoint" if op == "barrier" else "collective"
+
+
+def watch_modules() -> None:
+    """Make forward and backward passes moments that a fault can wait for; only on runs that allow faults."""
+    import torch
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    from ttprun.rank.position.torch_compile import unless_traced
+
+    def before_forward(module: Any, args: Any) -> None:
+        reached("forward" if module.training else "validation")
+
+    register_module_forward_pre_hook(unless_traced(before_forward))
+    backward = torch.autograd.backward
+
+    def then_reached(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        reached("backward")  # only if no collective in it was the moment
+
+    torch.autograd.backward = then_reached

@@ -1,0 +1,1 @@
+"""What only a resume with another number of ranks, or with other arguments, needs."""

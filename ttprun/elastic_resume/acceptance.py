@@ -1,0 +1,109 @@
+"""A checkpoint of other ranks or other arguments: whether this run can go on from it, and what the user must know.
+
+What can be seen in the old ranks' records is refused here, before anything is started; the rest is found by the ranks
+(`ttprun.elastic_resume.adapted`). Begin with `adapted`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ttprun.agent.stored import Origin, Stored
+from ttprun.errors import ConfigError
+from ttprun.rank.data.rest_of_epoch import CannotDealOutError, rest_of
+from ttprun.rank.records.record import Record
+from ttprun.rank.values import Tree
+from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.trees import Comparison, is_node
+
+logger = logging.getLogger("ttprun")
+
+_MOST_NAMES = 12
+
+
+def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs: str) -> Stored:
+    """The checkpoint for a run of other ranks or arguments; says what is not as it would have been.
+
+    paths         of the old ranks' own parts
+    world_size    ranks of the new run
+    what_differs  in a phrase, for the user
+
+    Raises ConfigError if no rank could go on from it, and InvalidCheckpointError.
+    """
+    firsts, lasts = [], []
+    for rank in range(len(paths)):
+        part = stored.rank_part(rank)
+        firsts.append(_tree(part["first"]))
+        lasts.append(_tree(part["records"][-1]))
+    why_not = _why_not(lasts[0].fields)
+    if why_not:
+        raise _cannot(stored, what_differs, why_not)
+    names = sorted(
+        {name for first, last in zip(firsts, lasts, strict=True) for name in _that_differ(first, last, lasts[0])}
+    )
+    logger.warning("%s", _told(stored, len(paths), world_size, what_differs, names))
+    return replace(stored, origin=Origin(len(paths), tuple(paths)))
+
+
+def _cannot(stored: Stored, what_differs: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"checkpoint '{stored.place}' {what_differs}, and it cannot be adapted: {why}",
+        "start as many ranks with the same arguments, or give --resume off to begin anew",
+    )
+
+
+def _tree(record: Sequence[Any]) -> Tree:
+    _, head, blobs = record
+    found = Record.of(head, blobs)
+    return Tree(found.fields, found.blobs)
+
+
+def _why_not(last: dict[str, Any]) -> str:
+    if last["unfollowed"]:
+        return "a loop around the optimizer step was not followed"
+    for iterator in last["loaders"]:
+        try:
+            rest_of(iterator)
+        except CannotDealOutError as error:
+            where = iterator["name"][0].rpartition("|")[2].rpartition("/")[2]
+            return f"the DataLoader of {where}: {error}"
+    return ""
+
+
+def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
+    """Variables that have changed in a rank since its first step, and are not what another rank has."""
+    changes, difference = Comparison(first, last), Comparison(other, last)
+    scopes = [*zip(first.variables, last.variables, other.variables, strict=False)]
+    scopes += [
+        (first.modules.get(name, {}), scope, other.modules.get(name, {})) for name, scope in last.modules.items()
+    ]
+    for of_first, of_last, of_other in scopes:
+        for name, node in of_last.items():
+            if name == "_" or name not in of_other or (name in of_first and changes.is_same(of_first[name], node)):
+                continue
+            if not difference.is_same(of_other[name], node) and not (is_node(node) and node[0] == Tag.ACTIVATION):
+                yield name
+
+
+def _told(stored: Stored, old: int, new: int, what_differs: str, names: Sequence[str]) -> str:
+    parts = [
+        f"checkpoint '{stored.place}' {what_differs}: all ranks set themselves up anew, and take over what has changed"
+    ]
+    if old == new:
+        parts.append("the rest of the run is not bit-exact with one that was never interrupted")
+    else:
+        parts.append(f"resumed on {new} rank{'s' * (new > 1)} from {old}: sums are rounded otherwise, so not bit-exact")
+        parts.append(f"rank r takes the variables of old rank r mod {old}")
+        told = ", ".join(names[:_MOST_NAMES]) + ("" if len(names) <= _MOST_NAMES else ", ...")
+        if names:
+            parts.append(f"which differed between the ranks in: {told}")
+    if new > old:
+        parts.append(
+            f"ranks {old} and above draw random numbers that are derived from those"
+            if new > old + 1
+            else f"rank {old} draws random numbers that are derived from those"
+        )
+    return "; ".join(parts)

@@ -1,0 +1,183 @@
+"""Going on from a checkpoint of other ranks, or of other arguments: what was recorded does not fit as it is.
+
+All ranks run the script from its top, and their set-up is live: collectives really communicate, so that rank, world
+size and all that follows from them are the new run's. As in a replay, output goes to a log, loops jump to where the old
+run stood, and DataLoaders begin with what is left of the epoch. The first step behind the jump is trained on any data,
+and undone: where it comes to the old run's boundary, what the training had changed there is put into the variables
+(values/merge.py), afterwards the checkpoint's tensors are loaded, and the job goes on from there.
+
+Nobody can compare that with an undisturbed run. What does not fit is refused, with a reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgpack
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.rank.checks.replay_guard import MismatchError
+from ttprun.rank.comm.results import Answers
+from ttprun.rank.data import loaders, rest_of_epoch
+from ttprun.rank.effects import files
+from ttprun.rank.position import loops
+from ttprun.rank.records.record import Record
+from ttprun.rank.replay.replay import Replay, difference_of_place
+from ttprun.rank.session import Session
+from ttprun.rank.step import step_hooks
+from ttprun.rank.values import CannotRestoreError, Merge, Tree, pack, spoil
+from ttprun.rank.values.nodes import Tag
+
+
+class Adapted(Replay):
+    """The set-up of one rank of the new run, up to the old run's boundary.
+
+    Gets from the agent, as `adapt`:  world_size  ranks of the old run
+                                      donor       file of the old rank whose variables are taken over
+                                      other       file of another old rank; "" if there was but one
+    """
+
+    is_alone = False
+    jump = loops.JumpToNewEnd
+
+    def __init__(self, session: Session, number: int, adapt: dict[str, Any]) -> None:
+        part = _read(adapt["donor"])
+        self._first = Record.of(*part["first"][1:])
+        last = Record.of(*part["records"][-1][1:])
+        self._old = Tree(last.fields, last.blobs)
+        self._derived: Derived | None = None
+        self._is_resized = session.world_size != adapt["world_size"]
+        if session.rank >= adapt["world_size"]:
+            common = set()
+            if adapt["other"]:
+                other = Record.of(*_read(adapt["other"])["records"][-1][1:])
+                common = states_in(other.fields, _generators_in(Tree(other.fields, other.blobs)))
+            self._derived = Derived(session.rank, common)
+            _derive(last.fields, self._derived)
+            last.fields["files"] = []  # the donor's own
+        super().__init__(session, number, (0, 0), last, last, Answers([], []))
+        self._before_first_step: Tree | None = None
+        self._forward = register_module_forward_pre_hook(self._before_forward)
+
+    def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
+        """What a loader's iterator begins with: dummies, and then what is left of the epoch."""
+        recorded = super().iterator_to_make(loader, name)
+        if recorded is None:
+            return None
+        source = rest_of_epoch.source_of(loader)
+        try:
+            rest_of_epoch.check(recorded["source"], source)
+            left = rest_of_epoch.rest_of(recorded)
+        except rest_of_epoch.CannotDealOutError as error:
+            where = name[0].rpartition("|")[2].rpartition("/")[2]
+            self.refuse(f"the DataLoader of {where} cannot go on with other ranks: {error}")
+        return recorded | {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": left, "source": source}
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """The first step begins with the first call of a model that learns: note how the set-up has left things."""
+        is_in_loop = bool(self._loops_used) or not any(self._target["loops"])
+        if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
+            return
+        self._forward.remove()
+        try:
+            self._before_first_step = step_hooks.look(sys._getframe(1))
+        except Exception as error:  # it must not end the script's own step
+            self.refuse(f"the variables in front of the first step cannot be read: {error!r}")
+
+    def before_step(self, frame: FrameType, returned: Any = None) -> Any:
+        """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
+        assert not self._has_arrived
+        self._note_setup()
+        difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
+        if difference:
+            self._pass_by(difference)
+            return returned
+        for entry in self.session.journal.unfinished():
+            self.session.journal.wait(entry)
+        try:
+            returned = self._take_over(frame, returned)
+        except MismatchError:
+            raise
+        except CannotRestoreError as error:
+            self.refuse(str(error))
+        except Exception as error:  # the script must not go on with half of it
+            self.refuse(f"the variables cannot be taken over: {error!r}")
+        self._has_arrived = self._is_at_target = True
+        loops.Hooks.enter = loops.Hooks.loop = None
+        return returned
+
+    def _difference_of_loaders(self) -> str:
+        """Each iterator has handed out the dummies, and what is read ahead."""
+        handed = sorted((it["name"], it["yielded"]) for it in loaders.records())
+        expected = sorted((it["name"], max(1, it["lead"])) for it in self._target["loaders"])
+        if handed == expected:
+            return ""
+        return f"its DataLoaders have handed out {handed} in the first step, and in the old run {expected}"
+
+    def _take_over(self, frame: FrameType, returned: Any) -> Any:
+        session = self.session
+        mine, head, blobs = _described(session, self.boundary, frame, returned)
+        session.recorder.write_first(self.boundary, head, blobs)
+        found = [it["ahead"] for it in self._target["loaders"]]
+        ahead = frozenset(one for fingerprints in found for one in fingerprints or ())
+        first = Tree(self._first.fields, self._first.blobs)
+        self._forward.remove()
+        if self._before_first_step is not None:
+            spoil(first, self._before_first_step, mine)
+        merge = Merge(first, self._old, mine, ahead, is_resized=self._is_resized)
+        taken = Record(self._target.fields | merge.record(), merge.blobs)
+        if merge.left != ahead:
+            raise CannotRestoreError(
+                "batches that were fetched ahead are not among the variables as the DataLoader has made them, so they "
+                "cannot be told from the rest"
+            )
+        restore, returned = self._put_in(taken, frame, returned, is_comparing=True)
+        if self._derived is not None:
+            for number, state in merge.generators.items():
+                self._derived.reseed(restore.object_of(number), state)
+        self._target.fields["files"] = files.positions_again(self._target["files"])
+        fields, tensors, _ = step_hooks.describe(session, self.boundary, frame, returned)
+        fields["is_straight"] = True
+        fields |= {name: self._target[name] for name in ("weights", "files")}
+        fields["held"] = self._target.fields.get("held", b"")
+        fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
+        session.recorder.write(self.boundary, pack(fields), tensors)
+        return returned
+
+    def _order_buckets(self) -> None:
+        """The first step was a real one for DDP, in all ranks: it goes on by itself."""
+        self.session.journal.clear()
+
+
+def _read(path: str) -> dict[str, Any]:
+    """A rank's own part of a checkpoint, whose digest the agent has compared."""
+    found: dict[str, Any] = msgpack.unpackb(Path(path).read_bytes(), strict_map_key=False)
+    return found
+
+
+def _described(session: Session, number: int, frame: FrameType, returned: Any) -> tuple[Tree, bytes, list[Any]]:
+    """The record of this rank as it has been set up: (tree, packed, tensors)."""
+    fields, tensors, _ = step_hooks.describe(session, number, frame, returned)
+    packed = pack(fields)
+    return step_hooks.tree_of(packed, tensors), packed, tensors
+
+
+def _generators_in(tree: Tree) -> list[list[Any]]:
+    return [node[2:] for node in tree.definitions.values() if node[0] == Tag.RANDOM]
+
+
+def _derive(fields: dict[str, Any], derived: Derived) -> None:
+    """Put derived random states in the place of an old rank's."""
+    fields["rng"] = derived.states(fields["rng"])
+    for loop in (*(loop for of_frame in fields["loops"] for loop in of_frame), *fields["generator_loops"]):
+        for name in ("began_with", "item_rng"):
+            if loop[name]:
+                loop[name] = derived.states(loop[name])
+    for iterator in fields["loaders"]:
+        iterator["rng"] = derived.states(iterator["rng"])
+        iterator["generators"] = list(map(derived.torch_state, iterator["generators"]))

@@ -1,0 +1,1 @@
+"""What the agent and its ranks share: shared memory, and messages over sockets."""

@@ -1,0 +1,194 @@
+"""The board: one small page of shared memory per node, on which each rank writes how far it has come.
+
+Every field has one writer (the rank whose row it is; the agent only before a process starts and after it has ended),
+so no lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): this is
+the commit barrier in front of each optimizer step, see `ttprun.rank.step.step_hooks`.
+
+The board lives in a memfd that the agent makes and every rank inherits: nothing is left behind, however all of them
+die."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import mmap
+import os
+import sys
+from typing import Any
+
+ROW_FIELDS = 32
+LEADER = 0  # local rank whose row has the node's own fields
+FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
+
+
+class Field:
+    """Columns of a rank's row; all are int64. No enum, whose members Python 3.11 takes a while to find."""
+
+    RECORDED = 0  # newest boundary whose record is complete
+    APPLIED = 1  # boundaries passed: optimizer steps that have run to their end
+    PHASE = 2  # value of Phase
+    COLLECTIVES = 3  # issued since the process started
+    SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
+    HELD = 5  # generation in which the rank last stopped in front of its commit
+    LINES_OUT = 6  # lines that the script has written to stdout, whichever of its processes
+    LINES_ERR = 7  # the same for stderr
+    LEAVING = 8  # how often the script has said that it is done with its process group
+    OPERATION = 9  # the newest collective: its place in OPERATION_NAMES
+    MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
+    PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
+    MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
+    LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.life_lock`
+    SNAPSHOT_ASKED = 22  # leader: number of the snapshot that the agent wants; the agent writes it
+    SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
+    SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
+    PAUSE_ASKED = 25  # leader: number of the pause that the agent wants, 0: none; the agent writes it
+    PAUSE_AT = 26  # leader: the boundary behind which all ranks wait
+    ENDED_BY = 27  # leader: the signal that the agent passes on to all ranks to end them; the agent writes it
+    STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
+    OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
+    END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
+
+
+FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())
+
+
+class Phase(enum.IntEnum):
+    """What a rank's main thread is doing, as far as the hooks can tell."""
+
+    STARTING = 0
+    SETUP = 1
+    COMPUTING = 2
+    COLLECTIVE = 3
+    COMMITTING = 4
+    STEPPING = 5
+    FROZEN = 6
+    REPLAYING = 7
+    REPAIRING = 8
+    FINISHED = 9
+    CONNECTING = 10
+    SAVING = 11
+    WAITING = 12  # in a collective, and for its end: all that the main thread runs is our loop that waits
+
+
+# The collectives of all releases of torch that were tried; "connect" is ours: the group itself is being made.
+OPERATION_NAMES = (
+    "none",
+    "connect",
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "gather",
+    "gather_single",
+    "gather_into_tensor",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "barrier",
+)
+
+
+FUTEX_WAIT = 0
+FUTEX_WAKE = 1
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(os.uname().machine, 202)
+
+
+_FUTEX_ARGUMENTS: Any = (
+    ctypes.c_long,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_int,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_int,
+)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+class Board:
+    """The rows of all ranks of this node, mapped.
+
+    fd     a memfd of at least `Board.size_bytes(n_ranks)` bytes
+    n_ranks  rows (local ranks)
+    """
+
+    def __init__(self, fd: int, n_ranks: int) -> None:
+        self.n_ranks = n_ranks
+        self._map = mmap.mmap(fd, self.size_bytes(n_ranks))
+        self.cells = memoryview(self._map).cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._sleep = ctypes.CDLL(None).syscall
+        self._wake = ctypes.PyDLL(None).syscall  # keeps the GIL: waking is quicker than giving it away
+        for call in (self._sleep, self._wake):
+            call.restype = ctypes.c_long
+            call.argtypes = _FUTEX_ARGUMENTS
+
+    @staticmethod
+    def size_bytes(n_ranks: int) -> int:
+        """Bytes that a board of `n_ranks` rows takes."""
+        return max(1, n_ranks) * ROW_FIELDS * 8
+
+    @classmethod
+    def create(cls, n_ranks: int) -> tuple[int, Board]:
+        """Make a new board in a memfd; returns (fd, board)."""
+        fd = os.memfd_create("ttprun-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size_bytes(n_ranks))
+        return fd, cls(fd, n_ranks)
+
+    def get(self, rank: int, field: int) -> int:
+        """One field of a rank's row."""
+        return self.cells[rank * ROW_FIELDS + field]
+
+    def set(self, rank: int, field: int, value: int) -> None:
+        """Write one field; nobody is woken."""
+        self.cells[rank * ROW_FIELDS + field] = value
+
+    def announce(self, rank: int, field: int, value: int) -> None:
+        """Write one field and wake whoever waits for it."""
+        cell = rank * ROW_FIELDS + field
+        self.cells[cell] = value
+        self._wake(SYS_FUTEX, self._address + cell * 8, FUTEX_WAKE, 1 << 30, None, None, 0)
+
+    def wait_for_change(self, rank: int, field: int, seen: int, limit_s: float) -> None:
+        """Sleep until the field no longer holds `seen`, at most `limit_s` seconds; may return early."""
+        cell = rank * ROW_FIELDS + field
+        limit = _Timespec(int(limit_s), int((limit_s % 1.0) * 1e9))
+        address = self._address + cell * 8
+        self._sleep(SYS_FUTEX, address, FUTEX_WAIT, _low_word(seen), ctypes.byref(limit), None, 0)
+
+    def forget_process(self, rank: int) -> None:
+        """A process has ended: the next one in this row has given no sign of life yet. Its progress is left."""
+        for field in (Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS, Field.MAIN_BEATS):
+            self.set(rank, field, 0)
+
+    def address_of(self, rank: int, field: int) -> int:
+        """Where a field lies in this process's memory."""
+        return self._address + (rank * ROW_FIELDS + field) * 8
+
+    def row(self, rank: int) -> memoryview:
+        """The fields of one rank, to read and to write: nobody is woken."""
+        return self.cells[rank * ROW_FIELDS : (rank + 1) * ROW_FIELDS]
+
+    def column(self, field: int) -> memoryview:
+        """One field of every rank."""
+        return self.cells[field::ROW_FIELDS]
+
+
+def _low_word(value: int) -> int:
+    """The 32 bits on which the kernel compares, as a signed int."""
+    low = value & 0xFFFFFFFF if sys.byteorder == "little" else (value >> 32) & 0xFFFFFFFF
+    return low - (1 << 32) if low >= 1 << 31 else low

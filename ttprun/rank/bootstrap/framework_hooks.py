@@ -1,0 +1,74 @@
+"""What is installed in a rank whose framework owns its train function: process groups, and little else.
+
+The counterpart of `ttprun.rank.bootstrap.hooks`; begin with `begin_run`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ttprun.chaos import strikes
+from ttprun.chaos.faults import parse_fault
+from ttprun.protocol.board import Phase
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.bootstrap.hooks import make_session
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.comm import groups
+from ttprun.rank.framework.framework import Framework
+from ttprun.rank.framework.recovery import CallbackRecovery
+from ttprun.rank.position import torch_compile
+from ttprun.rank.session import begin, current, leave_in_children
+
+
+def install(presence: Presence) -> None:
+    """Install what stays for as long as the process lives."""
+    torch_compile.leave_us_alone()
+    groups.register()
+    missing = patches.apply_for_frameworks()
+    if missing:
+        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+    leave_in_children()
+    for ordered in presence.welcome["faults"]:
+        strikes.arm(ordered["number"], parse_fault(ordered["fault"]))
+    if presence.welcome["options"]["allow_faults"]:
+        strikes.watch_modules()
+
+
+def begin_run(presence: Presence, is_replacement: bool) -> None:
+    """The script has just imported torch.
+
+    is_replacement   it takes the place of a process that was lost
+    """
+    session = make_session(presence)
+    order = presence.order
+    is_joining = is_replacement and order["op"] == "replay"
+    joins = (order["boundary"], order["reboot_type"]) if is_joining else (None, "arf")
+    framework = session.framework = Framework(session, *joins)
+    session.journal.admit = framework.admit
+    begin(session)
+    session.recovery = CallbackRecovery(session, framework)
+    session.recovery.start()
+    presence.hand_over(session.recovery.take)
+    session.touch(Phase.SETUP)
+    presence.channel.send({"op": "protected"})
+
+
+def wrap_process_group_name(original: Any) -> Any:
+    """_process_group_name: a group that is made in a repair has the same name in all its members.
+
+    torch makes the name of how many groups a process has made, or has; a replacement has made fewer than the others.
+    Those of the script's set-up, which all make alike, keep their names.
+    """
+    made: Counter[tuple[int, str]] = Counter()
+
+    def process_group_name(ranks: Any, use_hashed_name: Any) -> Any:
+        session = current()
+        framework = session.framework if session is not None else None
+        if session is None or framework is None or not framework.is_past_setup:
+            return original(ranks, use_hashed_name)
+        of = "_".join(map(str, ranks)) if use_hashed_name else "all"
+        made[session.generation, of] += 1
+        return f"repair {session.generation} of {of}, {made[session.generation, of]}"
+
+    return process_group_name

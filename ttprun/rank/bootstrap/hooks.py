@@ -1,0 +1,152 @@
+"""The hooks proper, once torch is there: what is installed once a process, and what is made anew for each run of it.
+
+A process runs its script once, unless a transient error or its device ends it: see `rerun.py`. Begin with `begin_run`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ttprun.chaos import strikes
+from ttprun.chaos.faults import parse_fault
+from ttprun.device import registry
+from ttprun.device.sim import SimulatedNpu
+from ttprun.elastic_resume.adapted import Adapted
+from ttprun.protocol.board import Board, Phase
+from ttprun.rank import fail_open
+from ttprun.rank.bootstrap import patches, reset
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.checks.proof import Proof
+from ttprun.rank.checks.replay_guard import Expected
+from ttprun.rank.checks.verification import Verifier
+from ttprun.rank.comm import connection, groups, results
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.comm.results import Results
+from ttprun.rank.data import workers
+from ttprun.rank.effects import append_dedup, files, origins, output, trackers
+from ttprun.rank.position import loops, torch_compile
+from ttprun.rank.process import random_state
+from ttprun.rank.records.recorder import Recorder
+from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay.replay import Replay
+from ttprun.rank.session import Session, begin, leave_in_children
+from ttprun.rank.step import step_hooks
+from ttprun.rank.weights import last_hook, optimizer_registry
+from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.post_step_weights import KeptWeights
+from ttprun.rank.weights.snapshots import Snapshots
+
+
+def install(presence: Presence) -> None:
+    """Install what stays for as long as the process lives."""
+    options = presence.welcome["options"]
+    loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
+    torch_compile.leave_us_alone()
+    groups.register()
+    missing = patches.apply_all(with_replay=False)
+    if missing:
+        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+    if origins.why_not():
+        presence.channel.send({"op": "note", "text": origins.why_not()})
+    before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
+    register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
+    register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
+    output.count_lines()
+    trackers.follow()
+    leave_in_children()
+    for ordered in presence.welcome["faults"]:
+        strikes.arm(ordered["number"], parse_fault(ordered["fault"]))
+    if options["simulates_npu"]:
+        registry.simulate(SimulatedNpu())
+    if options["allow_faults"]:
+        strikes.watch_modules()
+    if options["may_rerun"]:
+        reset.note_beginning()
+
+
+def begin_run(presence: Presence, is_replacement: bool) -> None:
+    """A run of the script begins, or has just imported torch.
+
+    is_replacement   it takes the place of a run that was lost, where the agent's order says
+    """
+    session = make_session(presence)
+    order = presence.order
+    if is_replacement:
+        patches.apply_all(with_replay=True)
+    workers.keep_in(session.recorder)
+    begin(session)
+    _begin_origins(session, is_replacement and order["op"] == "replay" and order["adapt"] is None)
+    if is_replacement and order["op"] == "replay":
+        files.mute_all()
+        if order["adapt"] is not None:
+            session.replay = Adapted(session, order["boundary"], order["adapt"])
+        else:
+            session.replay = Replay.of_lost(session, order["boundary"], tuple(order["skip_lines"]))
+        session.replay.begin()
+    elif is_replacement:
+        output.skip_lines(*order["skip_lines"])
+        append_dedup.go_on_from(session.recorder, order["boundary"])
+        session.expected = Expected(session.channel, session.generation, order["expected"])
+        session.proof = Proof.of(session, order["boundary"])
+    session.recovery = Recovery(session)
+    session.recovery.start()
+    presence.hand_over(session.recovery.take)
+    session.touch(Phase.SETUP)
+    presence.channel.send({"op": "protected"})
+
+
+_RANDOM = "random states"  # of this process when the run begins; where the script gives no seeds, all comes of these
+
+
+def _begin_origins(session: Session, is_replay: bool) -> None:
+    """Give a replacement's set-up what that of the lost rank has drawn from outside, and keep what is drawn anew."""
+    known = results.origins_in(session.recorder.read_log())
+    keep = partial(results.keep_origin, session.recorder)
+    origins.begin(known, None if is_replay else keep)
+    states = next((value for place, value in known if place == _RANDOM), None)
+    if states is not None:
+        random_state.restore(states)
+    elif not is_replay:
+        keep((_RANDOM, random_state.capture()))
+
+
+def make_session(presence: Presence) -> Session:
+    """What a run knows of itself as a rank; all of it is new."""
+    welcome, options = presence.welcome, presence.welcome["options"]
+    recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
+    board = Board(presence.fds[0], welcome["local_world_size"])
+    journal = Journal(options["journal_limit_mib"] << 20)
+    session = Session(
+        rank=welcome["rank"],
+        local_rank=welcome["local_rank"],
+        world_size=welcome["world_size"],
+        run_dir=welcome["run_dir"],
+        options=options,
+        channel=presence.channel,
+        board=board,
+        recorder=recorder,
+        journal=journal,
+        verifier=Verifier(
+            presence.channel,
+            journal,
+            options["verify_every"],
+            options["nan_limit_s"],
+            is_compared=welcome["world_size"] > 1 and not options["mindio"],
+        ),
+        holdings=Holdings(),
+        snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
+        kept_weights=KeptWeights(
+            optimizer_registry.newest, lambda text: presence.channel.send({"op": "note", "text": text})
+        ),
+        results=Results(recorder),
+        exchange=connection.Exchange(presence.channel),
+        generation=presence.generation,
+    )
+    journal.diagnose = session.diagnose
+    journal.tell_broken = lambda entry, after_s: session.tell_broken(
+        session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.device_fault_of(entry.error)
+    )
+    return session

@@ -1,0 +1,312 @@
+"""Install the hooks in this process. Called by the shim at interpreter start, and by a standby when it is needed.
+
+`begin` costs no torch import. The hooks proper (`hooks.py`) are installed by `take_over`, when the script has imported
+torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from ttprun import text_hashes
+from ttprun.chaos import damage
+from ttprun.chaos.faults import parse_fault
+from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.protocol.board import Board
+from ttprun.protocol.channel import Channel
+from ttprun.rank.bootstrap import patches, unhooked
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.effects import origins
+from ttprun.rank.position import ast_transform
+from ttprun.rank.position.frames import add_user_directory
+from ttprun.rank.process import heartbeat, held_signals, life_lock, stack
+from ttprun.rank.process.after_import import after_import, is_overdue
+
+if TYPE_CHECKING:
+    from ttprun.rank.session import Session
+
+PR_SET_PDEATHSIG = 1
+CHANNEL_VARIABLE = "_TTPRUN_CHANNEL_FD"
+_TRACEBACK_BYTES = 16 << 10  # of a traceback, its end
+AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def begin() -> None:
+    """Become a rank: greet the agent, and wait for torch to be imported. Called once, by the shim."""
+    fd = int(os.environ.pop(CHANNEL_VARIABLE))
+    agent = int(os.environ.get(AGENT_VARIABLE, "0"))
+    die_with_parent()
+    is_in_wrapper = bool(agent) and os.getppid() != agent
+    if is_in_wrapper and not unhooked.is_below(os.getppid(), agent):
+        os._exit(1)  # the agent has died in between
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    if is_in_wrapper:
+        # Who looks after this process is another one, whose end would be taken for ours.
+        why = f"its Python is a child of {unhooked.command_of(os.getppid())}: that program must start it with exec"
+        channel.send({"op": "unprotected", "reason": why})
+        return
+    welcome, fds = channel.receive_with_fds()
+    if not welcome["options"]["mindio"]:
+        ast_transform.install()
+    script = ast_transform.script_of(sys.orig_argv)
+    enter(channel, welcome, fds, ast_transform.full_path(script))
+
+
+def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str) -> None:
+    """Take the identity that the agent gives; a replacement waits here till it knows where to go.
+
+    The hooks are installed as soon as torch is imported, which may have happened already: a .pth file in site-packages,
+    or the user's own `sitecustomize`, comes first.
+
+    script   its full path, "" if a module or something else is run
+    """
+    global _presence
+    directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
+    for path in (*directories, *welcome["options"]["user_paths"]):
+        add_user_directory(path)
+    text_hashes.note_who_seeded()
+    _presence = Presence(channel, welcome, fds)
+    _presence.start()
+    stack.write_when_asked(fds[2])
+    board = Board(fds[0], welcome["local_world_size"])
+    heartbeat.start(board, welcome["local_rank"], _look_for_hooks)
+    held_signals.hold(board)
+    with contextlib.suppress(AttributeError):  # a C library without such locks
+        life_lock.hold(board, welcome["local_rank"])
+    channel.send({"op": "present", "pid": os.getpid(), "main_thread": threading.main_thread().ident})
+    os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
+    atexit.register(_finish)
+    sys.excepthook = tell_before(sys.excepthook)
+    strike_at_start(welcome)
+    if welcome["is_replacement"]:
+        _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+    if not welcome["options"]["mindio"]:
+        patches.apply_early()
+        origins.listen()
+    after_import("torch", take_over)
+    if welcome["is_replacement"] and _presence.order["op"] == "replay":
+        # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
+        import torch  # noqa: F401
+
+
+def _look_for_hooks() -> None:
+    """Once a second, on the heartbeat's thread: torch that has been there for a second must have its hooks."""
+    global _was_overdue
+    is_due = is_overdue("torch")
+    if is_due and _was_overdue:
+        _admit_unhooked()
+    _was_overdue = is_due
+
+
+def _admit_unhooked() -> None:
+    """Let the agent know if the script trains where no hook of ours counts its steps; once."""
+    global _has_admitted
+    presence = _presence
+    why = "" if presence is None or _has_admitted else unhooked.why()
+    if presence is not None and why:
+        _has_admitted = True
+        presence.channel.send({"op": "unprotected", "reason": why})
+
+
+def strike_at_start(welcome: dict[str, Any]) -> None:
+    """Faults of phase "start" strike before anything else; the others wait for their hooks."""
+    for ordered in welcome["faults"]:
+        fault = parse_fault(ordered["fault"])
+        if fault.phase == "start" and _presence is not None:
+            damage.cause(_presence.channel, damage.Armed(ordered["number"], fault), "start", 0, None)
+
+
+def tell_before(previous: Any) -> Any:
+    """sys.excepthook: tell the agent what ends the script.
+
+    Before the first step a script mostly fails in all ranks alike: then the agent prints the traceback, once.
+    """
+
+    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        presence = _presence
+        if presence is None:
+            previous(kind, error, trace)
+            return
+        if held_signals.is_end_near() and not presence.is_ended_by_agent():
+            # As when a scheduler has signalled the DataLoader's workers too. What there is to save, this process has.
+            with contextlib.suppress(KeyboardInterrupt):
+                held_signals.wait_for_end()
+        if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
+            presence.has_script_failed = True
+            if _is_of_end(presence, error) and not presence.welcome["options"]["prints_traceback"]:
+                _keep_interrupted(presence, error)
+            else:
+                previous(kind, error, trace)
+            return
+        if "ttprun.rank.session" not in sys.modules:
+            _admit_unhooked()
+        error, diagnosis = _run_again(presence, error, trace)
+        kind, trace = type(error), error.__traceback__
+        presence.has_script_failed = True
+        session = sys.modules.get("ttprun.rank.session")
+        found = session.current() if session is not None else None
+        if found is not None:
+            found.is_over = True
+        is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
+        text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
+        missed = found.replay.difference if found is not None and found.replay is not None else ""
+        why = f"{in_one_line(error)}; the replay had not come by its place: {missed}" if missed else in_one_line(error)
+        told = {"error": why, "traceback": text if is_early else "", "detail": text}
+        presence.channel.send({"op": "script_error", "device_fault": diagnosis.name, **told})
+        if diagnosis.rung == "restart" and found is not None:
+            found.give_up_protection(f"{diagnosis.name}: what the other ranks hold may be wrong too")
+        if not is_early:
+            previous(kind, error, trace)
+        is_live = found is not None and found.applied > 0 and found.is_repairable()
+        is_on_its_way = presence.is_rerun and (found is None or found.replay is not None)
+        if (is_live or is_on_its_way) and presence.welcome["options"]["is_replaced"]:
+            _leave_at_once(presence.welcome["rank"])
+
+    return tell
+
+
+def _is_of_end(presence: Presence, error: BaseException) -> bool:
+    """Whether a script has failed because the agent has told its process to end, and not by its own doing.
+
+    torch hands our error on in words only.
+    """
+    is_of_end = isinstance(error, KeyboardInterrupt) or "EndedError" in f"{type(error).__name__}: {error}"
+    return is_of_end and presence.is_ended_by_agent()
+
+
+def _keep_interrupted(presence: Presence, error: BaseException) -> None:
+    """Where a signal to the launcher has met the script: not for the terminal, on which each rank would say so."""
+    name = f"interrupted-rank{presence.welcome['rank']}.log"
+    with contextlib.suppress(OSError), open(os.path.join(presence.welcome["run_dir"], "logs", name), "w") as log:
+        log.write("".join(traceback.format_exception(error)))
+
+
+def _leave_at_once(rank: int) -> None:
+    """End a rank that is going to be replaced, as a kill would: torch takes seconds to leave an interpreter.
+
+    What the script would do at its exit is its replacement's to do. torch's own hook, which has called ours, keeps what
+    Python prints of the exception, to put the rank in front of each line: it does not come to that.
+    """
+    if isinstance(sys.stderr, io.StringIO):
+        for line in sys.stderr.getvalue().splitlines():
+            os.write(2, f"[rank{rank}]: {line}\n".encode(errors="backslashreplace"))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
+
+
+def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
+    """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
+    options = presence.welcome["options"]
+    if options["mindio"] or not options["may_rerun"] or "ttprun.rank.session" not in sys.modules:
+        return error, diagnose(presence, error)
+    from ttprun.rank.bootstrap import rerun
+
+    return rerun.answer(presence, error.with_traceback(trace))
+
+
+def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
+    """What an exception says of the device; from this table and the configuration's additions."""
+    module = sys.modules.get("ttprun.rank.session")
+    session = module.current() if module is not None else None
+    table = DeviceErrors(presence.welcome["options"]["device_errors"])
+    return table.diagnose(error, session.updates if session is not None else None)
+
+
+_presence: Presence | None = None
+_was_overdue = _has_admitted = False
+_is_forking_main = False
+
+
+def _before_fork() -> None:
+    global _is_forking_main
+    _is_forking_main = threading.current_thread() is threading.main_thread()
+
+
+def _leave_in_child() -> None:
+    """A forked child (a DataLoader worker) is no rank; it ends with the rank that forked it from its main thread."""
+    global _presence
+    if _presence is not None:
+        stack.forget()
+        for fd in _presence.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(_presence.channel.fileno())
+        held_signals.release_in_child()
+        _presence = None
+        gc.freeze()  # whatever of a backend is garbage here has threads in the parent only, and must not be destroyed
+        if _is_forking_main:
+            die_with_parent()
+
+
+def _finish() -> None:
+    """The script has come to its end, and its own exit handlers have run."""
+    if _presence is None or os.getpid() != _presence.pid:
+        return
+    module = sys.modules.get("ttprun.rank.session")
+    session = module.current() if module is not None else None
+    if session is None:
+        _admit_unhooked()
+    if not _presence.has_script_failed:  # an exception that has ended it is told by the exit code
+        _finish_well(session)
+    if session is not None:
+        from ttprun.rank.bootstrap import shutdown
+
+        shutdown.close(session)
+
+
+def _finish_well(session: Session | None) -> None:
+    """No exception has ended the script: that is right only if it was to come to its end here."""
+    from ttprun.chaos import strikes
+
+    try:
+        strikes.reached("exit")
+    except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
+        sys.excepthook(*sys.exc_info())
+        os._exit(damage.EXIT_CODE)
+    if session is not None and session.replay is not None:
+        replay = session.replay
+        why = f": {replay.difference}" if replay.difference else ""
+        replay.refuse(
+            f"the replay has come to the script's end and not by the place of boundary {replay.boundary}{why}"
+        )
+
+
+def take_over() -> None:
+    """torch is there: install the hooks, and go on as a rank that can be repaired. Never lets an exception out."""
+    presence = _presence
+    if presence is None:
+        return
+    try:
+        framework_hooks: Any
+        if presence.welcome["options"]["mindio"]:
+            from ttprun.rank.bootstrap import framework_hooks
+        else:
+            pass
+
+        framework_hooks.install(presence)
+        framework_hooks.begin_run(presence, presence.welcome["is_replacement"])
+    except Exception as error:  # we fail open: the script runs as under torchrun
+        session = sys.modules.get("ttprun.rank.session")
+        if session is not None:
+            session.end()
+        presence.channel.send({"op": "unprotected", "reason": f"the hooks could not be installed: {error!r}"})

@@ -1,0 +1,349 @@
+"""Import in a standby what the ranks have imported, and prove that it has left nothing that a rank would not have.
+
+A module that is imported here is not imported again by the script that a copy runs. So whatever its code did must come
+out the same here as there, and must not depend on when it is done. A module is given back by name, with a reason, if it
+
+    looks at what differs between ranks (RANK, the process id, the whole environment),
+    changes what a script may have set before it (random states, variables, signal handlers, switches of torch, ...),
+    starts a thread or a process, or keeps a file, a connection or shared memory open,
+    fails, or brings a module that the ranks do not have, or comes from another file than there.
+
+The process is spoilt then: it is not copied, and another one imports all but these. Packages alone are imported, never
+the user's files. Begin with `preload`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ttprun.rank.process import random_state
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
+_bootstrap: Any = sys.modules["_frozen_importlib"]
+_environment: Any = os.environ
+_FILES, _VARIABLES, _FINDERS = "the open files", "environment variables", "sys.meta_path"
+# Variables that an import has added: a script finds them after it, and did not find them before.
+added: dict[str, str] = {}
+_lasting_threads = 1
+
+
+class _Pid(int):
+    """A process id that is an object of its own, as small integers are not: so it can be seen whether it is kept."""
+
+
+class _Watched(dict[bytes, bytes]):
+    """The environment's variables, which say who has read one of those that differ between ranks, or all."""
+
+    def __init__(self, variables: dict[bytes, bytes], own: Sequence[str], say: Callable[[str], None]) -> None:
+        super().__init__(variables)
+        self._own = {os.fsencode(name) for name in own}
+        self._say = say
+
+    def __getitem__(self, key: bytes) -> bytes:
+        if key in self._own:
+            self._say(f"it reads {os.fsdecode(key)}")
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._say("it reads the whole environment")
+        return super().__iter__()
+
+
+class Preloading:
+    """One round of imports.
+
+    files     of each module that all ranks have, "" for one that is not to be imported
+    left_out  modules that an earlier round has refused
+    notebook  descriptor of a memory file: the modules whose code runs, for whoever finds this process dead
+    refused   why, by the name of the module
+    """
+
+    def __init__(self, files: dict[str, str], left_out: Sequence[str], notebook: int) -> None:
+        self._files = files
+        self._left_out = frozenset(left_out)
+        self._notebook = notebook
+        self._running: list[str] = []
+        self._imports: set[tuple[str, str]] = set()  # who has asked for whom
+        self._pids: list[tuple[int, tuple[str, ...]]] = []  # as it was given to whom
+        self._know_forks: set[str] = set()  # packages that put themselves right in a forked process
+        self.added: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+
+    def say(self, why: str) -> None:
+        """Whatever runs now is refused, and what waits for it."""
+        for name in self._running:
+            self.refused.setdefault(name, why)
+
+    def compare(self, before: dict[str, Any]) -> None:
+        """Refuse what runs now if something is not as it was before it ran, but for variables that it has added."""
+        now = _state()
+        changed = [what for what in now if now[what] != before.get(what, now[what])]
+        if _FILES in changed and now[_FILES] <= before[_FILES]:
+            changed.remove(_FILES)  # one that was closed leaves nothing
+        if _FINDERS in changed and now[_FINDERS][: len(before[_FINDERS])] == before[_FINDERS]:
+            changed.remove(_FINDERS)  # one at the end is asked last, as in a rank
+        if _VARIABLES in changed and now[_VARIABLES].items() >= before[_VARIABLES].items():
+            changed.remove(_VARIABLES)
+            added = now[_VARIABLES].keys() - before[_VARIABLES].keys()
+            self.added.update((os.fsdecode(name), os.fsdecode(now[_VARIABLES][name])) for name in added)
+        if changed:
+            self.say(f"its import changes {', '.join(changed)}")
+
+    def load(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """For importlib._bootstrap._load_unlocked, through which each module's code is run."""
+
+        def load_unlocked(spec: Any) -> Any:
+            before = _state()
+            if self._running:
+                self._imports.add((self._running[-1], spec.name))
+            self._running.append(spec.name)
+            self._note()
+            try:
+                module = original(spec)
+                known = self._files.get(spec.name, "")
+                if spec.name.partition(".")[0] != "torch" and known != _file_of(spec):
+                    self.say(self._why_not(spec.name, known, _file_of(spec)))
+            finally:
+                self.compare(before)
+                self._running.pop()
+                self._note()
+            return module
+
+        return load_unlocked
+
+    def _why_not(self, name: str, known: str, file: str) -> str:
+        if name in self._left_out or name.partition(".")[0] in self._left_out:
+            return f"it imports {name}"
+        return f"it comes from {file}" if known else f"it imports {name}, which the ranks do not have all"
+
+    def _note(self) -> None:
+        noted = "\n".join(self._running).encode()
+        os.pwrite(self._notebook, len(noted).to_bytes(4, "little") + noted, 0)
+
+    def get(self, name: str) -> None:
+        """Import one module. What it raises is a reason."""
+        before = _shared()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            self.refused.setdefault(name, f"its import fails here: {type(error).__name__}: {error}"[:200])
+        if _shared() != before:
+            self.refused.setdefault(name, "its import keeps shared memory or a child process")
+
+    def finish(self) -> None:
+        """Refuse also what keeps this process's id, and what has asked for something that is refused."""
+        gc.collect()
+        while self._pids:
+            pid, running = self._pids.pop()
+            if running[-1].partition(".")[0] in self._know_forks:
+                continue
+            is_kept = sys.getrefcount(pid) > 2 or any(  # one for `pid`, one for the call
+                str(pid) in value for value in vars(sys.modules.get(running[-1], sys)).values() if type(value) is str
+            )
+            if is_kept:
+                for name in running:
+                    self.refused.setdefault(name, "it keeps the process id")
+        before = -1
+        while before != len(self.refused):
+            before = len(self.refused)
+            for asker, wanted in self._imports:
+                if wanted in self.refused and wanted != asker:
+                    self.refused.setdefault(asker, f"it imports {wanted}")
+
+    @contextlib.contextmanager
+    def watching(self, own: Sequence[str]) -> Iterator[None]:
+        """Watch imports meanwhile."""
+        original, getpid, register, ask = _bootstrap._load_unlocked, os.getpid, os.register_at_fork, builtins.__import__
+
+        def get_pid() -> int:
+            pid = _Pid(getpid())
+            if self._running:
+                self._pids.append((pid, tuple(self._running)))
+            return pid
+
+        def register_at_fork(**functions: Any) -> None:
+            self._know_forks.update(name.partition(".")[0] for name in self._running)
+            register(**functions)
+
+        def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            if self._running:
+                full = name
+                if level:
+                    full = importlib.util.resolve_name("." * level + name, (globals or {}).get("__package__") or "")
+                self._imports.update((self._running[-1], wanted) for wanted in (full, *_within(full, fromlist)))
+            return ask(name, globals, locals, fromlist, level)
+
+        watched = _Watched(_environment._data, own, self.say)
+        environments: tuple[Any, ...] = (os.environ, os.environb)
+        _bootstrap._load_unlocked = self.load(original)
+        os.getpid, os.register_at_fork, builtins.__import__ = get_pid, register_at_fork, import_
+        for environment in environments:
+            environment._data = watched
+        try:
+            yield
+        finally:
+            _bootstrap._load_unlocked = original
+            os.getpid, os.register_at_fork, builtins.__import__ = getpid, register, ask
+            variables = dict(dict.items(watched))
+            for environment in environments:
+                environment._data = variables
+
+
+def preload(plan_fd: int, notebook: int) -> dict[str, str]:
+    """Import modules, each after the changes of the environment that came before it; returns what was refused, and why.
+
+    plan_fd   a memory file with JSON, read to its end and closed:
+              modules    name, file and changes of each; one without a file is not imported
+              left_out   modules that an earlier round has refused
+              own        variables that differ between ranks
+              arguments  sys.argv meanwhile
+    notebook  see Preloading; closed in the end
+    """
+    with open(plan_fd, "rb") as file:
+        file.seek(0)
+        plan = json.load(file)
+    modules = plan["modules"]
+    preloading = Preloading({name: origin for name, origin, _ in modules}, plan["left_out"], notebook)
+    entry = sys.path.pop(0) if sys.path else ""  # the directory of this program, where a rank has its script's
+    before = sys.argv
+    with _silence():
+        sys.argv = list(plan["arguments"])
+        try:
+            with preloading.watching(plan["own"]):
+                for name, origin, changes in modules:
+                    _change_environment(changes)
+                    if origin and name not in sys.modules:
+                        preloading.get(name)
+                preloading.finish()
+        finally:
+            sys.argv = before
+            sys.path.insert(0, entry)
+    os.close(notebook)
+    added.update(preloading.added)
+    return preloading.refused
+
+
+def _change_environment(changes: dict[str, str | None]) -> None:
+    for key, value in changes.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What an import prints the ranks have printed."""
+    saved, null = [os.dup(fd) for fd in (1, 2)], os.open(os.devnull, os.O_WRONLY)
+    for fd in (1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        for fd, kept in zip((1, 2), saved, strict=True):
+            os.dup2(kept, fd)
+            os.close(kept)
+
+
+def _file_of(spec: Any) -> str:
+    if spec.origin is not None:
+        return str(spec.origin)
+    return os.pathsep.join(spec.submodule_search_locations or ())
+
+
+def _within(package: str, names: Any) -> list[str]:
+    """The modules among the names in `from package import names`."""
+    return [full for full in (f"{package}.{name}" for name in names or ()) if full in sys.modules]
+
+
+def _state() -> dict[str, Any]:
+    """What an import must leave as it is: a script may have set it before."""
+    found: dict[str, Any] = {
+        _VARIABLES: dict(dict.items(_environment._data)),
+        "the working directory": os.getcwd(),
+        "the threads": _threads(),
+        _FILES: frozenset(os.listdir("/proc/self/fd")),
+        "the signal handlers": [signal.getsignal(number) for number in _SIGNALS],
+        "sys.path": list(sys.path),
+        _FINDERS: list(map(id, sys.meta_path)),
+        "sys.path_hooks": list(map(id, sys.path_hooks)),
+        "sys.excepthook": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
+        "limits of Python": (sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
+        "the garbage collector": (gc.isenabled(), gc.get_threshold(), list(map(id, gc.callbacks))),
+        "how small numbers are rounded": sys.float_info.min / 2 != 0.0,
+    }
+    for name, state in random_state.capture().items():
+        found[f"the random state of {name}"] = state
+    found["settings of torch"] = _settings_of_torch()
+    found["settings of numpy"] = _settings_of_numpy()
+    context = sys.modules.get("multiprocessing.context")
+    if context is not None:
+        found["how multiprocessing starts"] = context._default_context._actual_context
+    return found
+
+
+def _threads() -> int:
+    """Threads that a fork would lose. A BLAS ends its own for a fork, and starts them again."""
+    global _lasting_threads
+    if len(os.listdir("/proc/self/task")) != _lasting_threads:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        _lasting_threads = len(os.listdir("/proc/self/task"))
+    return _lasting_threads
+
+
+def _settings_of_torch() -> list[Any]:
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return []
+    modules, optimizers = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
+    hooks = [held for of in (modules, optimizers) for name, held in vars(of).items() if name.startswith("_global_")]
+    backends = torch.backends
+    return [
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_anomaly_enabled(),
+        torch.get_num_threads(),
+        torch.get_num_interop_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch._C._len_torch_function_stack(),
+        (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.mkldnn.enabled),
+        torch.multiprocessing.get_sharing_strategy(),
+        [len(held) for held in hooks if isinstance(held, dict)],
+    ]
+
+
+def _settings_of_numpy() -> Any:
+    numpy: Any = sys.modules.get("numpy")
+    return None if numpy is None else (numpy.geterr(), numpy.get_printoptions()["precision"])
+
+
+def _shared() -> tuple[int, bool]:
+    """How much shared memory is mapped, and whether there are child processes."""
+    with open("/proc/self/maps", "rb") as maps:
+        shared = sum(b" rw-s " in line for line in maps)
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return shared, False
+    return shared, True

@@ -1,0 +1,118 @@
+"""A rank before it has imported torch: it is there, it can be lost, and it can answer for others that are lost.
+
+Standard library only. When the script imports torch, `install` takes the channel over.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.chaos import damage
+from ttprun.protocol.board import LEADER, Board, Field
+from ttprun.protocol.channel import Channel, Message
+from ttprun.rank.bootstrap import unhooked
+from ttprun.rank.process import held_signals
+
+
+class Presence:
+    """What this process knows of itself, from the agent's welcome.
+
+    Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
+    answers that it has.
+
+    is_rerun            the script has been left, to be run again in this process
+    heard               what comes from the agent is meant for the present run of the script
+    has_script_failed   an exception has ended the script
+    """
+
+    def __init__(self, channel: Channel, welcome: Message, fds: list[int]) -> None:
+        self.channel = channel
+        self.welcome = welcome
+        self.fds = fds
+        self.generation: int = welcome["generation"]
+        self._early: list[Message] = []
+        self.pid = os.getpid()
+        self._heir: Callable[[Message], None] | None = None
+        self._lock = threading.Lock()
+        self.may_start = threading.Event()
+        self.order: Message = {}
+        self.is_rerun = False
+        self.heard = threading.Event()
+        self.heard.set()
+        self.has_script_failed = False
+
+    def start(self) -> None:
+        """Read the agent's messages on a thread of its own."""
+        threading.Thread(target=self._read, name="ttprun-channel", daemon=True).start()
+
+    def hand_over(self, heir: Callable[[Message], None]) -> None:
+        """From now on messages are the hooks' business, and those that had to wait for them."""
+        with self._lock:
+            for message in self._early:
+                heir(message)
+            self._heir = heir
+
+    def take_back(self) -> None:
+        """A run of the script is over: messages are our business again.
+
+        What comes before the agent has `heard` of it was meant for that run, but for the faults that wait in this
+        process.
+        """
+        with self._lock:
+            self.is_rerun = True
+            self._heir = None
+            self._early = []
+            self.order = {}
+            self.may_start.clear()
+            self.heard.clear()
+
+    def is_ended_by_agent(self) -> bool:
+        """The agent has passed a signal on to all ranks, which ends the job."""
+        return Board(self.fds[0], self.welcome["local_world_size"]).get(LEADER, Field.ENDED_BY) != 0
+
+    def _read(self) -> None:
+        for message in self.channel.messages():
+            if message["op"] == "ended":
+                held_signals.tell_to_end()
+            with self._lock:
+                heir = self._heir
+                if heir is None:
+                    self._answer(message)
+            if heir is not None:
+                heir(message)
+
+    def _answer(self, message: Message) -> None:
+        op = message["op"]
+        if op == "heard":
+            self.heard.set()
+            return
+        if not self.heard.is_set() and op not in ("fault", "fault_done"):
+            return
+        reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
+        if op == "freeze":
+            self.generation = message["generation"]
+            why = unhooked.why()
+            if why:  # then nobody has counted its steps, and this may be no boundary 0
+                self.channel.send({"op": "unprotected", "reason": why})
+                return
+            board = Board(self.fds[0], self.welcome["local_world_size"])
+            board.announce(self.welcome["local_rank"], Field.HELD, self.generation)
+            self.channel.send(reply | {"op": "frozen", "boundary": 0, "digest": "", "has_group": False, "journal": {}})
+        elif op == "resume":
+            self.generation = message["generation"]
+            self.channel.send(reply | {"op": "rebuilt"})
+            if not any(message["expected"].values()):
+                self.channel.send(reply | {"op": "reissued"})
+            self.order = message
+            self.may_start.set()
+        elif op == "replay":
+            self.generation = message["generation"]
+            self.order = message
+            self.may_start.set()
+        elif op == "fault_done":
+            damage.done_by_agent()
+        else:
+            self._early.append(message)

@@ -1,0 +1,155 @@
+"""Run the script again in the same process: the answer to an error of the device that leaves the process whole, or to
+one that the user calls transient.
+
+The main thread arrives here from sys.excepthook, with the script unwound. It tells the agent, forgets the old run and
+waits; the agent's order brings it to the survivors' boundary like a replacement, only that process, torch and device
+stay. What is not sure to work is not tried: then the process ends with the error, and is replaced. Begin with `answer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+import traceback
+
+from ttprun.device import registry
+from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
+from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
+from ttprun.protocol.board import Field, Phase
+from ttprun.rank.bootstrap import hooks, reset
+from ttprun.rank.bootstrap.install import diagnose
+from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.bootstrap.script import run
+from ttprun.rank.effects.output import Diverted
+from ttprun.rank.session import Session, current, end
+
+_HEARD_LIMIT_S = 30.0
+
+
+def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]) -> bool:
+    """Whether running the script again may help: the device can still be used, or the user has said so (`retry_on`).
+
+    What a device's error means is not the user's to say: behind some of them every operation fails.
+    """
+    if diagnosis.is_known:
+        return diagnosis.can_stay
+    with contextlib.suppress(Exception):  # an error's own __str__ may fail
+        told = f"{type(error).__name__}: {error}"
+        return any(re.search(pattern, told) for pattern in patterns)
+    return False
+
+
+def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Diagnosis]:
+    """Run the script again, as often as such an error ends it; main thread only.
+
+    returns   the error that is not to be answered so, mostly the one given, and what it says of the device
+
+    Raises SystemExit when the script has come to its end: that ends the process from within sys.excepthook, in the same
+    way as Python ends it behind a script's last line.
+    """
+    while True:
+        session, diagnosis, device = _session_to_leave(error, presence)
+        if session is None:
+            return error, diagnosis
+        try:
+            _leave(presence, session, error, diagnosis, device)
+            presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+            hooks.begin_run(presence, is_replacement=True)
+        except DeviceFailedError as failure:
+            return failure, diagnosis_of(DeviceFault.DEVICE_LOST)
+        except Exception as failure:
+            return failure, diagnose(presence, failure)
+        try:
+            run(presence.welcome["arguments"])
+        except SystemExit:
+            raise
+        except BaseException as again:
+            error = again
+        else:
+            raise SystemExit(0)
+
+
+def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session | None, Diagnosis, Device | None]:
+    """The present run's session, if the error is such and nothing speaks against another run.
+
+    returns   beside it what the error means, and the device that it came from, None if it came from none
+    """
+    session, diagnosis = current(), diagnose(presence, error)
+    device: Device | None = None
+    if session is None or not is_transient(error, diagnosis, session.options["retry_on"]):
+        return None, diagnosis, None
+    why_not = _why_not(session)
+    if not why_not and diagnosis.is_known:
+        try:
+            device = registry.current()
+            device.stop()
+            diagnosis = refined(diagnosis, device.check_memory())
+            why_not = "" if diagnosis.can_stay else f"its device says {diagnosis.name}"
+        except Exception as failure:  # also what a driver raises once its context is lost
+            diagnosis, why_not = diagnosis_of(DeviceFault.DEVICE_LOST), in_one_line(failure)
+    if why_not:
+        presence.channel.send({"op": "note", "text": f"the script is not run again in the same process: {why_not}"})
+        return None, diagnosis, None
+    return session, diagnosis, device
+
+
+def _why_not(session: Session) -> str:
+    if session.replay is not None:
+        return "it was being run again already"
+    if not session.groups or not session.is_repairable():
+        return session.unprotected or "it has no process group"
+    threads = reset.threads_of_user()
+    return f"its thread {threads[0]!r} still runs" if threads else ""
+
+
+def _leave(
+    presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device | None
+) -> None:
+    """Tell the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
+
+    Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long, and
+    DeviceFailedError.
+    """
+    recovery = session.recovery
+    assert recovery is not None
+    session.is_over = True
+    session.board.set(session.local_rank, Field.LEAVING, 0)
+    session.board.set(session.local_rank, Field.MEETINGS, 0)
+    session.row[Field.PHASE] = Phase.REPAIRING
+    session.row[Field.SEEN_NS] = time.monotonic_ns()
+    presence.take_back()
+    recovery.retire()
+    detail = "".join(traceback.format_exception(error))
+    told = {"error": in_one_line(error), "detail": detail, "device_fault": diagnosis.name}
+    presence.channel.send({"op": "faulted", **told})
+    os.write(2, detail.encode(errors="replace"))
+    diverted = Diverted(session)
+    try:
+        recovery.finish()
+        session.verifier.end()
+        session.kept_weights.forget()
+        session.holdings.forget()
+        reset.clear(error)
+        if device is not None:
+            _make_ready(device, diagnosis)
+        end()
+    finally:
+        diverted.end(0, 0)
+    if not presence.heard.wait(_HEARD_LIMIT_S):
+        raise TimeoutError("the agent does not answer")
+
+
+def _make_ready(device: Device, diagnosis: Diagnosis) -> None:
+    """The run is forgotten, and with it all tensors: have the device repaired and ready for the next run.
+
+    Raises DeviceFailedError, also if something still holds memory that has failed: another process would not. Where the
+    device cannot tell, it raises an error of its own if such memory is used.
+    """
+    device.clean()
+    is_held = diagnosis.fault is DeviceFault.MEMORY_PERSISTENT and device.check_memory() is MemoryCheck.PERSISTENT
+    if is_held and not diagnosis.is_dated:
+        raise DeviceFailedError("tensors outlive the script's run, and hold memory that has failed")
+    device.restart()
+    device.rebuild_communicators()

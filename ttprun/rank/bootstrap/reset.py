@@ -1,0 +1,227 @@
+"""What a run of the script leaves in its process, and how it is got rid of before the script is run again.
+
+Here is what Python, torch and the script's own modules keep; what our own modules keep they forget themselves. What
+cannot be undone (a thread of the script's, a library that the script has reconfigured) is the replay's business: its
+checks find it if it matters, and then a new process takes the rank's place. Begin with `clear`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.rank import fail_open, values
+from ttprun.rank.data import loaders
+from ttprun.rank.effects import files, os_entropy
+from ttprun.rank.position import ast_transform, loops
+from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.process import random_state
+from ttprun.rank.step import step_hooks
+from ttprun.rank.weights import gradients, optimizer_registry
+
+
+@dataclass
+class Beginning:
+    """How things stood when the script had imported torch, and mostly had done nothing else.
+
+    handlers   of loggers by name, the root's by ""
+    """
+
+    directory: str = field(default_factory=os.getcwd)
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    path: list[str] = field(default_factory=lambda: list(sys.path))
+    streams: tuple[Any, Any] = field(default_factory=lambda: (sys.stdout, sys.stderr))
+    excepthook: Any = field(default_factory=lambda: sys.excepthook)
+    random: random_state.RngState = field(default_factory=random_state.capture)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    signals: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _signals()})
+    handlers: dict[str, list[logging.Handler]] = field(
+        default_factory=lambda: {name: list(logger.handlers) for name, logger in _loggers().items()}
+    )
+
+
+_beginning: Beginning | None = None
+_registered: list[Callable[..., Any]] = []  # by the script with atexit
+
+
+def note_beginning() -> None:
+    """Keep how things stand; called once, before the script has got far.
+
+    What torch is made of is taken out of the garbage collector's rounds, half a million objects: `clear` needs a whole
+    round while the other ranks wait.
+    """
+    global _beginning
+    _beginning = Beginning()
+    gc.freeze()
+
+
+def wrap_register(original: Any) -> Any:
+    """atexit.register: know the script's own functions."""
+
+    def register(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_user_file(fail_open.caller().f_code.co_filename):
+            _registered.append(function)
+        return original(function, *args, **kwargs)
+
+    return register
+
+
+def threads_of_user() -> list[str]:
+    """Names of threads that run the user's code beside the main thread: they cannot be ended from outside."""
+    frames = sys._current_frames()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    return [names.get(ident, "?") for ident, frame in frames.items() if ident != main and _is_in_user_code(frame)]
+
+
+def _is_in_user_code(frame: Any) -> bool:
+    while frame is not None:
+        if is_user_file(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def clear(error: BaseException) -> None:
+    """Forget a run of the script that an error has ended; its frames have been left, and its groups are cut."""
+    files.forget()
+    _leave_process_groups()
+    _clear_frames(error)
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+    for function in _registered:
+        atexit.unregister(function)
+    _registered.clear()
+    for forget in (step_hooks.forget, optimizer_registry.forget, loaders.forget, gradients.forget, values.forget):
+        forget()
+    loops.Hooks.enter = loops.Hooks.loop = None
+    _forget_modules()
+    gc.collect()
+    _end_children()
+    if _beginning is not None:
+        _restore(_beginning)
+    os_entropy.drawn_since_last_asked()
+
+
+def _leave_process_groups() -> None:
+    destroy: Any = dist.destroy_process_group
+    if dist.is_initialized():
+        getattr(destroy, "__wrapped__", destroy)()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the script's variables: also those that the errors before this one hold."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        found = left.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        left += [found.__cause__, found.__context__]
+        _clear_frames_of(found.__traceback__)
+        found.__traceback__ = None
+
+
+def _clear_frames_of(trace: TracebackType | None) -> None:
+    """As traceback.clear_frames, and what that leaves: whoever has called sys.excepthook holds on to the traceback.
+
+    A frame keeps its function, hence the variables that this has from around it: so only the outermost frame is left,
+    which is the script's module. Python up to 3.12 also keeps the copy of a frame's variables that a record of ours
+    has had made; it is renewed.
+    """
+    while trace is not None:
+        with contextlib.suppress(RuntimeError):  # it is still running
+            trace.tb_frame.clear()
+            trace.tb_frame.f_locals  # noqa: B018
+        trace.tb_next, trace = None, trace.tb_next
+
+
+def _forget_modules() -> None:
+    """The script and the user's modules: whatever still holds one of their functions is not to work with old values."""
+    for name in ast_transform.loaded:
+        module = sys.modules.pop(name, None)
+        if module is not None:
+            vars(module).clear()
+    ast_transform.loaded[:] = ["__main__"]
+
+
+def _end_children() -> None:
+    """What the run has started ends with it, as it would with the process."""
+    trackers: tuple[Any, ...] = (
+        multiprocessing.resource_tracker._resource_tracker,
+        multiprocessing.forkserver._forkserver,
+    )
+    spared = {getattr(tracker, name, None) for tracker in trackers for name in ("_pid", "_forkserver_pid")}
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()
+    for pid in _children():
+        if pid not in spared:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="ascii") as children:
+            found += map(int, children.read().split())
+    return found
+
+
+def _restore(beginning: Beginning) -> None:
+    os.chdir(beginning.directory)
+    if os.environ != beginning.environment:
+        os.environ.clear()
+        os.environ.update(beginning.environment)
+    sys.path[:] = beginning.path
+    sys.stdout, sys.stderr = beginning.streams
+    sys.excepthook = beginning.excepthook
+    for number, handler in beginning.signals.items():
+        present: Any = signal.getsignal(number)
+        code = getattr(present, "__code__", None)
+        if code is not None and present is not handler and is_user_file(code.co_filename):
+            signal.signal(number, handler)
+    for name, logger in _loggers().items():
+        if _is_of_user(name):
+            for added in [handler for handler in logger.handlers if handler not in beginning.handlers.get(name, ())]:
+                logger.removeHandler(added)
+                with contextlib.suppress(Exception):
+                    added.close()
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(beginning.dtype)
+    torch.set_default_device(None)
+    random_state.restore(beginning.random)
+
+
+def _signals() -> list[int]:
+    return [number for number in signal.valid_signals() if signal.getsignal(number) is not None]
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    known = logging.Logger.manager.loggerDict
+    named = {name: logger for name, logger in known.items() if isinstance(logger, logging.Logger)}
+    return {"": logging.getLogger(), **named}
+
+
+def _is_of_user(name: str) -> bool:
+    """A logger that no library is named like: a library sets its own up when it is imported, and then never again."""
+    return name.partition(".")[0] not in sys.modules

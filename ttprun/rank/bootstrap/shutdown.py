@@ -1,0 +1,72 @@
+"""The end of a rank's process: whatever has threads in native code ends before the interpreter does.
+
+A thread of gloo that completes an operation takes the GIL, to call back or to let go of a tensor. Once the interpreter
+finalizes it cannot have it any more: Python then ends the thread by unwinding its stack, which C++ answers with
+abort() (torch 2.13; torch's own groups have that too, as long as the script has not destroyed them). So a script that
+came to its end well would be "ended by signal 6", one time in some hundreds, or nearly always if it does not wait for
+its last collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ttprun.rank.comm.connection import Connection
+from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.comm.process_group import living
+from ttprun.rank.session import Session
+
+LIMIT_S = 1.0  # for each of what is waited for
+
+
+def close(session: Session) -> None:
+    """End this rank's threads in native code and its connections, behind the script's own exit handlers.
+
+    Mostly takes a millisecond. Operations that the script has not waited for are let finish for LIMIT_S, and then cut
+    off; what does not end then either is left alone.
+    """
+    if session.recovery is not None:
+        session.recovery.retire()
+        session.recovery.join(LIMIT_S)
+    session.verifier.end(LIMIT_S)
+    works = [entry.inner for entry in session.journal.unfinished() if entry.inner is not None]
+    session.journal.clear()
+    connections = [group.connection for group in living if group.connection is not None]
+    for group in living:
+        group.forget_connection()
+    closing = threading.Thread(target=_close_all, args=(connections,), name="ttprun-ending", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # Python 3.12 starts no thread so late
+        _close_here(connections, works)
+        return
+    closing.join(LIMIT_S)
+    if closing.is_alive():
+        for connection in connections:
+            connection.cut()
+        closing.join(LIMIT_S)
+
+
+def _close_all(connections: list[Connection]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _close_here(connections: list[Connection], works: Iterable[Any]) -> None:
+    """The same on this thread, which closing must not block: only what has ended is closed."""
+    if not _have_ended(works):
+        for connection in connections:
+            connection.cut()
+        if not _have_ended(works):
+            for connection in connections:
+                connection.abandon()
+    _close_all(connections)
+
+
+def _have_ended(works: Iterable[Any]) -> bool:
+    """Whether all have; waits for that LIMIT_S at most."""
+    end_s = time.monotonic() + LIMIT_S
+    return all(has_ended(work, end_s - time.monotonic()) for work in works)

@@ -1,0 +1,160 @@
+"""A process with torch imported that waits to become a replacement: `python -m ttprun.rank.bootstrap.standby`.
+
+Mostly it stays, and a copy of it becomes the replacement: a fork takes milliseconds, an import of torch takes seconds
+of the processor that the training needs. That is safe as long as nothing has been computed here: what is known to hang
+or to differ in a forked child is a thread pool (OpenMP's, a BLAS's) or a device that the parent had in use, and a
+standby that has any of these is not copied.
+
+It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
+the rank come with the agent's welcome. Until then it has the environment of some rank, so that what runs at the start
+of each Python (.pth files, `sitecustomize`) does here what it does in a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+from ttprun.protocol.channel import Channel
+from ttprun.rank.bootstrap import install, patches, preload
+from ttprun.rank.bootstrap.script import run
+from ttprun.rank.position import ast_transform
+
+WARM = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel.distributed",
+    "torch._dynamo",  # DistributedDataParallel imports it when it is made, which takes longer than all the rest
+    "torch.utils.data.distributed",
+    "torch.optim.lr_scheduler",
+    "numpy",
+    "ttprun.rank.bootstrap.hooks",
+    "ttprun.rank.weights.gradients",
+)
+
+
+def main() -> None:
+    """Wait for a welcome, then run the user's script as the rank that it names."""
+    agent = int(os.environ[install.AGENT_VARIABLE])
+    install.die_with_parent()
+    if os.getppid() != agent:
+        os._exit(1)
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    channel = Channel(socket.socket(fileno=fd))
+    warm_up(WARM)
+    channel.send({"op": "ready", "is_copyable": is_copyable()})
+    fds: list[int] = []
+    try:
+        while True:
+            message, came = channel.receive_with_fds()
+            fds += came  # one read may bring several messages, and then the descriptors come with the first
+            if message["op"] == "warm":
+                warm_up(message["modules"])
+                ast_transform.prepare(message["files"])
+                channel.send({"op": "ready", "is_copyable": is_copyable()})
+            elif message["op"] == "preload":
+                # As in a replay: a package may take functions that we change out of torch (`from torch import save`).
+                patches.apply_all(with_replay=True)
+                notebook, plan = fds.pop(), fds.pop()
+                refused = preload.preload(plan, notebook)
+                channel.send({"op": "ready", "is_copyable": is_copyable(), "refused": refused})
+            elif message["op"] == "copy":
+                channel = give_copy(channel, fds.pop(), agent)
+            else:
+                welcome = message
+                break
+    except EOFError:
+        os._exit(0)  # what packages do at the end of a process is a rank's to do
+    for output, target in zip(fds[3:], (1, 2), strict=False):
+        os.dup2(output, target)
+        os.close(output)
+    os.environ.clear()
+    os.environ.update(preload.added | welcome["env"])
+    arguments: list[str] = welcome["arguments"]
+    is_followed = not welcome["options"]["mindio"]
+    if is_followed:
+        ast_transform.install()
+    is_module = arguments[0] == "-m"
+    script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
+    sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
+    install.enter(channel, welcome, fds[:3], "" if is_module else script)
+    run(arguments, is_followed)
+
+
+def warm_up(modules: Sequence[str]) -> None:
+    """Import modules beforehand; one that cannot be imported is the script's business, if it needs it."""
+    for name in modules:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def is_copyable() -> bool:
+    """Whether a fork of this process is as good as a new one: it has one thread, and no device in use.
+
+    Both are looked at once a child has been forked: in a child a device says so, and a BLAS that has ended its threads
+    for the fork starts them again only when it computes.
+    """
+    gc.collect()
+    gc.freeze()  # a collection in a copy would write to, and so copy, all pages
+    child = os.fork()
+    if child == 0:
+        os._exit(has_inherited_a_device())
+    _, status = os.waitpid(child, 0)
+    return status == 0 and len(os.listdir("/proc/self/task")) == 1
+
+
+def has_inherited_a_device() -> bool:
+    """In a forked child: whether its parent had a device in use, so that the child cannot use one."""
+    torch = sys.modules.get("torch")
+    devices = (getattr(torch, name, None) for name in ("cuda", "xpu", "mps", "npu"))
+    return any(getattr(device, "_is_in_bad_fork", bool)() for device in devices)
+
+
+def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
+    """Fork a copy, a child of the agent, and tell the agent its pid.
+
+    theirs    the copy's end of its line to the agent
+    returns   the line to listen on: in the copy its own
+    """
+    go_r, go_w = os.pipe()
+    told_r, told_w = os.pipe()
+    between = os.fork()
+    if between == 0:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
+        for fd in (go_w, told_r, channel.fileno()):
+            os.close(fd)
+        if not os.read(go_r, 1):
+            os._exit(1)
+        install.die_with_parent()
+        if os.getppid() != agent:
+            os._exit(1)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # two copies would draw the same; random does this by itself
+        os.write(told_w, str(os.getpid()).encode())
+        for fd in (go_r, told_w):
+            os.close(fd)
+        return Channel(socket.socket(fileno=theirs))
+    for fd in (theirs, go_r, told_w):
+        os.close(fd)
+    os.waitpid(between, 0)  # from here on the copy's parent is the agent
+    os.write(go_w, b"x")
+    pid = os.read(told_r, 32)
+    for fd in (go_w, told_r):
+        os.close(fd)
+    if not pid:
+        raise SystemExit("ttprun: a standby could not be copied")
+    channel.send({"op": "copied", "pid": int(pid)})
+    return channel
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Comparisons: a replacement with the rank that was lost, weights with those of the other ranks."""

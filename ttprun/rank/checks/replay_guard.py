@@ -1,0 +1,59 @@
+"""What a replacement must issue: the collectives that the survivors' journals hold since the boundary.
+
+Each of its own is compared before it is issued. A difference means that the replacement does not do what the lost rank
+did (another branch, another shape, another order): nothing is communicated, and the next rung is tried.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ttprun.protocol.channel import Channel
+    from ttprun.rank.comm.journal import Entry
+
+_KILL_LIMIT_S = 60.0
+
+
+class MismatchError(RuntimeError):
+    """The replacement does not do what the lost rank did."""
+
+    is_meant_for_script = True
+
+
+class Expected:
+    """The survivors' collectives by group, oldest first; empty once the replacement has issued them all."""
+
+    def __init__(self, channel: Channel, generation: int, by_group: dict[str, list[str]]) -> None:
+        self._channel = channel
+        self._generation = generation
+        self._left = {name: list(reversed(signatures)) for name, signatures in by_group.items() if signatures}
+        self._tell_if_through()
+
+    def check(self, entry: Entry) -> None:
+        """Compare a collective that is about to be issued. Raises MismatchError, once the agent has been told."""
+        left = self._left.get(entry.group.group_name)
+        if not left:
+            return
+        expected = left.pop()
+        if expected != entry.signature:
+            report_mismatch(
+                self._channel,
+                self._generation,
+                f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
+            )
+        if not left:
+            del self._left[entry.group.group_name]
+            self._tell_if_through()
+
+    def _tell_if_through(self) -> None:
+        if not self._left:
+            self._channel.send({"op": "reissued", "generation": self._generation})
+
+
+def report_mismatch(channel: Channel, generation: int, reason: str) -> None:
+    """Tell the agent why this rank must not go on, and stay here until it ends the process. Raises MismatchError."""
+    channel.send({"op": "mismatch", "generation": generation, "reason": reason})
+    threading.Event().wait(_KILL_LIMIT_S)
+    raise MismatchError(reason)

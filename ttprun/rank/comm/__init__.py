@@ -1,0 +1,1 @@
+"""Process groups over a backend that can be replaced, and the journal of their collectives."""

@@ -1,0 +1,314 @@
+"""Inputs that the journal need not copy: the gradients in the buckets of DistributedDataParallel.
+
+DDP copies each gradient, divided by the number of ranks, into a flat bucket, and has that reduced in place. Up to the
+end of its last bucket the gradients themselves are untouched, so what a bucket held can be made of them again. From
+then on the bucket holds the result, till the next backward pass: a rank that has it gives it to those that have not,
+and nothing is issued again. Either way no copy is needed, which is most of what protection would cost a step.
+
+What lies where in a bucket is in DDP's own log. It is compared with the journal's copies for some steps before it is
+relied on, and whatever DDP does otherwise with its gradients (hooks, views, parameters without a gradient) is left to
+the copies. An input that is made again is compared with what was noted of it. Whether it has a NaN is asked of the
+gradients too, while the bucket is on its way. Begin with `Buckets.hold`.
+"""
+
+from __future__ import annotations
+
+import cmath
+import ctypes
+import weakref
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.rank.checks import verification
+from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights.replicated import NotRepairableError
+
+if TYPE_CHECKING:
+    from ttprun.rank.comm.journal import Entry
+
+# Below these a bucket is copied: that takes less time than to note what is in it.
+FROM_BYTES = 256 << 10
+FROM_BYTES_A_GRADIENT = 32 << 10  # on average
+TRUSTED_AFTER = 3  # steps
+SAMPLES = 128
+# Steps for which DDP's log is looked at; it tells what is in the buckets from the third one on.
+_LOOKS = 16
+_WORD_BYTES = 8
+_GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
+Noted = tuple[list[int], bytes]
+
+
+@dataclass(slots=True)
+class Held:
+    """An input that was not copied.
+
+    bucket    in which it lay
+    flat      the bucket's tensor: input and result of the operation
+    noted     what is known of the input, and of the gradients
+    version   of the tensor when it was issued; it becomes another one once DDP writes the bucket anew
+    """
+
+    bucket: Bucket
+    flat: torch.Tensor
+    noted: Noted
+    version: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the bucket still holds this operation's result, once that has completed."""
+        return self.flat._version == self.version
+
+    def put_back(self) -> None:
+        """Make the input of the gradients again. Raises NotRepairableError if that does not give what was noted."""
+        if not (self.bucket.fill(self.flat) and self.bucket.note() == self.noted):
+            raise NotRepairableError("a gradient was changed behind its all-reduce, whose input is not known any more")
+        self.version = self.flat._version
+
+    def told_nans(self) -> str:
+        """How many elements of the input are NaN, in words; "" if none is.
+
+        To be asked in the backward pass, up to whose end the gradients are what the bucket was made of. The bucket
+        itself is being reduced.
+        """
+        # None is left of a backward pass that was broken off, if the script has thrown its gradients away.
+        gradients = [gradient for gradient in self.bucket.gradients() if gradient is not None]
+        # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+        if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
+            return ""
+        found = sum([int(gradient.isnan().sum()) for gradient in gradients])
+        return f"{found} of {self.flat.numel()} elements" if found else ""
+
+
+class Bucket:
+    """Where the gradients of some parameters lie in one flat tensor.
+
+    size_bytes  of its tensor
+    agreed      steps in which they were found there
+    is_refused  they were not, or something else speaks against relying on it
+    is_used     it has been reduced since the newest boundary
+    is_last     of its model's, which DDP reduces in the same order in each backward pass
+    pointer     address of its tensor; 0 if not known yet
+    """
+
+    def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
+        self._parameters = parameters
+        self._model = weakref.ref(model, lambda _: parameters.clear())  # which must not outlive it
+        self._factor = 1.0 / world_size
+        self.size_bytes = sum(parameter.nbytes for parameter in parameters)
+        self.agreed = 0
+        self.is_refused = False
+        self.is_used = False
+        self.is_last = True
+        self.pointer = 0
+        self._sampled = memoryview(b"")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its model is there."""
+        return self._model() is not None
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether it takes less time to note what is in it than to copy it."""
+        return self.size_bytes >= max(FROM_BYTES, FROM_BYTES_A_GRADIENT * len(self._parameters))
+
+    def lies_in(self, flat: torch.Tensor) -> None:
+        """This is its tensor, from now on: DDP keeps it as long as the model."""
+        self.pointer = flat.data_ptr()
+        words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
+        self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
+
+    def gradients(self) -> list[Any]:
+        """Of each parameter; None where there is none."""
+        return list(map(_GRADIENT, self._parameters))
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """(gradient, where it lies in `flat`), each of the parameter's shape; None if one of them cannot be told."""
+        found, at = [], 0
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype != flat.dtype or not _is_dense(parameter, gradient):
+                return None
+            found.append((gradient.detach(), flat.as_strided(parameter.size(), parameter.stride(), at)))
+            at += parameter.numel()
+        return found if self.is_alive else None
+
+    def fill(self, flat: torch.Tensor) -> bool:
+        """Write all gradients as DDP does; False if one cannot be told."""
+        parts = self.parts(flat)
+        with torch.no_grad():
+            for gradient, place in parts or ():
+                torch.mul(gradient, self._factor, out=place)
+        return parts is not None
+
+    def is_in(self, flat: torch.Tensor) -> bool:
+        """Whether `flat` is what `fill` would make it."""
+        parts = self.parts(flat)
+        return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
+
+    def note(self) -> Noted:
+        """How often each gradient has been written, and some words of the tensor.
+
+        None of the gradients may be missing, and the tensor must be alive. Nothing is asked of torch: in front of the
+        reduction, one operation of its would take as long as all of this.
+        """
+        return list(map(_VERSION, self.gradients())), self._sampled.tobytes()
+
+    def may_be_held(self) -> bool:
+        """Whether nothing speaks against it, now that it is about to be reduced."""
+        model = self._model()
+        if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
+            return False
+        # Such a hook may change a gradient behind DDP's copying it.
+        return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
+
+
+def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether DDP gives the gradient the strides of its parameter in the bucket."""
+    if gradient.layout is not torch.strided:
+        return False
+    return parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_plain(model: Any) -> bool:
+    """Whether DDP itself copies each gradient into a bucket, and reduces that."""
+    return not (
+        model.find_unused_parameters
+        or model.static_graph
+        or model.gradient_as_bucket_view
+        or model.mixed_precision is not None
+        or model._comm_hooks
+    )
+
+
+def buckets_of(model: Any, world_size: int) -> list[Bucket]:
+    """The buckets as DDP's log has them; [] if it does not tell, or not yet.
+
+    To be called where no backward pass is under way: DDP locks its log meanwhile.
+    """
+    try:
+        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        parameters = model._build_params_for_reducer()[0]
+        rows = [[parameters[int(word)] for word in words.split()] for words in told.split(",") if words]
+    except (AttributeError, IndexError, ValueError):  # of another version of torch
+        return []
+    found = [Bucket(model, row, world_size) for row in rows]
+    for bucket in found[:-1]:
+        bucket.is_last = False
+    return [bucket for bucket in found if bucket.is_worth_it]
+
+
+class Buckets:
+    """The buckets of the DDP models over one process group."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._buckets: list[Bucket] = []
+        self._held: list[Held] = []  # since the newest boundary
+        self._unseen: list[Entry] = []  # which have not been looked at for NaN
+        self._is_to_look = False  # something has come that lies in no bucket that is known
+        self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+    def hold(self, entry: Entry) -> bool:
+        """Note the input of an operation that is about to be issued; False if it must be copied."""
+        if entry.op != "allreduce" or len(entry.outputs) != 1:
+            return False
+        flat = entry.outputs[0]
+        if flat.layout is not torch.strided:
+            return False
+        # What is reduced in the memory of a plain model's bucket is that bucket, with the operation that was compared.
+        bucket = self._find(flat)
+        if bucket is None or not bucket.may_be_held():
+            return False
+        if bucket.is_used:  # what the first one has given is lost
+            bucket.is_refused = True
+            return False
+        bucket.is_used = True
+        entry.held = Held(bucket, flat, bucket.note(), flat._version)
+        self._held.append(entry.held)
+        return True
+
+    def compare(self, entry: Entry) -> None:
+        """The input of an operation has been copied: see whether that would have been needed."""
+        flat = _reduced(entry)
+        if flat is None:
+            return
+        bucket = self._find(flat)
+        known = [bucket] if bucket is not None else [one for one in self._buckets if not one.pointer]
+        likely = [one for one in known if one.size_bytes == flat.nbytes and not one.is_refused]
+        self._is_to_look = self._is_to_look or not likely
+        if not likely or bool(flat.isnan().any()):  # nothing equals NaN
+            return
+        found = next((one for one in likely if one.is_in(flat)), None)
+        if found is None:
+            for one in likely:
+                one.is_refused = True
+            return
+        found.lies_in(flat)
+        found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # then something speaks against holding it
+        found.is_used = True
+        found.agreed += 1
+
+    def look_for_nan(self, entry: Entry) -> None:
+        """Note whether the input of an operation that has been issued has a NaN, or leave that to the next one.
+
+        A bucket's gradients are left: as long as there is another one to come, all ranks wait for what this thread has
+        yet to compute, while behind the last one it has nothing to do. They stay what they are till then.
+        """
+        if entry.held is not None and not entry.held.bucket.is_last:
+            self._unseen.append(entry)
+            return
+        for unseen in self._unseen:
+            verification.look_for_nan(unseen)
+        self._unseen.clear()
+        verification.look_for_nan(entry)
+
+    def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(gradient, where it lies in `flat`), as Bucket.parts; [] if this is no bucket that is known."""
+        bucket = self._find(flat)
+        return [] if bucket is None else bucket.parts(flat) or []
+
+    def end_step(self) -> None:
+        """Nothing of the step will be issued again. Called where no backward pass is under way."""
+        for held in self._held:
+            if not held.is_kept:
+                held.bucket.is_refused = True
+        self._held.clear()
+        self._unseen.clear()
+        for bucket in self._buckets:
+            bucket.is_used = False
+        if self._is_to_look:
+            self._is_to_look = False
+            for model in optimizer_registry.wrapped_models():
+                if model.process_group is self._group() and self._looks.get(model, 0) < _LOOKS:
+                    self._look_at(model)
+
+    def _look_at(self, model: Any) -> None:
+        if not (is_plain(model) and model._has_rebuilt_buckets):
+            return
+        found = buckets_of(model, model.process_group.size())
+        self._buckets = [bucket for bucket in self._buckets if bucket.is_alive] + found
+        self._looks[model] = _LOOKS if found else self._looks.get(model, 0) + 1
+
+    def _find(self, flat: torch.Tensor) -> Bucket | None:
+        pointer, size_bytes = flat.data_ptr(), flat.nbytes
+        for bucket in self._buckets:
+            if bucket.pointer == pointer and bucket.size_bytes == size_bytes:
+                return bucket
+        return None
+
+
+def _reduced(entry: Entry) -> torch.Tensor | None:
+    """The tensor of an operation that can be the reduction of a bucket."""
+    if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
+        return None
+    flat = entry.outputs[0]
+    if flat.layout is not torch.strided:
+        return None
+    is_flat = flat.nbytes >= FROM_BYTES and flat.dim() == 1 and flat.is_contiguous()
+    return flat if is_flat and entry.args[1].reduceOp == dist.ReduceOp.SUM else None

@@ -1,0 +1,240 @@
+"""A gloo backend of one group in one generation, which can be cut off at once.
+
+gloo's own abort() does not wake a rank that waits for a living peer (torch 2.13), so the backend's TCP sockets are shut
+down instead: every pending operation then fails within milliseconds. The listener is left alone: shutting it down
+aborts the process. Each backend gets a device of its own, hence a listening port of its own, by which its sockets are
+known.
+
+Addresses are exchanged through the agent (`Exchange`), so no port listens for that, and a wait for a peer that will
+never come ends when the generation ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ttprun.protocol.channel import Channel
+
+CONNECT_LIMIT = timedelta(seconds=120)
+
+
+class GenerationOverError(RuntimeError):
+    """The generation ended while something still waited in it; the recovery tries again in the next."""
+
+
+class GivenUpError(Exception):
+    """Some rank makes its groups without us: all must."""
+
+
+_GIVEN_UP = "groups are torch's own"
+
+
+class Exchange:
+    """Keys that ranks tell each other through the agent, separated by generation.
+
+    is_given_up   some rank could not make a managed group, so that from now on all make torch's own
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._values: dict[tuple[int, str], bytes] = {}
+        self._over_before = 0
+        self.is_given_up = False
+        self._news = threading.Condition()
+
+    def put(self, generation: int, key: str, value: bytes) -> None:
+        """Tell all ranks, this one included."""
+        self.deliver(generation, key, value)
+        text = base64.b64encode(value).decode()
+        self._channel.send({"op": "put", "generation": generation, "key": key, "value": text})
+
+    def deliver(self, generation: int, key: str, value: bytes) -> None:
+        """A value has come."""
+        with self._news:
+            self.is_given_up = self.is_given_up or key == _GIVEN_UP
+            self._values[generation, key] = value
+            self._news.notify_all()
+
+    def give_up(self, generation: int) -> None:
+        """Have all ranks make torch's own groups; those that wait for a member of a managed one get GivenUpError."""
+        self.put(generation, _GIVEN_UP, b"")
+
+    def end_before(self, generation: int) -> None:
+        """Generations below this one are over: whoever waits in them gets GenerationOverError."""
+        with self._news:
+            self._over_before = max(self._over_before, generation)
+            self._values = {known: value for known, value in self._values.items() if known[0] >= generation}
+            self._news.notify_all()
+
+    def get(self, generation: int, key: str, limit_s: float) -> bytes:
+        """Wait for a key. Raises GenerationOverError, GivenUpError, or TimeoutError after `limit_s` seconds."""
+        end = time.monotonic() + limit_s
+        with self._news:
+            while (generation, key) not in self._values:
+                if generation < self._over_before:
+                    raise GenerationOverError(f"generation {generation} is over")
+                if self.is_given_up:
+                    raise GivenUpError
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no rank has told {key!r} within {limit_s:.0f} s")
+                self._news.wait(left)
+            return self._values[generation, key]
+
+
+class _ExchangeStore(torch._C._distributed_c10d.Store):
+    """The part of a Store that gloo uses to connect: set, wait, get."""
+
+    def __init__(self, exchange: Exchange, generation: int, prefix: str) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._generation = generation
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes | str) -> None:
+        raw = value.encode() if isinstance(value, str) else bytes(value)
+        self._exchange.put(self._generation, self._prefix + key, raw)
+
+    def get(self, key: str) -> bytes:
+        return self._exchange.get(self._generation, self._prefix + key, CONNECT_LIMIT.total_seconds())
+
+    def wait(self, keys: Sequence[str], timeout: timedelta = CONNECT_LIMIT) -> None:
+        for key in keys:
+            self._exchange.get(self._generation, self._prefix + key, timeout.total_seconds())
+
+
+class Connection:
+    """A connected gloo backend.
+
+    Constructing it blocks until every member has come, at most CONNECT_LIMIT; raises GenerationOverError when the
+    generation ends first.
+    """
+
+    _making = threading.Lock()
+
+    def __init__(
+        self, exchange: Exchange, generation: int, name: str, rank: int, size: int, op_limit: timedelta
+    ) -> None:
+        prefix = f"group {name}/"
+        opened_before = _native_fds()
+        with Connection._making:
+            before = _listening_ports()
+            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            ports = _listening_ports() - before
+        exchange.put(generation, f"{prefix}port {rank}", ",".join(map(str, ports)).encode())
+        self._ports = set(ports)
+        self._inodes: set[int] = set()
+        self._listeners = dict.fromkeys(ports, rank)
+        # All members are here, and so alive a moment ago, before anybody enters C++ code that cannot be interrupted.
+        for peer in range(size):
+            told = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
+            theirs = {int(port) for port in told.split(b",") if port}
+            self._ports |= theirs
+            self._listeners |= dict.fromkeys(theirs, peer)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [device]
+        options._timeout = timedelta(seconds=20)
+        self.backend: Any = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
+        self.backend._set_default_timeout(op_limit)
+        self.generation = generation
+        # A broken connection has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
+        self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
+        for fd in _native_fds() - opened_before:  # a child of the script must not hold them open
+            with contextlib.suppress(OSError):
+                os.set_inheritable(fd, False)
+
+    def cut(self) -> None:
+        """Shut down every socket of this backend; pending and later operations fail at once."""
+        for sock in self.sockets():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the backend up, and with it its threads; blocks till its operations have ended."""
+        self.backend = None
+
+    def __del__(self) -> None:
+        """Let a thread of Python's give the backend up if one of gloo's has let go of this object last.
+
+        gloo calls back when an operation has completed, with a reference to the group, and the script may have
+        destroyed that meanwhile. A backend joins its threads when it goes: on one of them that aborts the process.
+        """
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            return
+        held = [self.__dict__.pop("backend", None)]  # no reference but this one: the other thread's is to be the last
+        try:
+            threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
+        except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
+            _keep_for_ever(held[0])
+
+    def abandon(self) -> None:
+        """Keep the backend for ever: its destructor would wait for an operation that does not end.
+
+        That is seen with gloo (torch 2.13) if the connection is cut while messages of the operation are under way, now
+        and then, though all its sockets are closed. So it touches no tensor any more; its time-out ends it one day.
+        """
+        _keep_for_ever(self.backend)
+
+    def sockets(self) -> Iterator[socket.socket]:
+        """Duplicates of this backend's connected sockets; each is closed when the next one is asked for."""
+        for fd in _socket_fds():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
+                    continue
+                is_known = os.fstat(sock.fileno()).st_ino in self._inodes
+                if is_known or sock.getsockname()[1] in self._ports or sock.getpeername()[1] in self._ports:
+                    yield sock
+
+    def listener_of(self, port: int) -> int | None:
+        """The member of the group that listens on a port, None if none does."""
+        return self._listeners.get(port)
+
+
+def _keep_for_ever(value: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def _socket_fds() -> list[int]:
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.append(int(name))
+    return found
+
+
+def _native_fds() -> set[int]:
+    """Descriptors of the kinds that gloo opens, without close-on-exec (torch 2.13)."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "pipe:", "anon_inode:[eventpoll]")):
+                found.add(int(name))
+    return found
+
+
+def _is_listening(sock: socket.socket) -> bool:
+    return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _listening_ports() -> set[int]:
+    ports = set()
+    for fd in _socket_fds():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and _is_listening(sock):
+                ports.add(sock.getsockname()[1])
+    return ports

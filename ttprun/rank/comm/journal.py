@@ -1,0 +1,374 @@
+"""The journal: the collectives of the step that is under way, with their inputs.
+
+When a rank is lost, the collectives that it took part in since the newest boundary are issued again with its
+replacement. gloo reduces in place, so the inputs must be copied before an operation is issued, unless they can be had
+otherwise (buckets.py); the copies go into buffers that are used again from step to step. A commit (every rank has
+recorded the boundary) empties the journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.rank import fail_open
+from ttprun.rank.comm.operations import signature_of
+from ttprun.rank.weights.tensor_bytes import size_of
+
+if TYPE_CHECKING:
+    from ttprun.rank.comm.buckets import Held
+    from ttprun.rank.comm.process_group import ManagedGroup
+
+Tensor = torch.Tensor
+SMALL_RESULT_BYTES = 64 << 10
+# How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
+PATIENCE_S = 15.0
+# How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
+TELL_AFTER_S = 1.0
+# How often a waiting rank looks whether its operation was issued anew: one that is cut off may never end by itself.
+_LOOK_AGAIN = timedelta(seconds=0.25)
+# Steps after which spare buffers of shapes that have not come again are given up.
+_TRIM_EVERY = 16
+
+
+class EndedError(RuntimeError):
+    """This process has been told to end: what was waited for will not come."""
+
+    is_meant_for_script = True
+
+    def __init__(self) -> None:
+        super().__init__("the job is being ended: nothing takes up what was under way")
+
+
+class Entry:
+    """One collective of one group.
+
+    op, args    the backend's method and its arguments, tensors being the user's own
+    outputs     the tensors that the operation writes
+    saved       (user's tensor, copy made before the operation was issued)
+    held        its input if that needs no copy, else None
+    inner       the backend's work in the present generation; None while the rank is frozen
+    error       without its traceback, whose frames would keep a dead backend till some garbage collection
+    failed      the work that has ended with it, if its future has told so
+    future      what the script or DDP waits for, None if nobody does
+    promise     its other end; it gets the outputs, or an exception
+    place       where in the script it was called, only if its result is small enough to be kept
+    size_bytes  what it holds, of inputs and outputs
+    nan         how many elements of an input are NaN, in words; "" if none is
+    """
+
+    # What most entries keep as it is: not written for each of them.
+    saved: Sequence[tuple[Tensor, Tensor]] = ()
+    held: Held | None = None
+    inner: Any = None
+    future: torch.futures.Future[Any] | None = None
+    promise: Any = None
+    size_bytes = 0
+    is_done = False
+    error: BaseException | None = None
+    failed: Any = None
+    place = ""
+    nan = ""
+
+    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        self.group = group
+        self.op = op
+        self.args = args
+        self.outputs = outputs
+
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The future of the outputs.
+
+        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
+        """
+        self.promise = torch._C.Future([])  # what torch.futures.Future is but for the types that it tells
+        self.future = self.promise.then(_value_or_raise)
+        return self.future
+
+    def settle(self, result: list[Tensor] | BaseException | None) -> None:
+        """Complete the future, if there is one: with the outputs, or with an error."""
+        if self.promise is not None and not self.promise.done():
+            self.promise.set_result(result)
+
+    @property
+    def signature(self) -> str:
+        """What must agree between ranks; made up only when somebody asks."""
+        return signature_of(self.op, self.args)
+
+
+def _value_or_raise(promise: Any) -> Any:
+    result = promise.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _is_over(entry: Entry) -> bool:
+    return entry.is_done or (entry.inner is not None and has_succeeded(entry.inner))
+
+
+def has_succeeded(work: Any) -> bool:
+    """Whether an operation of the backend has completed without an error.
+
+    `Work.is_success` would say it too, and warns whoever reads the script's output that it is deprecated.
+    """
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()  # returns at once
+    except Exception:
+        return False
+    return True
+
+
+def has_ended(work: Any, limit_s: float) -> bool:
+    """Whether an operation of the backend has completed or failed; waits for that so long at most."""
+    if not work.is_completed():
+        with contextlib.suppress(Exception):
+            work.wait(timedelta(seconds=max(limit_s, 0.001)))
+    return bool(work.is_completed())
+
+
+class Journal:
+    """All entries since the newest boundary, over all groups, in the order in which they were issued.
+
+    `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
+    stays in the journal for the recovery to issue.
+
+    tell_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
+    admit         called by a thread that waits; what it raises ends the wait
+    diagnose      what an operation's error says of the device or the connection
+    givers        (group, number of a collective since the boundary) -> rank that has its result, and gives it to the
+                  others in the place of the collective
+    is_ended      this process has been told to end, and nobody takes up any more what has failed
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self.news = threading.Condition(self.lock)
+        self.entries: list[Entry] = []
+        self.givers: dict[tuple[str, int], int] = {}
+        self.is_frozen = False
+        self.is_ended = False
+        self.tell_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
+        self.admit: Callable[[], None] = lambda: None
+        self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
+        self._is_watching = False
+        self.held_bytes = 0
+        self._limit_bytes = limit_bytes
+        self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._shapes_used: set[tuple[torch.Size, torch.dtype]] = set()
+        self._steps = 0
+
+    def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
+        """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
+
+        The outputs count too: the entry keeps them alive.
+        """
+        size = sum(map(size_of, inputs))
+        if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
+            size += sum(map(size_of, entry.outputs))
+        if self.held_bytes + size > self._limit_bytes:
+            return False
+        self.held_bytes += size
+        entry.size_bytes = size
+        entry.saved = [self._copied(tensor.detach()) for tensor in inputs]
+        return True
+
+    def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        if source.layout is not torch.strided:  # another one each step holds as many elements as it likes
+            return source, source.clone()
+        kind = source.shape, source.dtype
+        spare = self._spare[kind]
+        self._shapes_used.add(kind)
+        copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        return source, copy.copy_(source)
+
+    def drop(self, entry: Entry) -> None:
+        """Take back an entry whose operation was refused by the backend (the script's own mistake)."""
+        with self.lock:
+            if entry in self.entries:
+                self.entries.remove(entry)
+                self.held_bytes -= entry.size_bytes
+                self._recycle(entry)
+                entry.held = None
+                entry.args = ()
+
+    def clear(self) -> None:
+        """Every rank has recorded the boundary: nothing older will be issued again."""
+        with self.lock:
+            for entry in self.entries:
+                if entry.saved:
+                    self._recycle(entry)
+                entry.held = None
+                entry.args = ()
+            self.entries.clear()
+            self.givers.clear()
+            self.held_bytes = 0
+            self._steps += 1
+            if self._steps % _TRIM_EVERY == 0:
+                for shape in self._spare.keys() - self._shapes_used:
+                    del self._spare[shape]
+                self._shapes_used.clear()
+
+    def forget_completed(self) -> None:
+        """Let go of what has completed: where nothing is issued again, it is of no use."""
+        with self.lock:
+            self.entries = [entry for entry in self.entries if not _is_over(entry)]
+
+    def _recycle(self, entry: Entry) -> None:
+        for source, copy in entry.saved:
+            if source.layout is torch.strided:
+                self._spare[source.shape, source.dtype].append(copy)
+        entry.saved = ()
+
+    def of_group(self, name: str) -> list[Entry]:
+        """The entries of one group, oldest first."""
+        with self.lock:
+            return [entry for entry in self.entries if entry.group.group_name == name]
+
+    def giver_of(self, entry: Entry) -> int | None:
+        """The rank that has an entry's result and gives it to the others; None: it is issued (again).
+
+        None too for an entry that was not kept, as where protection has ended.
+        """
+        if not self.givers:
+            return None
+        name = entry.group.group_name
+        number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
+        return None if number is None else self.givers.get((name, number))
+
+    def unfinished(self) -> list[Entry]:
+        """Entries that have not completed, oldest first; a copy, so the journal may grow meanwhile."""
+        with self.lock:
+            return [entry for entry in self.entries if not entry.is_done]
+
+    def end(self) -> None:
+        """This process has been told to end: whatever waits for a recovery, or would, fails.
+
+        A signal's handler must have its turn, and Python gives it none while DDP waits for a future in C++.
+        """
+        with self.news:
+            self.is_ended = True
+            pending = [entry for entry in self.entries if not entry.is_done] if self.is_frozen else []
+            self.news.notify_all()
+        for entry in pending:
+            entry.settle(EndedError())
+
+    def attach(self, entry: Entry, inner: Any) -> None:
+        """The entry has been issued (again): whoever waits for it waits for `inner` now."""
+        with self.news:
+            entry.inner = inner
+            self.news.notify_all()
+
+    def wait(self, entry: Entry) -> None:
+        """Block until the entry has completed, through any number of recoveries.
+
+        Raises the backend's error if no recovery takes the operation up within PATIENCE_S, and at once if it is one of
+        the device that no new connection answers.
+        """
+        failed: Any = None
+        while not entry.is_done:
+            self.admit()
+            with self.news:
+                inner = entry.inner
+                if inner is None or inner is failed:
+                    self._wait_for_recovery(entry, failed)
+                    continue
+            try:
+                inner.wait(_LOOK_AGAIN)
+            except Exception as error:
+                diagnosis = self.diagnose(error)
+                is_of_device = entry.group.is_on_device and diagnosis.is_known
+                if not (inner.is_completed() or is_of_device):
+                    continue
+                if has_succeeded(inner) and not is_of_device:  # it has completed since the look at it was over
+                    entry.group.complete(entry, inner)
+                    continue
+                failed = inner
+                if self._is_for_script(entry, inner, error, diagnosis):
+                    fail_open.meant(error)
+                    raise
+            else:
+                entry.group.complete(entry, inner)
+
+    def _is_for_script(self, entry: Entry, inner: Any, error: Exception, diagnosis: Diagnosis) -> bool:
+        """Whether an operation's error must end the script's run, since connecting anew is no answer to it; else it is
+        noted, and the operation waits for a recovery.
+
+        What comes of an operation that a recovery has taken up already is that recovery's own doing.
+        """
+        with self.lock:
+            entry.error = error.with_traceback(None)
+            if diagnosis.can_wait or self.is_frozen or entry.inner is not inner:
+                return False
+            self.drop(entry)
+            return True
+
+    def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
+        started = time.monotonic()
+        end = started + PATIENCE_S
+        is_told = False
+        while entry.inner is None or entry.inner is failed:
+            self.admit()
+            if self.is_ended:
+                raise EndedError
+            if self.is_frozen:
+                end = time.monotonic() + PATIENCE_S
+            elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
+                is_told = True
+                self.tell_broken(entry, TELL_AFTER_S)
+            elif not entry.group.is_protected() or time.monotonic() > end:
+                self.drop(entry)
+                lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
+                raise fail_open.meant(lost)
+            self.news.wait(0.5)
+
+    def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:
+        """A future's operation has failed (DDP waits for futures in C++, not in `wait`).
+
+        The future stays pending through a recovery; if none comes within PATIENCE_S, it gets the error.
+        """
+        diagnosis = self.diagnose(error)
+        with self.lock:
+            entry.failed = inner
+            self._is_for_script(entry, inner, error, diagnosis)  # then it is not in the journal any more
+            is_in_journal = entry in self.entries
+            is_first = is_in_journal and not self._is_watching
+            self._is_watching = self._is_watching or is_first
+        if is_first:
+            threading.Thread(target=self._watch_failed_futures, name="ttprun-patience", daemon=True).start()
+        if not is_in_journal:
+            entry.settle(error)
+
+    def _watch_failed_futures(self) -> None:
+        started = time.monotonic()
+        is_told = False
+        while True:
+            with self.news:
+                failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
+                waited_s = time.monotonic() - started
+                is_over = waited_s > PATIENCE_S or any(not entry.group.is_protected() for entry in failed)
+                if not failed or (is_over and not self.is_frozen) or self.is_ended:
+                    self._is_watching = False
+                    break
+                must_tell = not self.is_frozen and not is_told and waited_s > TELL_AFTER_S
+                if self.is_frozen:
+                    started = time.monotonic()
+                if not must_tell:
+                    self.news.wait(0.2)
+            if must_tell:
+                is_told = True
+                self.tell_broken(failed[0], TELL_AFTER_S)
+        for entry in failed:
+            self.drop(entry)
+            if not entry.is_done:
+                entry.settle(entry.error)

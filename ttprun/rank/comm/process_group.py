@@ -1,0 +1,422 @@
+"""The process group that the script gets in place of torch's: the same calls, over a backend that can be replaced.
+
+`ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and
+the Python API all go through it. Each call is written into the journal and issued on the present generation's
+connection. The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the
+recovery has issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
+
+Which operations there are, and what of their arguments is input and output, is in `operations.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from ttprun.chaos import broken_links, strikes
+from ttprun.device import registry
+from ttprun.protocol.board import OPERATION_NAMES
+from ttprun.rank import fail_open
+from ttprun.rank.checks import proof
+from ttprun.rank.comm import held_works, reduce_scatter
+from ttprun.rank.comm.buckets import Buckets
+from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
+from ttprun.rank.comm.issue_once import issue_once
+from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Entry
+from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
+from ttprun.rank.comm.reissue import call_or_take
+from ttprun.rank.comm.work import ManagedWork, Refused
+from ttprun.rank.position.frames import location_key
+from ttprun.rank.records.evidence import INPUT
+from ttprun.rank.session import Session
+from ttprun.rank.weights import sharded
+
+OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
+living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # also those that the script has destroyed
+_LARGE = SMALL_RESULT_BYTES + 1
+INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
+
+
+class ManagedGroup(ProcessGroup):
+    """A process group whose connection can be replaced under the script's feet.
+
+    ranks         global ranks of the members
+    rank          of this process among them
+    op_limit      the time-out that the script asked for
+    number        groups are numbered in the order in which the script makes them
+    is_joined     all members have come together in it once; till then the main thread is the one that connects
+    is_made   torch has finished making it
+    has_new_peers  since it was last connected, another process has taken a member's place
+    buckets      inputs that need no copy
+    """
+
+    def __init__(
+        self, session: Session, exchange: Exchange, name: str, ranks: list[int], rank: int, op_limit: timedelta
+    ) -> None:
+        size = len(ranks)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.ranks = ranks
+        self._session = session
+        self._exchange = exchange
+        self._name = name
+        # A script may destroy its groups and begin again: torch gives the same names out again then, maybe to others.
+        of_these = f"{name} of {','.join(map(str, ranks))}"
+        session.groups_made[of_these] += 1
+        self._key = f"{of_these}#{session.groups_made[of_these]}"
+        session.groups_count += 1
+        self.number = session.groups_count
+        self.is_joined = False
+        self.is_made = False
+        self.has_new_peers = False
+        self.buckets = Buckets(self)
+        self._description = ""
+        self._rank = rank
+        self._size = size
+        self._op_limit = op_limit
+        self._connection: Connection | None = None
+        self._native: Any = None
+        self._communicator = registry.current().communicator()
+        self._connecting = threading.Lock()
+        session.groups[name] = self
+        living.add(self)
+
+    # What C++ and torch's Python code ask of a group.
+
+    def getBackendName(self) -> str:
+        return INTERNAL_NAME
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_desc = setGroupDesc  # type: ignore[assignment]
+    group_desc = property(getGroupDesc)
+
+    def shutdown(self) -> None:
+        """The script has destroyed the group."""
+        if self._session.groups.get(self._name) is self:
+            del self._session.groups[self._name]
+        self._native = None
+
+    def abort(self) -> None:
+        """The script gives the group up: pending operations fail."""
+        self.cut()
+        self.shutdown()
+
+    # Connections.
+
+    def is_protected(self) -> bool:
+        """Whether a recovery would take up this group's operations."""
+        return not self._session.unprotected
+
+    def connect(self) -> None:
+        """Connect in the session's generation and block until all members have; goes on into later generations."""
+        while True:
+            generation = self._session.generation
+            try:
+                self.connect_in(generation)
+                self.is_joined = True
+                return
+            except (GenerationOverError, RuntimeError):
+                framework = self._session.framework
+                if framework is not None and not framework.may_connect_again():
+                    raise
+                if not self._wait_for_generation_after(generation):
+                    raise
+
+    def connect_if_new(self) -> None:
+        """Connect a group that was made behind a recovery, and not in the script's set-up; all its members come."""
+        if self._native is None and self._session.groups.get(self._name) is self:
+            self._check_that_all_are_there()
+            self.connect()
+
+    def _check_that_all_are_there(self) -> None:
+        """Raise RuntimeError if a member is away: it would be waited for in vain."""
+        away = sorted(self._session.away & {*self.ranks})
+        if away:
+            told = f"process group {self._name!r} holds rank {', '.join(map(str, away))}, which is away"
+            raise RuntimeError(f"{told}: use a group of those that are there, made by the downgrade_rebuild handler")
+
+    def _wait_for_generation_after(self, tried: int) -> bool:
+        session = self._session
+        with session.changed:
+            return (
+                session.changed.wait_for(
+                    lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
+                    timeout=CONNECT_LIMIT.total_seconds(),
+                )
+                and not session.unprotected
+            )
+
+    def connect_in(self, generation: int) -> None:
+        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError.
+
+        The main thread may ask for it (the script makes the group) while the recovery thread does; it is done once.
+        """
+        with self._connecting:
+            if not self.is_connected_in(generation):
+                self._connect_anew(generation)
+
+    def is_connected_in(self, generation: int) -> bool:
+        """Whether the connection of that generation stands."""
+        return self._connection is not None and self._connection.generation == generation
+
+    def _connect_anew(self, generation: int) -> None:
+        if self._communicator is not None and self.has_new_peers:
+            registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
+        connection = Connection(self._exchange, generation, self._key, self._rank, self._size, self._op_limit)
+        native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
+        native._set_default_backend(ProcessGroup.BackendType.GLOO)
+        native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
+        native._set_group_name(self._name)
+        if self._session.options["allow_faults"]:
+            broken_links.publish(self._exchange, connection, self._name, self._rank)
+        with self._session.journal.lock:
+            self._connection = connection
+            self._native = native
+            self.has_new_peers = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """What DCP's async_save asks for: the devices of the backends that torch would have registered.
+
+        None while torch is still making the group: it would attach its flight recorder (2.15) to a native backend of
+        that device, and ours has none.
+        """
+        return [torch.device("cpu")] if self.is_made else []
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The native backend that serves a device now; torch (2.15) asks what it can do."""
+        if self._native is None:
+            return super()._get_backend(device)
+        return self._native._get_backend(device)
+
+    @property
+    def connection(self) -> Connection | None:
+        """The present connection; None while there is none."""
+        return self._connection
+
+    def cut(self) -> None:
+        """Break the connection: whatever is pending on it fails at once."""
+        if self._connection is not None:
+            self._connection.cut()
+
+    def forget_connection(self, has_new_peers: bool = False) -> None:
+        """Drop a broken connection; its operations have all failed or completed.
+
+        has_new_peers   another process takes the place of a member
+        """
+        self._connection = None
+        self._native = None
+        self.has_new_peers = self.has_new_peers or has_new_peers
+
+    def abandon_connection(self) -> None:
+        """An operation on the broken connection does not end: it is left alone, and so is the backend."""
+        if self._connection is not None:
+            self._connection.abandon()
+
+    # The device.
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the device has a part in this group, and not only the connection."""
+        return self._communicator is not None
+
+    @property
+    def calls_on_device(self) -> Counter[str]:
+        """Operation -> how often it was issued on the device by this process."""
+        return Counter() if self._communicator is None else self._communicator.calls
+
+    def move_to_device(self) -> None:
+        """The process has another device since the group was made."""
+        if self._communicator is None:
+            self._communicator = registry.current().communicator()
+
+    def device_fault_of(self, error: BaseException | None) -> str:
+        """What an operation's error says of the device; "" if it is one of the connection, or none that is known."""
+        return self._session.diagnose(error).name if self.is_on_device and error is not None else ""
+
+    # Operations.
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier; which rank is missing is for the agent to say."""
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        self.issue("barrier", (options,)).wait()
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> Work:
+        """Write an operation into the journal and issue it; the way of every collective."""
+        session = self._session
+        journal = session.journal
+        inputs_at, outputs_at = OPERATIONS[op]
+        outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
+        if outputs and not outputs[0].is_cpu and session.framework is None:
+            return self._hand_over(op, args, outputs[0].device)
+        given = () if inputs_at is None else args[inputs_at]
+        is_left_out = bool(strikes.waiting) and strikes.reached_collective(op, given)
+        if not is_left_out:
+            session.meet(OPERATION_NUMBERS[op], self._size)
+        entry = Entry(self, op, args, outputs)
+        if session.framework is not None:
+            return issue_once(session.framework, journal, entry, is_left_out)
+        is_kept = session.is_repairable()
+        is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
+        if is_small and not (op in GATHERING and sharded.is_gathering()):
+            entry.place = location_key()
+        if session.replay is not None and session.is_replaying_alone():
+            session.replay.answer(entry)
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if is_left_out:
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        if session.is_applying:
+            session.give_up_protection("a collective is issued inside Optimizer.step (a closure?)")
+        if session.expected is not None:
+            session.expected.check(entry)
+        if inputs_at is None or self._input_is_ignored(op, args):
+            inputs = []
+        else:
+            inputs = outputs if inputs_at == outputs_at else tensors_in(given)
+        tensors = outputs if inputs is outputs else (*outputs, *inputs)
+        unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
+        if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
+            session.give_up_protection(f"the script's {op} takes sparse tensors; of these only all_reduce is repaired")
+        if inputs and not unusual:
+            proof.note(session, INPUT, self._name, inputs, entry.op)
+        with journal.lock:
+            is_kept = session.is_repairable() and self._keep(entry, inputs)
+            if is_kept or journal.is_frozen:
+                journal.entries.append(entry)
+            if not journal.is_frozen:
+                entry.inner = self._begin(entry)
+            elif journal.is_ended:
+                raise EndedError
+        if is_kept and session.verifier.looks_before:
+            self.buckets.look_for_nan(entry)
+        if strikes.waiting:
+            strikes.reached("collective")
+        return ManagedWork(journal, entry)
+
+    def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
+        """Make sure that the inputs can be had again; if the journal's limit is reached, protection ends: False."""
+        if self._communicator is None and self.buckets.hold(entry):
+            return True
+        if not self._session.journal.save(entry, inputs):
+            self._session.give_up_protection("the journal of one step has reached journal_limit_mib")
+            return False
+        self.buckets.compare(entry)
+        return True
+
+    def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+        """Leave tensors on a device to gloo alone, whose works and futures know the device's streams; ours do not."""
+        self._session.give_up_protection(f"collectives of tensors on {device.type} are not repaired yet")
+        if self._connection is not None:
+            backend = self._connection.backend
+            self._native._register_backend(torch.device(device.type), ProcessGroup.BackendType.GLOO, backend)
+        found: Work = self.call(op, args)
+        return found
+
+    def _begin(self, entry: Entry) -> Any:
+        """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
+        try:
+            if not self._session.journal.givers:
+                return self.call(entry.op, entry.args)
+            return call_or_take(self._session, entry, entry.args)
+        except Exception as error:
+            diagnosis = self._session.diagnose(error)
+            if diagnosis.is_known and diagnosis.can_wait and self._session.is_repairable():
+                return Refused(error)
+            self._session.journal.drop(entry)
+            raise
+
+    def call(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation on the present connection, and note nothing; returns the backend's work."""
+        return fail_open.call_original(op, self._call, op, args)
+
+    def _call(self, op: str, args: tuple[Any, ...]) -> Any:
+        if self._native is None:
+            raise RuntimeError(f"process group {self._name!r} has been destroyed")
+        if self._communicator is None:
+            if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
+                return reduce_scatter.ReduceScatter(self._native, self._rank, self._size, args)
+            return getattr(self._native, op)(*args)
+        inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
+        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else tensors_in(args[inputs_at])
+        return self._communicator.issue(self._native, op, args, inputs)
+
+    def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
+        """Only the root's tensors matter to a broadcast."""
+        return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
+
+    def bridge(self, entry: Entry, inner: Any) -> None:
+        """Complete the entry's future when `inner` completes; not in the caller's thread, or DDP loses its overlap."""
+
+        def completed(finished: torch.futures.Future[Any]) -> None:
+            try:
+                finished.value()
+            except Exception as error:
+                self._session.journal.note_failure(entry, inner, error)
+                return
+            self.complete(entry, inner)
+
+        inner.get_future().add_done_callback(completed)
+
+    def complete(self, entry: Entry, inner: Any) -> None:
+        """The operation has completed in the generation of `inner`."""
+        with self._session.journal.lock:
+            if entry.is_done or entry.inner is not inner:
+                return
+            entry.is_done = True
+        if entry.place:
+            self._session.results.keep(entry)
+        entry.settle(entry.outputs)
+
+
+def _operation(op: str) -> Callable[..., Work]:
+    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
+        work: Work = fail_open.run(op, self.issue, self._call, (op, positional(op, args, kwargs)), {})
+        return held_works.hold(work) if held_works.IS_NEEDED else work
+
+    call.__name__ = op
+    return call
+
+
+def _point_to_point(op: str) -> Callable[..., Work]:
+    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
+        if self._session.framework is not None:
+            entry = Entry(self, op, args + tuple(kwargs.values()), [] if op == "send" else list(args[0]))
+            return issue_once(self._session.framework, self._session.journal, entry)
+        self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
+        if self._session.replay is not None:
+            raise RuntimeError(f"{op} cannot be replayed")
+        work: Work = getattr(self._native, op)(*args, **kwargs)
+        return work
+
+    return call
+
+
+for _name in OPERATIONS:
+    setattr(ManagedGroup, _name, _operation(_name))
+for _name in POINT_TO_POINT:
+    setattr(ManagedGroup, _name, _point_to_point(_name))

@@ -1,0 +1,1 @@
+"""DataLoaders: where they are, what they gave, and what their workers draw."""

@@ -1,0 +1,70 @@
+"""What tells one batch of a DataLoader's from another: a replay must be handed the very data that the lost rank was.
+
+A batch is what the script's collate function makes of samples: tensors mostly, in containers or in objects of a class
+of the script's own. Begin with `fingerprints`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ttprun.rank.checks import proof
+from ttprun.rank.records.evidence import BATCH
+from ttprun.rank.session import Session
+from ttprun.rank.values import Snapshot, fingerprint, pack
+from ttprun.rank.values.large import digest_of
+from ttprun.rank.values.nodes import Tag
+
+_MOST_PARTS = 8  # of a batch have fingerprints
+
+
+def fingerprints(batch: Any) -> list[bytes]:
+    """Hashes of a batch: one of each tensor, and one of whatever else it is made of; none of None."""
+    if batch is None:
+        return []
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
+    if isinstance(parts, (list, tuple)):
+        found = []
+        for part in parts[:_MOST_PARTS]:
+            if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+                found.append(fingerprint(part))
+            else:
+                found += fingerprints(part)
+        return found
+    if isinstance(batch, torch.Tensor) and batch.layout is torch.strided:
+        return [fingerprint(batch)]
+    node = Snapshot({}, is_apart=True).node(batch, 0)
+    return [digest_of(memoryview(pack(_in_order(node))))]
+
+
+def note(session: Session, loader: str, batch: Any) -> None:
+    """A DataLoader hands out a batch: note it, and compare it with the lost rank's if this is a replacement.
+
+    Raises MismatchError.
+    """
+    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
+    proof.note(session, BATCH, loader, parts if isinstance(parts, list | tuple) else [parts])
+
+
+def is_of_tensors(batch: Any) -> bool:
+    """Whether the fingerprints of a batch tell all of it, and each is a tensor's."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return 0 < len(batch) <= _MOST_PARTS and all(map(is_of_tensors, batch))
+    return isinstance(batch, torch.Tensor) and batch.layout is torch.strided
+
+
+def _in_order(node: Any) -> Any:
+    """The node with the items of sets sorted: their order is another one in each process."""
+    if isinstance(node, dict):
+        return {name: _in_order(item) for name, item in node.items()}
+    if not isinstance(node, list):
+        return node
+    made = list(map(_in_order, node))
+    at = {Tag.SET: 2, Tag.FROZENSET: 1}.get(node[0]) if node and isinstance(node[0], Tag) else None
+    if at is not None:
+        made[at] = sorted(made[at], key=pack)
+    return made

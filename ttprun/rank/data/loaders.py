@@ -1,0 +1,342 @@
+"""Positions of DataLoader iterators, and making one in a replay that begins there.
+
+An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
+sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler
+pass over the batches that were handed out, without loading them.
+
+A resume with another number of ranks makes iterators over what is left of their epoch (`rest_of_epoch.py`); such a one
+has a "rest" in its record, and is made again in the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils.data.dataloader as torch_dataloader
+from torch.utils.data import DataLoader
+
+from ttprun.rank.data import batches, loader_parts, rest_of_epoch, workers
+from ttprun.rank.data.samples import fetched_ahead
+from ttprun.rank.position.frames import location_key
+from ttprun.rank.process import random_state
+from ttprun.rank.session import current
+from ttprun.rank.values import streams
+
+_iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to tell that it is empty
+_made: Counter[str] = Counter()
+_each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
+_order = itertools.count()
+_positioned = 0
+_draining = 0  # boundaries to come at which the steps train on what an iterator had handed out before it ended
+
+
+def wrap_init(original: Any) -> Any:
+    """DataLoader.__init__: remember where in the script the loader was made; that names it in every rank."""
+
+    def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        place = location_key()
+        _made[place] += 1
+        object.__setattr__(self, "_ttprun_name", [place, _made[place]])
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def wrap_iter(original: Any) -> Any:
+    """DataLoader.__iter__: note the state with which the iterator is made; in a replay, set it first."""
+
+    def make(self: DataLoader[Any]) -> Any:
+        session = current()
+        if session is None:
+            return original(self)
+        name = getattr(self, "_ttprun_name", ["", 0])
+        if session.replay is not None:
+            recorded = session.replay.iterator_to_make(self, name)
+            if recorded is not None:
+                return _make_at(original, self, recorded)
+        try:
+            began = _beginning(self, name)
+        except Exception as error:  # a script whose loader we cannot record must go on as under torchrun
+            session.give_up_protection(f"what the DataLoader of {name[0]} begins with cannot be recorded: {error!r}")
+            return original(self)
+        began["workers"] = _workers_key(self)
+        workers.will_make(workers.Making(tuple(began["workers"])))
+        iterator = original(self)
+        workers.will_make(None)
+        _register(iterator, began)
+        return iterator
+
+    return make
+
+
+def _workers_key(loader: DataLoader[Any]) -> list[int]:
+    """[number of the iterator that has the workers, epoch that they work on]."""
+    persistent = getattr(loader, "_iterator", None)
+    if persistent is not None and hasattr(persistent, "_ttprun"):
+        number, epoch = persistent._ttprun["workers"]
+        return [number, epoch + 1]
+    return [next(_order), 0]
+
+
+def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "rng": random_state.capture(),
+        "epochs": [getattr(sampler, "epoch", None) for sampler in loader_parts.samplers(loader)],
+        "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
+        "held": loader_parts.held_by(loader),
+        "lead": 0,
+        "each": _each.get(tuple(name), 0),
+        "source": rest_of_epoch.source_of(loader),
+        "rest": None,
+    }
+
+
+def _register(iterator: Any, began: dict[str, Any]) -> None:
+    iterator._ttprun = began
+    next(_order)  # also in a replay, where it has the lost rank's number: the next one must get another
+    iterator._ttprun_batch = None
+    for worker in getattr(iterator, "_workers", ()):
+        streams.is_worker(worker)
+    iterator._ttprun_at = None
+    iterator._ttprun_recent = []
+    _iterators[:] = [known for known in _iterators if known() not in (None, iterator)]
+    _iterators.append(weakref.ref(iterator))
+
+
+def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
+    global _positioned
+    for sampler, epoch in zip(loader_parts.samplers(loader), recorded["epochs"], strict=False):
+        if epoch is not None and hasattr(sampler, "epoch"):
+            sampler.epoch = epoch
+    loader_parts.hold_again(loader, recorded["held"])
+    _set_random_states(loader, recorded)
+    skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
+    is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
+    Skipping.batches = 0 if is_iterable else skip
+    if recorded["rest"] is not None:
+        Skipping.stream = rest_of_epoch.batches_of(loader, recorded["rest"])
+    own_workers = recorded["workers"] or _workers_key(loader)  # another run's have nothing to tell
+    if own_workers[1]:
+        # The lost rank's iterator was begun again here, which draws no seed for its workers, as making one does.
+        Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
+    workers.will_make(workers.Making(tuple(own_workers), Skipping.batches))
+    iterator = original(loader)
+    workers.will_make(None)
+    # Without workers no index has been asked for yet, and another iterator may be made before that.
+    iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
+    iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
+    Skipping.before_first = None
+    if is_iterable:  # there is no sampler to advance: the batches have to be loaded
+        for _ in range(skip):
+            next(iterator)
+    iterator._num_yielded = skip
+    began = ("name", "rng", "epochs", "generators", "held", "lead", "each", "source", "rest")
+    if recorded["each"]:
+        _each[tuple(recorded["name"])] = recorded["each"]
+    _register(iterator, {key: recorded[key] for key in began} | {"workers": own_workers})
+    iterator._ttprun_is_positioned = True
+    _positioned += 1
+    return iterator
+
+
+def _set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> None:
+    for generator, state in zip(loader_parts.generators(loader), recorded["generators"], strict=False):
+        generator.set_state(random_state.tensor_from_bytes(state))
+    random_state.restore(recorded["rng"])
+
+
+class Skipping:
+    """Set while an iterator is made in a replay, for when it asks its sampler for the first time.
+
+    batches       that it has to pass over
+    before_first  called before the sampler begins
+    stream        of batches, in the place of the sampler's own
+    """
+
+    batches = 0
+    before_first: Callable[[], None] | None = None
+    stream: Iterator[Any] | None = None
+
+
+def wrap_next_index(original: Any) -> Any:
+    """_BaseDataLoaderIter._next_index, in a replay: pass over batches that were handed out."""
+
+    def next_index(self: Any) -> Any:
+        skip, Skipping.batches = Skipping.batches or self.__dict__.pop("_ttprun_skip", 0), 0
+        before_first, Skipping.before_first = Skipping.before_first, None
+        if before_first is not None:
+            before_first()
+        stream, Skipping.stream = Skipping.stream or self.__dict__.pop("_ttprun_stream", None), None
+        if stream is not None:
+            self._sampler_iter = stream
+        for _ in range(skip):
+            next(self._sampler_iter)
+        if skip and hasattr(self, "_worker_queue_idx_cycle"):  # batch k belongs to worker k mod n
+            for _ in range(skip % self._num_workers):
+                next(self._worker_queue_idx_cycle)
+        return original(self)
+
+    return next_index
+
+
+def forget() -> None:
+    """The run of the script is over: its workers end, and names begin anew."""
+    global _order, _positioned, _draining
+    for iterator in _alive():
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+    _iterators.clear()
+    _made.clear()
+    _order = itertools.count()
+    _positioned = _draining = 0
+    workers.will_make(None)
+    _each.clear()
+    Skipping.batches = 0
+    Skipping.before_first = Skipping.stream = None
+
+
+def positioned() -> int:
+    """How many iterators a replay has put at their place so far."""
+    return _positioned
+
+
+def is_positioned(iterator: Any) -> bool:
+    """Whether it is one of them."""
+    return isinstance(iterator, torch_dataloader._BaseDataLoaderIter) and hasattr(iterator, "_ttprun_is_positioned")
+
+
+def records() -> list[dict[str, Any]]:
+    """The iterators that are under way, oldest first."""
+    found = []
+    if _iterators:
+        alive = _alive()
+        for number in range(len(alive)):
+            if _is_under_way(alive, number):
+                found.append(_record_of(alive[number]))
+    return found
+
+
+def _record_of(iterator: Any) -> dict[str, Any]:
+    began = iterator._ttprun
+    batch = batches.fingerprints(iterator._ttprun_batch)
+    ahead = fetched_ahead(began["lead"], began["each"])
+    return dict(
+        began,
+        yielded=iterator._num_yielded,
+        batch=batch,
+        ahead=_fetched(iterator, batch, ahead) if ahead else [],
+    )
+
+
+def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
+    """Fingerprints of all tensors that were fetched and not trained on yet; None if they are not all known.
+
+    batch   those of the newest batch
+    """
+    recent, yielded = iterator._ttprun_recent, iterator._num_yielded
+    if not recent or recent[-1][0] != yielded:
+        recent.append((yielded, batch if batches.is_of_tensors(iterator._ttprun_batch) else None))
+    del recent[:-ahead]
+    if [number for number, _ in recent] != list(range(yielded - ahead + 1, yielded + 1)):
+        return None
+    known = [found for _, found in recent]
+    return None if None in known else [one for found in known for one in found]
+
+
+def _alive() -> list[Any]:
+    """Those that were made and are still there, oldest first."""
+    alive = []
+    for known in _iterators:  # no comprehension: with cold caches its call takes longer than its work
+        iterator = known()
+        if iterator is not None:
+            alive.append(iterator)
+    return alive
+
+
+def _is_under_way(alive: list[Any], number: int) -> bool:
+    """Whether the script is inside of an iterator; if its workers persist, the loader holds it for ever."""
+    iterator = alive[number]
+    if not iterator._num_yielded or getattr(iterator, "_ttprun_ended", False):
+        return False
+    is_lasting = getattr(iterator, "_persistent_workers", False)
+    del iterator
+    return not is_lasting or sys.getrefcount(alive[number]) > _HELD_BY_ONE
+
+
+def _references_of_one() -> int:
+    class Holder:
+        held: Any
+
+    Holder.held = object()
+    alive = [Holder.held]
+    return sys.getrefcount(alive[0])
+
+
+# What getrefcount() says of an object in a list that one more holds.
+_HELD_BY_ONE = _references_of_one()
+
+
+def note_boundary() -> bool:
+    """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead.
+
+    returns   whether the step trains on a batch of an iterator that has ended: the script, or a generator of its own,
+              has read ahead, and no record says which batches it holds
+    """
+    global _draining
+    is_draining = _draining > 0
+    _draining -= is_draining
+    if not _iterators:
+        return is_draining
+    for iterator in _alive():
+        began, at, yielded = iterator._ttprun, iterator._ttprun_at, iterator._num_yielded
+        if yielded and not began["lead"]:
+            began["lead"] = yielded
+        elif at and yielded > at:
+            began["each"] = _each[tuple(began["name"])] = yielded - at
+        iterator._ttprun_at = yielded
+    return is_draining
+
+
+def _note_end(began: dict[str, Any]) -> None:
+    """An iterator has ended: for how many steps does the script still hold batches of it?"""
+    global _draining
+    ahead, each = fetched_ahead(began["lead"], began["each"]), began["each"]
+    _draining = max(_draining, 1 if ahead is None else -(-ahead // max(1, each)))
+
+
+def wrap_next(original: Any) -> Any:
+    """_BaseDataLoaderIter.__next__: know the newest batch, and when there is none any more."""
+
+    def advance(self: Any) -> Any:
+        try:
+            batch = self._ttprun_batch = original(self)
+        except StopIteration:
+            if not getattr(self, "_ttprun_ended", False) and hasattr(self, "_ttprun"):
+                _note_end(self._ttprun)
+            self._ttprun_ended = True
+            self._ttprun_batch = None
+            raise
+        session, began = current(), getattr(self, "_ttprun", None)
+        if session is not None and began is not None and threading.current_thread() is threading.main_thread():
+            batches.note(session, str(began["name"]), batch)
+        return batch
+
+    return advance
+
+
+def wrap_reset(original: Any) -> Any:
+    """_BaseDataLoaderIter._reset: with persistent workers the same iterator begins again."""
+
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        self._ttprun_ended = False
+        original(self, loader, first_iter)
+
+    return reset

@@ -1,0 +1,1 @@
+"""What the script does to the outside: files, output, and what it takes from there (time, entropy)."""

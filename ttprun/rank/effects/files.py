@@ -1,0 +1,256 @@
+"""Files that the script writes: where each stood at a boundary, and how a replay keeps its hands off them.
+
+A replay runs the script from the top, and so would truncate the log that the lost rank had been writing, save garbage
+over a checkpoint, or rename files that are long in place. So in a replay what the user's own code writes goes nowhere:
+`open` for writing gives a file whose writes are dropped, `torch.save` and the calls in MUTED do nothing. When the
+replacement goes live, each file that was open for writing is set to where it stood at the boundary, and cut there: what
+the lost rank had written after the boundary is written again. Files opened for appending may be others' too, and are
+never cut: what the lost rank had appended already is passed over, see `append_dedup.py`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import shutil
+import sys
+import threading
+import weakref
+from types import FrameType, ModuleType
+from typing import Any
+
+from ttprun.chaos import strikes
+from ttprun.protocol.board import Phase
+from ttprun.rank import fail_open
+from ttprun.rank.effects import append_dedup
+from ttprun.rank.position import ast_transform
+from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.session import Session, current
+
+MUTED = {
+    os: ("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
+    shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
+}
+# Modules that open and remove files for the one who calls them.
+_ON_BEHALF_OF_OTHERS = frozenset(
+    {
+        *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
+        *("logging", "logging.handlers", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib._datasource"),
+        *("numpy._core.memmap", "numpy.core.memmap", "numpy.lib._format_impl", "numpy.lib.format"),
+        *("pandas.io.common",),
+    }
+)
+_real_open = builtins.open
+# (absolute path, file opened for writing by the user's code); one that the script drops is closed by Python
+_tracked: list[tuple[str, weakref.ref[Any]]] = []
+
+
+def user_modules() -> list[tuple[str, ModuleType]]:
+    """The user's modules that are loaded, the script among them as `__main__`."""
+    found = []
+    for name in ast_transform.loaded:
+        module = sys.modules.get(name)
+        if module is not None:
+            found.append((name, module))
+    return found
+
+
+def _is_called_by_user(caller: FrameType) -> bool:
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__") in _ON_BEHALF_OF_OTHERS:
+        frame = frame.f_back
+    return frame is not None and is_user_file(frame.f_code.co_filename)
+
+
+def wrap_open(original: Any) -> Any:
+    """builtins.open: know the files that the script writes; drop what a replay writes to them."""
+    return lambda *args, **kwargs: _open_tracked(original, fail_open.caller(), *args, **kwargs)
+
+
+def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+    session = current()
+    writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
+    if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
+        return original(file, mode, *args, **kwargs)
+    path = os.path.abspath(os.fspath(file))
+    if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
+        _real_open(path, "a").close()  # a file that no rank of the old run has had
+    is_muted = session.replay is not None and os.path.isfile(path)
+    if is_muted or "a" in mode:
+        opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)
+    else:
+        opened = original(file, mode, *args, **kwargs)
+    _tracked[:] = [(path, weakref.ref(opened)) for path, opened in (*_open_files(), (path, opened))]
+    return opened
+
+
+def _open_files() -> list[tuple[str, Any]]:
+    found = [(path, known()) for path, known in _tracked]
+    return [(path, opened) for path, opened in found if opened is not None and not opened.closed]
+
+
+class _FollowedFile(io.FileIO):
+    """A file whose writes are dropped in a replay, and counted if they append to it.
+
+    key   of the path, if the file is opened for appending, else 0
+    """
+
+    is_muted = False
+    key = 0
+
+    def write(self, data: Any) -> int:
+        if self.is_muted:
+            return memoryview(data).nbytes
+        session = current()
+        if not self.key or session is None or session.replay is not None:
+            return super().write(data)
+        return append_dedup.write(session, self.key, data, super().write)
+
+    def truncate(self, size: int | None = None) -> int:
+        return self.tell() if self.is_muted else super().truncate(size)
+
+
+def _open_followed(
+    original: Any,
+    session: Session,
+    file: Any,
+    is_muted: bool,
+    mode: str,
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Any = None,
+) -> Any:
+    """What open() gives, over a file of ours; a call that open() refuses, it refuses."""
+    is_text = "b" not in mode
+    is_wrong = not is_text and (encoding, errors, newline) != (None, None, None)
+    is_plain = opener is None and closefd and set(mode) <= set("arwxbt+U") and len(set(mode) & set("arwx")) == 1
+    if is_wrong or not is_plain or ("t" in mode and not is_text) or (is_text and buffering == 0):
+        return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    kind = "a" if "a" in mode else "r"
+    try:
+        raw = _FollowedFile(file, kind + ("+" if "+" in mode or kind == "r" else ""))
+    except OSError as error:
+        raise fail_open.meant(error) from None
+    raw.is_muted = is_muted
+    if kind == "a":
+        raw.key = append_dedup.key_of(os.path.abspath(os.fspath(file)))
+    if buffering == 0:
+        return raw
+    size = buffering if buffering > 1 else io.DEFAULT_BUFFER_SIZE
+    binary = io.BufferedRandom(raw, size) if "+" in mode else io.BufferedWriter(raw, size)
+    if not is_text:
+        return binary
+    text = io.TextIOWrapper(binary, encoding, errors, newline, line_buffering=buffering == 1)
+    text.mode = mode  # type: ignore[misc]
+    return text
+
+
+def forget() -> None:
+    """The run of the script is over: nothing of it may be written later than now."""
+    for _, opened in _open_files():
+        with contextlib.suppress(OSError, ValueError):
+            opened.close()
+    _tracked.clear()
+
+
+def positions() -> list[list[Any]]:
+    """[path, bytes written] of each file that is open for writing now; what was buffered is flushed."""
+    found = []
+    for path, opened in _open_files():
+        try:
+            opened.flush()
+            found.append([path, os.lseek(opened.fileno(), 0, os.SEEK_CUR)])
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
+    """The same while another run's files are muted: where they stood at its boundary, and the ends of all others."""
+    where = dict(map(tuple, recorded))
+    return [[path, where.get(path, os.path.getsize(path))] for path, opened in _open_files()]
+
+
+def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
+    """The replay is over: set each file to where it stood at the boundary."""
+    where = dict(map(tuple, recorded))
+    for path, opened in _open_files():
+        raw = getattr(getattr(opened, "buffer", opened), "raw", opened)
+        if not isinstance(raw, _FollowedFile) or not raw.is_muted:
+            continue
+        opened.flush()
+        raw.is_muted = False
+        if not raw.key and path in where:
+            opened.seek(where[path])
+            opened.truncate()
+        else:
+            opened.seek(0, os.SEEK_END)
+    append_dedup.go_on_from(session.recorder, boundary)
+
+
+def wrap_save(original: Any) -> Any:
+    """torch.save: does nothing in a replay, whoever calls it; else the agent knows that the rank may take its time."""
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session is not None and session.replay is not None:
+            return None
+        strikes.reached("checkpoint")
+        if session is None or threading.current_thread() is not threading.main_thread():
+            return original(*args, **kwargs)
+        session.touch(Phase.SAVING)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
+
+    return save
+
+
+_is_muted = False
+
+
+def mute_all() -> None:
+    """Take their effect from the functions by which a replay could change files; once a process."""
+    global _is_muted
+    if _is_muted:
+        return
+    _is_muted = True
+    for module, names in MUTED.items():
+        for name in names:
+            setattr(module, name, mute_in_replay(getattr(module, name)))
+    for name in ("mkdir", "makedirs"):
+        setattr(os, name, make_directory_in_replay(getattr(os, name)))
+
+
+def mute_in_replay(original: Any) -> Any:
+    """A function that changes files: does nothing if a replay calls it from the user's own code."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session is not None and session.replay is not None and _is_called_by_user(sys._getframe(1)):
+            return None
+        return original(*args, **kwargs)
+
+    call.__name__ = getattr(original, "__name__", "call")
+    return call
+
+
+def make_directory_in_replay(original: Any) -> Any:
+    """os.mkdir and os.makedirs: in a replay the directory may be there already."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except FileExistsError:
+            session = current()
+            if session is None or session.replay is None:
+                raise
+            return None
+
+    return call

@@ -1,0 +1,247 @@
+"""What the set-up of a script takes from outside: the time and the operating system's randomness.
+
+Folders and files are named from these (`runs/<date>`, a run's uuid), so a replacement, whose set-up runs later, would
+go on in other ones. What the user's code draws before its first step is therefore kept in the rank's recorder, each
+draw under the place of its call, and the set-up of a replacement gets the same. From the first step on nothing is kept.
+Begin with `draw`. The process number is another one in each process, and is kept for names alone: see `wrap_getpid`.
+
+Standard library only: a script may ask for the time before it imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import os
+import sys
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from ttprun.rank import fail_open
+from ttprun.rank.position.frames import is_user_file, location_key
+
+MOST = 2048  # draws that are kept
+MOST_AT_ONE_PLACE = 64
+# Packages that name a run's folder for the user, and whose files go on where they are: see files.py and trackers.py.
+_NAMING = ("hydra", "tensorboard", "torch.utils.tensorboard")
+_clock_ns = time.time_ns
+_localtime = time.localtime
+
+Drawn = tuple[str, Any]  # place and value
+
+
+class _Log:
+    """What has been drawn.
+
+    is_on     the script has not come to its first step
+    keep      takes what is drawn; None: it waits in `early` for somebody who can keep it
+    left      what another process of this rank has drawn, and this one has not yet
+    """
+
+    def __init__(self, is_on: bool = False) -> None:
+        self.is_on = is_on
+        self.keep: Callable[[Drawn], Any] | None = None
+        self.early: list[Drawn] = []
+        self.left: defaultdict[str, deque[Any]] = defaultdict(deque)
+        self.counts: Counter[str] = Counter()
+
+
+_log = _Log()
+
+
+def listen() -> None:
+    """The script is about to start, and nobody knows yet where to keep what it draws."""
+    global _log
+    _log = _Log(is_on=True)
+    _patch_datetime()
+
+
+def begin(known: Iterable[Drawn], keep: Callable[[Drawn], Any] | None) -> None:
+    """A run of the script begins, or has just imported torch.
+
+    known   what another process of this rank has drawn in its set-up
+    keep    takes what this run draws beyond; None: this is a replay, which keeps nothing
+    """
+    if not _log.is_on:
+        listen()
+    for place, value in known:
+        _log.left[place].append(value)
+    early, _log.early = _log.early, []
+    _log.keep = keep if keep is not None else _drop
+    for drawn in early:
+        _log.keep(drawn)
+
+
+def end() -> None:
+    """The script has come to its first step, or a replay to where it goes live; or this is a child of the rank."""
+    global _log
+    if _log.is_on:
+        _log = _Log()
+        _restore_datetime()
+
+
+def _drop(drawn: Drawn) -> None:
+    pass
+
+
+def draw(kind: str, make: Callable[[], Any], caller: FrameType | None) -> Any:
+    """What `make` gives, or in a replacement what it gave in the same place.
+
+    kind     of what is drawn
+    caller   who asks; only what the user's own code asks, or who names things for it, is kept
+    """
+    if caller is None or threading.current_thread() is not threading.main_thread() or not _is_followed(caller):
+        return make()
+    place = f"{kind}|{caller.f_globals.get('__name__')}:{caller.f_lineno}|{location_key()}"
+    left = _log.left.get(place)
+    if left:
+        return left.popleft()
+    value = make()
+    _log.counts[place] += 1
+    if _log.counts[place] <= MOST_AT_ONE_PLACE and _log.counts.total() <= MOST:
+        drawn = (place, value)
+        _log.early.append(drawn) if _log.keep is None else _log.keep(drawn)
+    return value
+
+
+def is_on() -> bool:
+    """Whether what is drawn now is kept."""
+    return _log.is_on
+
+
+def _is_followed(caller: FrameType) -> bool:
+    name = str(caller.f_globals.get("__name__"))
+    return is_user_file(caller.f_code.co_filename) or any(name == one or name.startswith(f"{one}.") for one in _NAMING)
+
+
+def _now_ns(kind: str, caller: FrameType) -> int:
+    value: int = draw(kind, _clock_ns, caller)
+    return value
+
+
+# Wrappers; while nothing is kept they are the originals.
+
+
+def wrap_time(original: Any) -> Any:
+    """time.time."""
+    return lambda: _now_ns("time", fail_open.caller()) / 1e9 if _log.is_on else original()
+
+
+def wrap_time_ns(original: Any) -> Any:
+    """time.time_ns."""
+    return lambda: _now_ns("time_ns", fail_open.caller()) if _log.is_on else original()
+
+
+def wrap_of_seconds(original: Any) -> Any:
+    """time.localtime, gmtime and ctime: of now, if they are not given seconds."""
+
+    def of_seconds(*seconds: Any) -> Any:
+        if not _log.is_on or seconds not in ((), (None,)):
+            return original(*seconds)
+        return original(_now_ns("seconds", fail_open.caller()) / 1e9)
+
+    return of_seconds
+
+
+def wrap_strftime(original: Any) -> Any:
+    """time.strftime: of now, if it is not given a time."""
+
+    def strftime(*args: Any) -> Any:
+        if not _log.is_on or len(args) != 1:
+            return original(*args)
+        return original(*args, _localtime(_now_ns("strftime", fail_open.caller()) / 1e9))
+
+    return strftime
+
+
+def wrap_asctime(original: Any) -> Any:
+    """time.asctime: the same."""
+
+    def asctime(*args: Any) -> Any:
+        if not _log.is_on or args:
+            return original(*args)
+        return original(_localtime(_now_ns("asctime", fail_open.caller()) / 1e9))
+
+    return asctime
+
+
+def wrap_getpid(original: Any) -> Any:
+    """os.getpid: the lost rank's for names alone. The script's own code may look itself up or signal itself by it."""
+
+    def getpid() -> Any:
+        if not _log.is_on:
+            return original()
+        caller = fail_open.caller()
+        is_name = str(caller.f_globals.get("__name__")).startswith("tensorboard.")
+        return draw("pid", original, caller) if is_name else original()
+
+    return getpid
+
+
+# datetime.datetime is a type of C's, whose attributes cannot be set; but its dictionary can, as long as nobody has to
+# look there often: the methods are put back at the first step.
+
+_originals: dict[str, Any] = {}
+_why_no_datetime = ""
+
+
+def _dictionary_of(kind: type) -> dict[str, Any]:
+    found: Any = gc.get_referents(kind.__dict__)[0]
+    if type(found) is not dict or found.get("now") is not kind.__dict__["now"]:
+        raise TypeError(f"the attributes of {kind} are kept otherwise in this Python")
+    return found
+
+
+def _set_datetime(methods: dict[str, Any]) -> None:
+    _dictionary_of(datetime.datetime).update(methods)
+    modified: Any = ctypes.pythonapi.PyType_Modified
+    modified.argtypes = [ctypes.py_object]
+    modified.restype = None
+    modified(datetime.datetime)
+
+
+def _patch_datetime() -> None:
+    if _originals:
+        return
+    global _why_no_datetime
+    found = {name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")}
+    try:
+        _set_datetime({"now": classmethod(_now), "utcnow": classmethod(_utcnow)})
+    except Exception as error:  # names that are made by it are made anew, as under torchrun
+        _why_no_datetime = f"datetime.now() is not the same for a replacement, nor are names made by it: {error!r}"
+        return
+    _originals.update(found)
+
+
+def why_not() -> str:
+    """What of the time is not repeated for a replacement, and why; "" if all is."""
+    return _why_no_datetime
+
+
+def _restore_datetime() -> None:
+    if _originals:
+        with contextlib.suppress(Exception):
+            _set_datetime(_originals)
+            _originals.clear()
+
+
+def _now(cls: Any, tz: Any = None) -> Any:
+    """Return new datetime object local to tz, or without one if it is None."""
+    nanoseconds = _now_ns("now", sys._getframe(1)) if _log.is_on else _clock_ns()
+    return cls.fromtimestamp(nanoseconds // 10**9, tz).replace(microsecond=nanoseconds // 1000 % 10**6)
+
+
+def _utcnow(cls: Any) -> Any:
+    """Return a new datetime representing UTC day and time."""
+    nanoseconds = _now_ns("utcnow", sys._getframe(1)) if _log.is_on else _clock_ns()
+    found = cls.fromtimestamp(nanoseconds // 10**9, datetime.UTC)
+    return found.replace(microsecond=nanoseconds // 1000 % 10**6, tzinfo=None)
+
+
+os.register_at_fork(after_in_child=end)

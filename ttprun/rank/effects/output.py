@@ -1,0 +1,132 @@
+"""The script's stdout and stderr: each line comes out once, however often its rank was replaced.
+
+The lines of a rank that have come out are counted on the board, whoever wrote them, and each record says how many the
+script had said in front of it. A replacement writes to a replay log of its own till it goes live at the boundary, and
+then passes over as many lines as had come out since the record of that boundary.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+from ttprun.protocol.board import Field
+from ttprun.rank.session import Session, current
+
+_FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
+
+
+class _CountedRaw(io.RawIOBase):
+    """A stream to a descriptor, which counts lines and can pass over some."""
+
+    def __init__(self, stream: Any, field: int) -> None:
+        self._stream = stream  # were it forgotten, it might close the descriptor
+        self._fd: int = stream.fileno()
+        self._field = field
+        self.skip_lines = 0
+        self._file = _file_of(self._fd)
+        self.name = getattr(stream, "name", self._fd)
+        self.mode = "wb"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def is_elsewhere(self) -> bool:
+        """Whether the descriptor leads to another file than at first."""
+        return _file_of(self._fd) != self._file
+
+    def write(self, data: Any) -> int:
+        raw = left = bytes(data)
+        session = current()
+        while self.skip_lines and left:
+            _line, end, left = left.partition(b"\n")
+            if not end:
+                return len(raw)
+            self.skip_lines -= 1
+        if session is not None and session.replay is None and not session.is_over:
+            cell = session.local_rank
+            session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
+        while left:
+            left = left[os.write(self._fd, left) :]
+        return len(raw)
+
+
+def _file_of(fd: int) -> tuple[int, int]:
+    """Names an open file; (0, 0) if there is none."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
+
+
+_streams: dict[str, _CountedRaw] = {}
+
+
+def count_lines() -> None:
+    """Put counted streams in the place of sys.stdout and sys.stderr."""
+    for name, field in _FIELDS.items():
+        old = getattr(sys, name)
+        try:
+            old.flush()
+            raw = _CountedRaw(old, field)
+        except (AttributeError, OSError, ValueError):
+            continue
+        _streams[name] = raw
+        new: Any = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)
+        new.mode = "w"
+        setattr(sys, name, new)
+
+
+def lines_said(session: Session) -> list[int]:
+    """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
+    out, err = _streams.get("stdout"), _streams.get("stderr")
+    return [
+        session.row[Field.LINES_OUT] - (0 if out is None else out.skip_lines),
+        session.row[Field.LINES_ERR] - (0 if err is None else err.skip_lines),
+    ]
+
+
+def why_not_counted() -> str:
+    """Why lines would be lost or come out twice if this rank were replaced; "" if they would not."""
+    for name, stream in _streams.items():
+        if stream.is_elsewhere():
+            return f"the script has put another file in the place of {name} (os.dup2 to descriptor {stream.fileno()})"
+    return ""
+
+
+def skip_lines(skip_out: int, skip_err: int) -> None:
+    """Pass over the next lines: the lost rank had written them already."""
+    for name, lines in (("stdout", skip_out), ("stderr", skip_err)):
+        if name in _streams:
+            _streams[name].skip_lines = lines
+
+
+class Diverted:
+    """Output goes to a replay log until `end`, at the level of descriptors: also what C++ and child processes write."""
+
+    def __init__(self, session: Session) -> None:
+        log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
+        os.makedirs(os.path.dirname(log), mode=0o700, exist_ok=True)
+        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._saved = [os.dup(fd) for fd in (1, 2)]
+        for fd in (1, 2):
+            os.dup2(target, fd)
+        os.close(target)
+
+    def end(self, skip_out: int, skip_err: int) -> None:
+        """Output is the script's own again, but for the lines that the lost rank had written already."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for fd, saved in zip((1, 2), self._saved, strict=True):
+            os.dup2(saved, fd)
+            os.close(saved)
+        skip_lines(skip_out, skip_err)

@@ -1,0 +1,206 @@
+"""Compile the user's modules so that their `for` loops can be followed, as pytest compiles asserts anew.
+
+`finder` takes the user's modules (see `frames.is_user_file`) before Python's own import does; `script_finder` takes the
+script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it, which
+is the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import importlib.machinery
+import importlib.util
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from ttprun.rank.position import imported, loops
+from ttprun.rank.position.frames import is_user_file
+
+ENTER = "__ttprun_enter__"
+LOOP = "__ttprun_loop__"
+
+
+_BODIES = ("body", "orelse", "finalbody")
+
+
+def _follow(statements: list[ast.stmt], filename: str, is_class_body: bool = False) -> list[ast.stmt]:
+    """The statements with each `for` statement wrapped; comprehensions and `async for` are left alone.
+
+    What stands in expressions is not looked at: no statement can be there, and there are ten times as many.
+    """
+    found: list[ast.stmt] = []
+    for statement in statements:
+        is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_inside_class = isinstance(statement, ast.ClassDef) or (is_class_body and not is_function)
+        parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+        for part, name in itertools.product(parts, _BODIES):
+            if body := getattr(part, name, None):
+                setattr(part, name, _follow(body, filename, is_inside_class))
+        if isinstance(statement, ast.For) and not is_class_body:  # there its variable would become an attribute
+            found += _wrapped(statement, filename)
+        else:
+            found.append(statement)
+    return found
+
+
+def _wrapped(node: ast.For, filename: str) -> list[ast.stmt]:
+    number = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
+    variable = f"{loops.VARIABLE_PREFIX}{number}__"
+    entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
+    begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
+    begin = ast.Assign([ast.Name(variable, ast.Store())], begun)
+    node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
+    end = ast.Assign([ast.Name(variable, ast.Store())], ast.Constant(None))
+    return [_located(begin, node), node, _located(end, node)]
+
+
+def _located(statement: ast.stmt, where: ast.stmt) -> ast.stmt:
+    return ast.fix_missing_locations(ast.copy_location(statement, where))
+
+
+def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
+    """Compile a user's module with its loops followed. Raises SyntaxError as compile() does."""
+    followed[filename] = source
+    known = _prepared.get(filename)
+    if known is not None and known[0] == source and not is_script:
+        return known[1]
+    return _compile(source, filename, is_script)
+
+
+def prepare(filenames: Sequence[str]) -> None:
+    """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the ranks have said it
+        for filename in filenames:
+            with contextlib.suppress(OSError, SyntaxError, ValueError):
+                source = Path(filename).read_bytes()
+                _prepared[filename] = (source, _compile(source, filename, is_script=False))
+
+
+def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
+    tree = ast.parse(source, filename)
+    tree.body = _follow(tree.body, filename)
+    if is_script:
+        # A script has no spec (multiprocessing's spawn looks there to find the main module again) and no package.
+        reset = ast.parse("__spec__ = __package__ = None").body[0]
+        tree.body.insert(_first_statement(tree), ast.copy_location(reset, tree.body[0]) if tree.body else reset)
+    return compile(tree, filename, "exec", dont_inherit=True)
+
+
+def _first_statement(tree: ast.Module) -> int:
+    """Behind the docstring and the `from __future__` imports."""
+    at = 0
+    for node in tree.body:
+        is_docstring = at == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            break
+        at += 1
+    return at
+
+
+# Names of the user's modules, the script's among them, in the order in which they were loaded.
+loaded: list[str] = ["__main__"]
+# Files whose loops are followed, and their source; a user's frame of any other file cannot be replayed.
+followed: dict[str, bytes] = {}
+# Of files that may come to be followed: their source, and what it was compiled to.
+_prepared: dict[str, tuple[bytes, CodeType]] = {}
+
+
+class FollowedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a user's module with its loops followed, without bytecode files."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        if fullname not in loaded:
+            loaded.append(fullname)
+        source = self.get_data(path)
+        return compile_followed(source, path, is_script=fullname == "__main__")
+
+
+class _Finder:
+    """On sys.meta_path: asks Python's own finder, and changes the loader of what is the user's."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        imported.note_environment(fullname)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or isinstance(spec.loader, FollowedLoader):
+            return spec
+        if type(spec.loader) is not importlib.machinery.SourceFileLoader or not spec.origin:
+            return None
+        if not is_user_file(spec.origin):
+            return None
+        spec.loader = FollowedLoader(fullname, spec.origin)
+        spec.cached = None
+        return spec
+
+
+class _ScriptFinder:
+    """Finds `__main__` in the script itself, and puts sys.path[0] right, which Python has set to the script's path."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "__main__":
+            return None
+        sys.path[:] = [directory_of(self._path) if entry == self._path else entry for entry in sys.path]
+        sys.path_importer_cache.pop(self._path, None)
+        return importlib.util.spec_from_file_location(
+            "__main__", self._path, loader=FollowedLoader("__main__", self._path)
+        )
+
+
+def script_of(arguments: Sequence[str]) -> str:
+    """The script in `python [options] script ...`; "" if a module or a command is run."""
+    takes_value = {"-W", "-X", "--check-hash-based-pycs"}
+    skip = False
+    for argument in arguments[1:]:
+        if skip:
+            skip = False
+        elif argument in ("-m", "-c", "-"):
+            return ""
+        elif argument in takes_value:
+            skip = True
+        elif not argument.startswith("-"):
+            return argument
+    return ""
+
+
+def full_path(script: str) -> str:
+    """A script's path as Python itself makes it absolute; "" stays ""."""
+    return os.path.join(os.getcwd(), script) if script else ""
+
+
+def directory_of(script: str) -> str:
+    """What Python puts first into sys.path for a script: the folder of the file itself, behind all links."""
+    return os.path.dirname(os.path.realpath(script))
+
+
+def script_hook(path: str) -> Any:
+    """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else."""
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not is_user_file(path):
+        raise ImportError(path)
+    with open(path, "rb") as file:
+        if file.read(4) == b"PK\x03\x04":
+            raise ImportError(path)
+    return _ScriptFinder(path)
+
+
+def install() -> None:
+    """Follow loops in everything of the user's that is imported from now on."""
+    imported.begin()
+    setattr(builtins, ENTER, loops.enter)
+    setattr(builtins, LOOP, loops.loop)
+    finder: Any = _Finder()
+    sys.meta_path.insert(0, finder)
+    sys.path_hooks.insert(0, script_hook)

@@ -1,0 +1,132 @@
+"""Where the script stands when it steps an optimizer: the user's frames, and the loops around the step.
+
+Most of that the instructions on the call stack tell alone: whose code they are, in which loops they stand. A training
+loop comes to its step on the same way each time, so it is worked out once for each way, which the codes and their
+instructions name. Begin with `look`.
+"""
+
+from __future__ import annotations
+
+from types import CodeType, FrameType
+from typing import Any
+
+from ttprun.rank.position import ast_transform, gathering, library_loops, loops
+from ttprun.rank.position.frames import is_user_file, place, variables_of
+
+_MOST_WAYS = 1000
+
+
+class _OfUser:
+    """One of the user's frames on a way.
+
+    index       where it stands, the innermost frame being the first
+    loops       (variable, site) of the `for` statements around its instruction
+    gathering   what gathers something there; "" if nothing does
+    """
+
+    __slots__ = ("gathering", "index", "loops", "place")
+
+    def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
+        self.index = index
+        self.loops = loops.variables_around(frame.f_code, frame.f_lineno)
+        self.gathering = gathering.look(frame, outer)
+        self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Way:
+    """What the instructions on the stack tell.
+
+    codes         of all frames; they are held here, since a way is known by their ids
+    place         as in a record
+    frames        the user's, outermost first
+    foreign       see library_loops.py
+    is_compiled   whether all of the user's files were compiled with their loops followed
+    whose         a remark on the first that was not
+    """
+
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
+
+    def __init__(self, stack: list[FrameType]) -> None:
+        self.codes: list[CodeType] = [frame.f_code for frame in stack]
+        indexes = [index for index, frame in enumerate(stack) if is_user_file(frame.f_code.co_filename)]
+        indexes.reverse()
+        self.frames: list[_OfUser] = []
+        outer: FrameType | None = None
+        for index in indexes:
+            self.frames.append(_OfUser(index, stack[index], outer))
+            outer = stack[index]
+        self.place = place([stack[index] for index in indexes])
+        self.foreign = library_loops.loop_around(stack[0])
+        others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
+        self.is_compiled = not others
+        self.whose = (
+            f" (ttprun did not see {others[0]} being imported: runpy, exec, or an import before the script)"
+            if others
+            else ""
+        )
+
+
+_ways: dict[tuple[int, ...], _Way] = {}
+
+
+class Whereabouts:
+    """Where it stands at this moment.
+
+    place        [file, function, line] of each of the user's frames, outermost first, as another process can compare it
+    codes        of these frames
+    scopes       their variables
+    active       of each of these frames, its loops that are under way and followed, outermost first
+    unfollowed   `for` statements that are under way and not followed
+    why_not      why a replacement cannot come here by itself; "" if it can
+    """
+
+    __slots__ = ("active", "codes", "place", "scopes", "unfollowed", "why_not")
+
+    def __init__(self, way: _Way, stack: list[FrameType]) -> None:
+        self.place = way.place
+        self.codes = [way.codes[of_user.index] for of_user in way.frames]
+        self.scopes: list[dict[str, Any]] = [variables_of(stack[of_user.index]) for of_user in way.frames]
+        self.active: list[list[loops.Loop]] = []
+        self.unfollowed: list[loops.Site] = []
+        gathers = ""
+        for of_user, scope in zip(way.frames, self.scopes, strict=True):
+            followed, unfollowed = loops.under_way(of_user.loops, scope)
+            self.active.append(followed)
+            self.unfollowed += unfollowed
+            if of_user.gathering:
+                gathers = f"{of_user.gathering} ({of_user.place})"
+        self.why_not = ""
+        if way.foreign:
+            self.why_not = (
+                f"the optimizer step is taken in a loop of {way.foreign}, which is not the script's own code and is "
+                "not followed (user_paths names further folders of such code; installed packages are never followed)"
+            )
+        elif self.unfollowed or not way.is_compiled:
+            self.why_not = f"a loop around the optimizer step is not followed{way.whose}"
+        elif gathers:
+            self.why_not = (
+                f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "
+                "a for loop in its place is followed"
+            )
+
+    @property
+    def around(self) -> list[loops.Loop]:
+        """All followed loops that are under way, outermost first."""
+        return [loop for of_frame in self.active for loop in of_frame]
+
+
+def look(frame: FrameType | None) -> Whereabouts:
+    """Where it stands as seen from a frame."""
+    stack, key = [], []
+    while frame is not None:
+        stack.append(frame)
+        key.append(id(frame.f_code))
+        key.append(frame.f_lasti)
+        frame = frame.f_back
+    known = tuple(key)
+    way = _ways.get(known)
+    if way is None:
+        if len(_ways) >= _MOST_WAYS:
+            _ways.clear()
+        way = _ways[known] = _Way(stack)
+    return Whereabouts(way, stack)

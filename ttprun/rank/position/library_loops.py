@@ -1,0 +1,50 @@
+"""Loops around an optimizer step in code that is not the user's: a framework's training loop, say.
+
+Such a loop is not compiled anew, so nobody knows where it stands, nor what its variables hold. Where code of somebody
+else's only hands a step through (a wrapped optimizer, a context manager), nothing is lost by not following it.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from types import FrameType
+
+import torch
+
+from ttprun.rank.position import control_flow
+from ttprun.rank.position.frames import is_user_file
+
+# Their loops are no training loops: they run threads, event loops and hooks.
+_HARMLESS = tuple(
+    path.rstrip(os.sep) + os.sep
+    for path in (
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
+)
+# These read the command line, and call the script's main function from a loop of theirs.
+_CALLERS = frozenset({"absl", "click", "fire", "hydra", "typer"})
+_SITE = f"{os.sep}site-packages{os.sep}"
+
+
+def loop_around(frame: FrameType | None) -> str:
+    """The function and file of the outermost loop that is under way in code of somebody else's; "" if there is none."""
+    found = ""
+    while frame is not None:
+        code = frame.f_code
+        if _is_foreign(frame) and control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
+            found = f"{code.co_qualname} ({code.co_filename})"
+        frame = frame.f_back
+    return found
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    filename = frame.f_code.co_filename
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    if is_user_file(filename) or filename.startswith("<frozen") or package in _CALLERS:
+        return False
+    path = os.path.abspath(filename)
+    return not path.startswith(_HARMLESS) or (_SITE in path and not path.startswith(_HARMLESS[2:]))

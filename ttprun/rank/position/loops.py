@@ -1,0 +1,348 @@
+"""Positions of the `for` loops in the user's code, and jumping to them in a replay.
+
+User modules are compiled with each loop
+
+    for x in EXPR: ...
+
+turned into
+
+    __ttp_loop_7__ = __ttprun_loop__(7, __ttprun_enter__(7), EXPR)
+    for x in __ttp_loop_7__: ...
+    __ttp_loop_7__ = None
+
+so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. These variables
+are seen in locals() and globals(); they begin with an underscore, and are None when the loop is over. `while` loops
+need nothing: what they depend on lives in variables. Code that torch.compile traces runs over EXPR itself.
+
+Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
+few times without a step inside, the loop runs over EXPR itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import inspect
+import io
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import CodeType, FrameType, GeneratorType
+from typing import Any
+
+from ttprun.rank.position.frames import SCALARS
+from ttprun.rank.position.iterator_seek import END, Mover
+from ttprun.rank.process import random_state
+
+VARIABLE_PREFIX = "__ttp_loop_"
+TRIALS = 8  # times that a loop is followed before it is taken for one without a step inside
+# What does not begin anew when another loop runs over it.
+_READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
+
+
+class Site:
+    """One `for` statement of the user's code.
+
+    key          file:line:column, the same in every rank
+    lines        of the whole statement
+    has_steps    an optimizer step has been seen inside
+    is_outer     ... and inside of another loop that is inside of this one
+    """
+
+    __slots__ = ("began", "has_steps", "is_outer", "key", "lines")
+
+    def __init__(self, key: str, lines: range) -> None:
+        self.key = key
+        self.lines = lines
+        self.began = 0
+        self.has_steps = False
+        self.is_outer = False
+
+    def note_step(self) -> None:
+        """An optimizer step has been seen inside."""
+        if not self.has_steps:
+            self.has_steps = True
+            keys_with_steps.append(self.key)
+
+
+sites: list[Site] = []
+keys_with_steps: list[str] = []  # of the sites that have any
+
+
+def new_site(filename: str, line: int, column: int, last_line: int) -> int:
+    """Register a loop; returns the number that the compiled code calls it by."""
+    sites.append(Site(f"{filename}:{line}:{column}", range(line, last_line + 1)))
+    return len(sites) - 1
+
+
+class Loop:
+    """A loop that is under way.
+
+    position     items handed out so far
+    lead         items that had been handed out when the first boundary inside was reached; 0 before that
+    began_with   states of the random generators before EXPR was evaluated
+    over         EXPR, if it is a generator, or a file or table that is read line by line
+    bounds       (start, stop, step) of EXPR, if it is a range
+    item_rng     the same when the present item was handed out, for loops around other loops
+    tells_all    its position is known to tell how all stands that it runs over; see iterables.py
+    """
+
+    __slots__ = (
+        "_following",
+        "_iterable",
+        "began_with",
+        "bounds",
+        "current",
+        "item_rng",
+        "lead",
+        "over",
+        "position",
+        "site",
+        "tells_all",
+    )
+
+    def __init__(self, site: Site, began_with: random_state.RngState | None, iterable: Iterable[Any]) -> None:
+        self.site = site
+        self.began_with = began_with
+        self.position = 0
+        self.lead = 0
+        self.item_rng: random_state.RngState | None = None
+        self.current: Any = None
+        self.over = iterable if isinstance(iterable, _READ_ON) else None
+        self.bounds = [iterable.start, iterable.stop, iterable.step] if isinstance(iterable, range) else None
+        self.tells_all = False
+        self._iterable: Iterable[Any] | None = iterable
+        self._following: weakref.ref[Generator[Any]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Called once, by the `for`, which alone holds what is returned: that lets go of EXPR when the loop is left.
+        iterable, self._iterable = self._iterable, None
+        assert iterable is not None
+        following = self._follow(iterable)
+        self._following = weakref.ref(following)
+        return following
+
+    def items(self) -> Any:
+        """The iterator that it runs over, None if it has been left."""
+        following = self._following() if self._following is not None else None
+        return inspect.getgeneratorlocals(following).get("items") if following is not None else None
+
+    def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
+        site = self.site
+        items = iter(iterable)
+        while (item := next(items, END)) is not END:  # a `for` would ask it for its iterator once more
+            self.position += 1
+            self.current = _plain(item)
+            if site.is_outer or self.position < 3:
+                self.item_rng = random_state.capture()
+            held = [item]
+            item = None  # the script alone decides how long an item lives
+            yield held.pop()
+
+    def record(self) -> dict[str, Any]:
+        """The loop as a part of a boundary's record."""
+        return {
+            "site": self.site.key,
+            "position": self.position,
+            "lead": self.lead,
+            "began_with": self.began_with,
+            "item_rng": self.item_rng if self.site.is_outer else None,
+            "current": self.current,
+            "bounds": self.bounds,
+            "is_inside": isinstance(self.over, GeneratorType) and self.over.gi_running,
+        }
+
+
+class Jump(Loop):
+    """A loop of a replay that begins where the lost rank's record says."""
+
+    __slots__ = ("_mover", "_record")
+
+    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any], mover: Mover) -> None:
+        self._record = record
+        self._mover = mover
+        super().__init__(site, record["began_with"], iterable)
+
+    def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
+        record = self._record
+        self.lead = record["lead"]
+        is_inside = record["is_inside"]  # the step is taken while the next item is made
+        skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
+        if is_inside:
+            self.position, self.current = skip, record["current"]
+        items, first = self._at(iterable, skip, record)
+        self.position = skip
+        if first is not END:
+            self.position += 1
+            self.current = _plain(first)
+            if record["item_rng"] is not None and not is_inside:
+                random_state.restore(record["item_rng"])
+                self.item_rng = record["item_rng"]
+            held = [first]
+            first = None
+            yield held.pop()
+        while (item := next(items, END)) is not END:
+            self.position += 1
+            self.current = _plain(item)
+            if self.site.is_outer or self.position < 3:
+                self.item_rng = random_state.capture()
+            held = [item]
+            item = None
+            yield held.pop()
+
+    def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
+        """An iterator behind the first item to hand out, and that item."""
+        if isinstance(iterable, range) and record["bounds"]:
+            left = iter(self._rest(iterable, skip, record["bounds"]))
+            return left, next(left, END)
+        if isinstance(iterable, enumerate):
+            return self._at_enumerated(iterable, skip, record)
+        items: Any = iter(iterable)
+        if type(iterable) in (range, list, tuple, str):
+            if record["lead"] == 1 and _is_whole(record["current"]):
+                skip = _place_of(record["current"], iterable, skip)
+            items.__setstate__(skip)  # and no copy of the rest: a list is restored while the loop runs over it
+        else:
+            items = self._mover.moved(items, skip)
+        return items, next(items, END)
+
+    def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
+        """What is left of a range.
+
+        bounds   the lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now
+        """
+        self.bounds = bounds
+        return range(*bounds)[skip:] if bounds[1:] == [iterable.stop, iterable.step] else range(0)
+
+    def _at_enumerated(self, iterable: Any, skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
+        inner, start = iterable.__reduce__()[1]
+        plain = dict(record, current=None)
+        items, first = self._at(inner, skip, plain)
+        if first is END:
+            return items, END
+        counted = enumerate(items, start + skip + 1)
+        return counted, (start + skip, first)
+
+
+class JumpToNewEnd(Jump):
+    """The same in a run that goes on with other arguments: a range may end elsewhere now."""
+
+    __slots__ = ()
+
+    def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
+        start, _, step = bounds
+        self.bounds = [start, iterable.stop, step]
+        return range(*self.bounds)[skip:] if iterable.step == step else range(0)
+
+
+def _plain(item: Any) -> Any:
+    """What of an item can be recorded and compared: a scalar, or a list for a tuple; None for all else."""
+    if item.__class__ in SCALARS:
+        return item
+    return [_plain(part) for part in item] if item.__class__ is tuple else None
+
+
+def _is_whole(plain: Any) -> bool:
+    """Whether that is all of the item."""
+    return all(map(_is_whole, plain)) if plain.__class__ is list else plain is not None
+
+
+def _place_of(value: Any, values: Any, index: int) -> int:
+    """Where in `values` an item stands that stood at `index` in the lost rank.
+
+    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not there, or
+    not at its index and there are several like it, nobody knows where to go on: the loop ends, and the replay is
+    refused, since it does not come by.
+    """
+    plain = [_plain(item) for item in values]
+    if index < len(plain) and plain[index] == value:
+        return index
+    return plain.index(value) if plain.count(value) == 1 else len(plain)
+
+
+class Hooks:
+    """What the compiled code asks before it follows a loop.
+
+    enter, loop    a replay's own functions, as long as it lasts
+    is_compiling   torch.compiler.is_dynamo_compiling, once the script has torch: code that it traces is left alone
+    """
+
+    enter: Callable[[Site, FrameType], Any] | None = None
+    loop: Callable[[Site, Any, Iterable[Any]], Any] | None = None
+    is_compiling: Callable[[], bool] | None = None
+
+
+def enter(number: int) -> Any:
+    """Called before a loop's EXPR is evaluated."""
+    if Hooks.is_compiling is not None and Hooks.is_compiling():
+        return None
+    site = sites[number]
+    if Hooks.enter is not None:
+        return Hooks.enter(site, sys._getframe(1))
+    if not site.has_steps and site.began >= TRIALS:
+        return None
+    site.began += 1
+    return random_state.capture()
+
+
+def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
+    """Called with a loop's EXPR; returns what the `for` runs over."""
+    if Hooks.is_compiling is not None and Hooks.is_compiling():
+        return iterable
+    if Hooks.loop is not None:
+        return Hooks.loop(sites[number], token, iterable)
+    return iterable if token is None else Loop(sites[number], token, iterable)
+
+
+Variables = list[tuple[str, Site]]
+# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
+_variables: dict[int, tuple[CodeType, Variables]] = {}
+
+
+def _variables_of(code: CodeType) -> Variables:
+    """The variables in which a code keeps its loops, in the order in which these stand in it."""
+    known = _variables.get(id(code))
+    if known is None:
+        names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
+        found = [(name, name[len(VARIABLE_PREFIX) : -2]) for name in names if name.startswith(VARIABLE_PREFIX)]
+        known = _variables[id(code)] = (code, [(name, sites[int(number)]) for name, number in found])
+    return known[1]
+
+
+def variables_around(code: CodeType, line: int) -> Variables:
+    """The variables of a code's loops around a line, outermost first."""
+    return [(name, site) for name, site in _variables_of(code) if line in site.lines]
+
+
+def under_way(variables: Variables, scope: Mapping[str, Any]) -> tuple[list[Loop], list[Site]]:
+    """The loops that are under way in a frame, outermost first: (followed, those whose position is not known).
+
+    variables   of the loops around the frame's line: a loop that an exception has left is over, though its variable is
+                set
+    scope       the frame's
+    """
+    followed, unfollowed = [], []
+    for name, site in variables:
+        value = scope.get(name)
+        if value is not None:
+            if isinstance(value, Loop):
+                followed.append(value)
+            else:
+                unfollowed.append(site)
+    return followed, unfollowed
+
+
+def of_frame(frame: FrameType) -> list[Loop]:
+    """The loops that are under way in a frame and followed, outermost first."""
+    return under_way(variables_around(frame.f_code, frame.f_lineno), frame.f_locals)[0]
+
+
+def note_steps(active: list[Loop], not_followed: list[Site]) -> None:
+    """An optimizer step has been reached inside these loops (outermost first)."""
+    for depth, loop_ in enumerate(active):
+        loop_.site.note_step()
+        if depth + 1 < len(active):
+            loop_.site.is_outer = True
+        if not loop_.lead:
+            loop_.lead = loop_.position
+    for site in not_followed:
+        site.note_step()

@@ -1,0 +1,257 @@
+"""The recorder: what one rank leaves behind, in shared memory outside its process.
+
+A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
+boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), the
+run's first record (what has changed since then is what a run on other ranks takes over), a log of the results of small
+collectives, from which a replay answers calls whose peers have long gone on, samples of what the rank has given to the
+running step (evidence.py), a ring of the random states of DataLoader workers, and how much was appended to which file.
+
+A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
+ones."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ttprun.rank.records.evidence import REGION_BYTES, Evidence
+
+SLOTS = 4
+FIRST = SLOTS  # the slot behind those of the newest boundaries
+HEADER_BYTES = 4096
+LOG_BYTES = 16 << 20
+WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
+WORKER_ENTRY_BYTES = 16 << 10
+WORKER_BYTES = WORKER_ITERATORS * WORKERS * WORKER_BATCHES * WORKER_ENTRY_BYTES
+_WORKER = struct.Struct("<iiiii")  # iterator, epoch, worker, batch, bytes
+APPENDED_FILES = 1024
+_APPENDED = struct.Struct("<Qqqq")  # path's key, boundary, bytes since, bytes between the boundary before and it
+APPENDED_BYTES = APPENDED_FILES * _APPENDED.size
+_SLOT_CELLS = 3  # of the header: boundary, bytes of the head, bytes of the blobs
+_LOG = struct.Struct("<q")  # bytes used
+_ENTRY = struct.Struct("<i")  # bytes of one log entry
+_LOG_AT = HEADER_BYTES - 64
+NO_BOUNDARY = -1
+
+
+class RecordTooLargeError(RuntimeError):
+    """A record does not fit; the message names the setting that makes room."""
+
+
+class Recorder:
+    """One rank's shared record.
+
+    fd              the memfd
+    slot_bytes      room for one record
+    """
+
+    def __init__(self, fd: int, slot_bytes: int) -> None:
+        self._fd = fd
+        self._slot_bytes = slot_bytes
+        self._map = mmap.mmap(fd, self.size_bytes(slot_bytes))
+        self._view = memoryview(self._map)
+        self._cells = self._view[:HEADER_BYTES].cast("q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        evidence_at = HEADER_BYTES + (SLOTS + 1) * slot_bytes
+        self.evidence = Evidence(self._view[evidence_at : evidence_at + REGION_BYTES])
+        self._log_start = evidence_at + REGION_BYTES
+
+    @staticmethod
+    def size_bytes(slot_bytes: int) -> int:
+        """Address space that a recorder takes; memory is taken only for what is written."""
+        return HEADER_BYTES + (SLOTS + 1) * slot_bytes + REGION_BYTES + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
+
+    @classmethod
+    def create(cls, slot_bytes: int) -> int:
+        """Make an empty recorder in a memfd; returns its fd."""
+        fd = os.memfd_create("ttprun-record", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size_bytes(slot_bytes))
+        cls(fd, slot_bytes).clear()
+        return fd
+
+    def clear(self) -> None:
+        """Forget all records and the log."""
+        for slot in range(SLOTS + 1):
+            self._cells[slot * _SLOT_CELLS] = NO_BOUNDARY
+        _LOG.pack_into(self._map, _LOG_AT, 0)
+        self.evidence.clear()
+
+    def write(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
+        """Write the record of a boundary over the oldest one.
+
+        head    the packed plain part
+        blobs   tensors as `plain` of tensor_bytes.py gives them, written one behind the other
+
+        Raises RecordTooLargeError, with the older records untouched.
+        """
+        self._write(boundary % SLOTS, boundary, head, blobs)
+
+    def write_first(self, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
+        """Keep the record of a boundary for good, beside the newest ones; arguments and errors as those of `write`."""
+        self._write(FIRST, boundary, head, blobs)
+
+    def _write(self, slot: int, boundary: int, head: bytes, blobs: Sequence[torch.Tensor]) -> None:
+        head_bytes, room = len(head), self._slot_bytes
+        start = HEADER_BYTES + slot * room
+        blob_bytes = 0
+        for blob in blobs:
+            blob_bytes += blob.nbytes
+        if head_bytes + blob_bytes > room:
+            raise RecordTooLargeError(
+                f"the record of a boundary takes {(head_bytes + blob_bytes) >> 20} MiB, more than record_limit_mib "
+                f"= {room >> 20} allows"
+            )
+        cells, cell = self._cells, slot * _SLOT_CELLS
+        cells[cell] = NO_BOUNDARY
+        end = start + head_bytes
+        self._map[start:end] = head
+        at = self._address + end
+        for blob in blobs:
+            size = blob.nbytes
+            ctypes.memmove(at, blob.data_ptr(), size)
+            at += size
+        cells[cell + 1] = head_bytes
+        cells[cell + 2] = blob_bytes
+        cells[cell] = boundary
+
+    def read(self, boundary: int) -> tuple[bytes, bytes] | None:
+        """Copies of (head, blobs) of a boundary's record, None if it is not there."""
+        found = self._read(boundary % SLOTS)
+        return found[1:] if found is not None and found[0] == boundary else None
+
+    def read_first(self) -> tuple[int, bytes, bytes] | None:
+        """Copies of (boundary, head, blobs) of the record that is kept for good, None if there is none."""
+        return self._read(FIRST)
+
+    def _read(self, slot: int) -> tuple[int, bytes, bytes] | None:
+        cell = slot * _SLOT_CELLS
+        boundary, head_bytes, blob_bytes = self._cells[cell : cell + _SLOT_CELLS]
+        if boundary == NO_BOUNDARY:
+            return None
+        at = HEADER_BYTES + slot * self._slot_bytes
+        middle = at + head_bytes
+        return boundary, bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
+
+    def export(self, boundary: int) -> dict[str, Any]:
+        """All that a replay up to `boundary` needs, for `restore`; to be packed with msgpack.
+
+        Raises KeyError if there is no record of that boundary.
+        """
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        records = [
+            [number, *found] for number in range(boundary - SLOTS + 1, boundary + 1) if (found := self.read(number))
+        ]
+        if not records or records[-1][0] != boundary:
+            raise KeyError(boundary)
+        return {
+            "first": self.read_first(),
+            "records": records,
+            "log": list(self.read_log()),
+            "workers": list(self._written_parts(start - WORKER_BYTES, start)),
+            "appended": bytes(self._view[start : start + APPENDED_BYTES]) if self.appended_keys() else b"",
+        }
+
+    def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """(offset behind `start`, bytes) of what has ever been written in a part; to read the rest takes memory."""
+        at = start
+        while at < end:
+            try:
+                at = os.lseek(self._fd, at, os.SEEK_DATA)
+            except OSError:  # ENXIO: there is nothing from there on
+                return
+            hole = min(os.lseek(self._fd, at, os.SEEK_HOLE), end)
+            if at < hole:
+                yield at - start, os.pread(self._fd, hole - at, at)
+            at = hole
+
+    def restore(self, exported: dict[str, Any]) -> None:
+        """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        newest = [(record[0] % SLOTS, record) for record in exported["records"]]
+        for slot, (boundary, head, blobs) in [(FIRST, exported["first"]), *newest]:
+            self._write(slot, boundary, head, [torch.frombuffer(bytearray(blobs), dtype=torch.uint8)] if blobs else [])
+        for entry in exported["log"]:
+            self.append_log(entry)
+        for offset, part in exported["workers"]:
+            self._view[start - WORKER_BYTES + offset :][: len(part)] = part
+        if exported["appended"]:
+            self._view[start:] = exported["appended"]
+
+    def append_log(self, entry: bytes) -> bool:
+        """Append an entry to the log of results; False when it is full."""
+        (used,) = _LOG.unpack_from(self._map, _LOG_AT)
+        need = _ENTRY.size + len(entry)
+        if used + need > LOG_BYTES:
+            return False
+        at = self._log_start + used
+        _ENTRY.pack_into(self._map, at, len(entry))
+        self._map[at + _ENTRY.size : at + need] = entry
+        _LOG.pack_into(self._map, _LOG_AT, used + need)
+        return True
+
+    def read_log(self) -> Iterator[bytes]:
+        """The log's entries, oldest first."""
+        (used,) = _LOG.unpack_from(self._map, _LOG_AT)
+        at = self._log_start
+        end = at + used
+        while at < end:
+            (size,) = _ENTRY.unpack_from(self._map, at)
+            at += _ENTRY.size
+            yield bytes(self._view[at : at + size])
+            at += size
+
+    def _worker_at(self, place: tuple[int, int, int, int]) -> int:
+        iterator, _, worker, batch = place
+        ring = (iterator % WORKER_ITERATORS) * WORKERS + worker % WORKERS
+        entry = ring * WORKER_BATCHES + batch % WORKER_BATCHES
+        return self._log_start + LOG_BYTES + entry * WORKER_ENTRY_BYTES
+
+    def write_worker(self, place: tuple[int, int, int, int], state: bytes) -> None:
+        """Keep a worker's random states; `place` is (iterator, epoch, worker, batch of this worker)."""
+        if len(state) + _WORKER.size > WORKER_ENTRY_BYTES:
+            return
+        at = self._worker_at(place)
+        _WORKER.pack_into(self._map, at, *place, 0)
+        self._map[at + _WORKER.size : at + _WORKER.size + len(state)] = state
+        _WORKER.pack_into(self._map, at, *place, len(state))
+
+    def read_worker(self, place: tuple[int, int, int, int]) -> bytes | None:
+        """What was kept for this place, None if the ring has gone on."""
+        at = self._worker_at(place)
+        *found, size = _WORKER.unpack_from(self._map, at)
+        return (
+            bytes(self._view[at + _WORKER.size : at + _WORKER.size + size]) if tuple(found) == place and size else None
+        )
+
+    def _appended_at(self, key: int) -> int | None:
+        """Where a path's count stands or may be put; None if the table is full."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        for number in range(APPENDED_FILES):
+            at = start + (key + number) % APPENDED_FILES * _APPENDED.size
+            if _APPENDED.unpack_from(self._map, at)[0] in (0, key):
+                return at
+        return None
+
+    def appended(self, key: int) -> tuple[int, int, int]:
+        """(boundary, bytes appended since, bytes in the step before it) of a path; zeros if it is not known."""
+        at = self._appended_at(key)
+        _, since, newest, before = (0, 0, 0, 0) if at is None else _APPENDED.unpack_from(self._map, at)
+        return since, newest, before
+
+    def set_appended(self, key: int, counts: tuple[int, int, int]) -> None:
+        """Note the counts of a path; with APPENDED_FILES paths in the table a further one is not noted."""
+        at = self._appended_at(key)
+        if at is not None:
+            _APPENDED.pack_into(self._map, at, key, *counts)
+
+    def appended_keys(self) -> list[int]:
+        """The paths that have counts."""
+        start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
+        found = (_APPENDED.unpack_from(self._map, start + n * _APPENDED.size)[0] for n in range(APPENDED_FILES))
+        return [key for key in found if key]

@@ -1,0 +1,76 @@
+"""What a replay needs of a rank's records, and why some records cannot be replayed: asked by the rank that replays,
+and before that by the agent, so that it promises nothing which the rank then refuses. Begin with `records_up_to`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ttprun.rank.records.record import Record
+from ttprun.rank.records.recorder import SLOTS, Recorder
+
+
+def read_record(recorder: Recorder, number: int) -> Record:
+    """A boundary's record. Raises KeyError if the recorder does not hold it."""
+    found = recorder.read(number)
+    if found is None:
+        raise KeyError(number)
+    return Record.of(*found)
+
+
+def records_up_to(recorder: Recorder, number: int) -> list[Record]:
+    """The records of the boundaries from the one at which a replay begins to the one that it must reach.
+
+    Raises KeyError if the recorder does not hold one of them.
+    """
+    target = read_record(recorder, number)
+    before = _record_to_begin_at(recorder, target)
+    first = before["boundary"] if before else number
+    return [read_record(recorder, known) for known in range(first, number)] + [target]
+
+
+def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
+    """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
+
+    From a run's first record behind a change of its ranks there is no way back: a replay comes straight by its place.
+    At a boundary at which a loader has ended whose batches are still to be trained on, it cannot begin: nobody knows
+    how to get hold of these.
+    """
+    number = target["boundary"]
+    if target["is_straight"]:
+        return target
+    others = []
+    for earlier in range(number - 1, max(0, number - SLOTS + 1), -1):
+        record = read_record(recorder, earlier)
+        if not record.fields.get("is_draining"):
+            if record["place"] == target["place"]:
+                return record
+            others.append(record)
+        if record["is_straight"]:
+            break
+    if others:
+        return others[0]
+    return read_record(recorder, number - 1) if number > 1 else None
+
+
+def why_never(record: Record) -> str:
+    """Why no replay can come by the place of a record; "" if one may."""
+    unfollowed: str = record["unfollowed"]
+    return unfollowed
+
+
+def why_other_numbers(record: Record) -> str:
+    """Why the step before a record cannot be run again; "" if it can."""
+    return (
+        "the script draws from os.urandom in its steps, and other numbers come out each time"
+        if record["entropy"]
+        else ""
+    )
+
+
+def why_not(records: Sequence[Record]) -> str:
+    """Why a replay over these records would be refused, as far as they say it; "" if they say nothing."""
+    first, target = records[0], records[-1]
+    reasons = [why_never(first), why_never(target)]
+    reasons += [why_other_numbers(record) for record in records if record is not first or record is target]
+    return next(filter(None, reasons), "")

@@ -1,0 +1,1 @@
+"""How a replacement gets to the place of the lost rank, and what the other ranks do meanwhile."""

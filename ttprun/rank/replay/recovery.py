@@ -1,0 +1,399 @@
+"""A rank's part in a recovery, on a thread of its own; the main thread need only wait.
+
+Messages of the agent: `freeze` (a rank is lost: stop in front of the next commit, break the connection, say where you
+stand), `send_state` and `fetch_state` (the repair), `load_state` (that of a snapshot), `dump` (a checkpoint), `resume`
+(connect in the new generation and issue the journal again). A newer generation overtakes an older one at every wait.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from ttprun.chaos import damage, strikes
+from ttprun.chaos.faults import parse_fault
+from ttprun.device.interface import DeviceFailedError
+from ttprun.protocol.board import Field, Phase
+from ttprun.protocol.channel import Message
+from ttprun.rank.checks.proof import Proof
+from ttprun.rank.checks.replay_guard import Expected
+from ttprun.rank.comm import on_device
+from ttprun.rank.comm.connection import GenerationOverError
+from ttprun.rank.comm.journal import TELL_AFTER_S, Entry, has_ended
+from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.comm.reissue import issue_again
+from ttprun.rank.session import Session
+from ttprun.rank.weights import checkpoint_shards, replicated, state_transfer
+
+LOOK_AGAIN_S = 0.05
+_NO_MORE = sys.maxsize  # a generation above all others
+_LET_FINISH_S = 0.05  # gives operations between ranks that live time to end by themselves
+STUCK_AFTER_S = 2.0  # behind a cut; an operation that can end does so within milliseconds
+RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
+
+
+class OvertakenError(RuntimeError):
+    """A newer generation has begun: what was being done is void."""
+
+
+class Recovery:
+    """Reads the agent's messages and carries them out."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._orders: queue.Queue[Message] = queue.Queue()
+        self._newest_generation = session.generation
+        self._issued_again: list[tuple[Entry, Any]] = []
+        self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that works and may block; `take` is called from the one that reads."""
+        self._thread.start()
+
+    def retire(self) -> None:
+        """The run of the script is over: whatever is under way is void. Does not wait."""
+        self._newest_generation = _NO_MORE
+        self._orders.put({"op": "end", "generation": _NO_MORE})
+        self._session.exchange.end_before(_NO_MORE)
+
+    def join(self, limit_s: float) -> None:
+        """After `retire`: wait so long at most for the thread's end."""
+        self._thread.join(limit_s)
+
+    def finish(self) -> None:
+        """After `retire`: wait until the thread has ended, and no operation touches a tensor any more.
+
+        Raises TimeoutError after RETIRE_LIMIT_S.
+        """
+        self._thread.join(_LET_FINISH_S)
+        if self._thread.is_alive():
+            for group in self._groups():
+                group.cut()
+        self._thread.join(RETIRE_LIMIT_S)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
+        self._break_connections()
+        with self._session.journal.lock:
+            self._session.journal.is_frozen = False
+        self._session.journal.clear()
+
+    def take(self, message: Message) -> None:
+        """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
+        session = self._session
+        op = message["op"]
+        if op == "put":
+            session.exchange.deliver(message["generation"], message["key"], base64.b64decode(message["value"]))
+        elif op == "fault":
+            strikes.arm(message["number"], parse_fault(message["fault"]))
+        elif op == "fault_done":
+            damage.done_by_agent()
+        elif op == "ended":
+            session.journal.end()
+            with session.changed:
+                session.changed.notify_all()
+        elif op == "apart":
+            session.snapshots.owners = message["owners"]
+        elif op == "look_at":
+            session.verifier.look_at(message["boundary"])
+        elif op == "stand_aside":
+            session.verifier.stand_aside()
+        elif op == "unprotected":
+            with session.changed:
+                session.unprotected = session.unprotected or message["reason"]
+                session.changed.notify_all()
+        else:
+            self._newest_generation = max(self._newest_generation, message["generation"])
+            if op == "freeze":
+                session.exchange.end_before(message["generation"])
+            self._orders.put(message)
+
+    def _work(self) -> None:
+        session = self._session
+        while True:
+            message = self._orders.get()
+            if message["op"] == "end":
+                return
+            if message["generation"] < self._newest_generation:
+                continue
+            try:
+                getattr(self, f"_on_{message['op']}")(message)
+            except (OvertakenError, GenerationOverError):
+                continue
+            except DeviceFailedError as error:
+                on_device.give_up_process(session, error)
+            except Exception as error:
+                if self._newest_generation > message["generation"]:
+                    continue
+                is_refusal = isinstance(error, replicated.NotRepairableError)
+                if message["op"] == "resume" and isinstance(error, RuntimeError | OSError) and not is_refusal:
+                    # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
+                    if not self._hears_of_fault(message["generation"]):
+                        fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
+                        session.tell_broken(message["generation"], str(error), TELL_AFTER_S, fault)
+                    continue
+                detail = "" if is_refusal else traceback.format_exc()
+                session.channel.send(
+                    {
+                        "op": "mismatch",
+                        "generation": message["generation"],
+                        "reason": f"rank {session.rank}, {message['op']}: {error}",
+                        "detail": detail,
+                    }
+                )
+
+    def _hears_of_fault(self, generation: int) -> bool:
+        """Whether a newer generation begins within a moment."""
+        give_up_at_s = time.monotonic() + TELL_AFTER_S
+        while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
+            time.sleep(LOOK_AGAIN_S)
+        return self._newest_generation > generation
+
+    def _check_overtaken(self) -> None:
+        if self._newest_generation > self._session.generation:
+            raise OvertakenError
+
+    # Freeze.
+
+    def _on_freeze(self, message: Message) -> None:
+        session = self._session
+        strikes.reached("freeze")
+        with session.journal.lock:
+            session.journal.is_frozen = True
+        with session.changed:
+            session.generation = message["generation"]
+            session.is_holding = True
+            session.settle_at = 0
+            session.changed.notify_all()
+        groups = self._groups()
+        if any(group.is_on_device for group in groups):
+            self._let_step_end()  # a stop would leave its tensors half changed
+        on_device.stop(groups)
+        self._break_connections(has_new_peers=bool(message["lost"]))
+        on_device.restart(groups)
+        self._let_step_end()
+        self._settle(message["survivors"])
+        state = replicated.digest() if session.applied else ""
+        session.channel.send(
+            {
+                "op": "frozen",
+                "generation": session.generation,
+                "boundary": session.applied,
+                "digest": state,
+                "has_group": bool(session.groups),
+                "journal": self._signatures(),
+            }
+        )
+
+    def _let_step_end(self) -> None:
+        """Wait for the end of the optimizer step under way, if there is one."""
+        session = self._session
+        with session.changed:
+            while session.is_applying:
+                session.changed.wait(LOOK_AGAIN_S)
+                self._check_overtaken()
+
+    def _break_connections(self, has_new_peers: bool = False) -> None:
+        """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
+
+        Operations between ranks that live are let finish first, for a moment: one that is cut while its messages are
+        under way may never end.
+
+        has_new_peers   another process takes the place of one at the other end
+        """
+        session = self._session
+        groups = self._groups()
+        works = [(entry, entry.inner) for entry in session.journal.entries if entry.inner is not None]
+        works += self._issued_again
+        self._issued_again = []
+        end_s = time.monotonic() + _LET_FINISH_S
+        for _, inner in works:
+            has_ended(inner, end_s - time.monotonic())
+        for group in groups:
+            group.cut()
+        end_s = time.monotonic() + STUCK_AFTER_S
+        for entry, inner in works:
+            if not has_ended(inner, end_s - time.monotonic()):
+                entry.group.abandon_connection()
+                continue
+            with contextlib.suppress(Exception):
+                inner.wait()
+                entry.group.complete(entry, inner)
+        for entry in session.journal.unfinished():
+            session.journal.attach(entry, None)
+        for group in groups:
+            group.forget_connection(has_new_peers)
+
+    def _settle(self, survivors: list[int]) -> None:
+        """Come to the one boundary at which all survivors stand.
+
+        Each has stopped in front of its next commit. If one of them has stepped already, every rank had recorded that
+        boundary, so those that wait in front of it may step too.
+        """
+        session = self._session
+        board = session.board
+        board.announce(session.local_rank, Field.HELD, session.generation)
+        for row in survivors:
+            while (held := board.get(row, Field.HELD)) < session.generation:
+                board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
+                self._check_overtaken()
+        boundary = max(board.get(row, Field.APPLIED) for row in survivors)
+        with session.changed:
+            session.settle_at = boundary
+            session.changed.notify_all()
+            while session.applied < boundary or session.is_applying:
+                session.changed.wait(LOOK_AGAIN_S)
+                self._check_overtaken()
+
+    def _signatures(self) -> dict[str, Any]:
+        """By group: its ranks, what it has issued since the boundary, and which of that only its result is left of."""
+        found: dict[str, Any] = {}
+        with self._session.journal.lock:
+            for entry in self._session.journal.entries:
+                empty = {"ranks": entry.group.ranks, "issued": [], "results": []}
+                group = found.setdefault(entry.group.group_name, empty)
+                if entry.held is not None and entry.is_done and entry.held.is_kept:
+                    group["results"].append(len(group["issued"]))
+                group["issued"].append(entry.signature)
+        return found
+
+    # Repair.
+
+    def _on_send_state(self, message: Message) -> None:
+        session = self._session
+        strikes.reached("transfer")
+        digest = state_transfer.serve(
+            session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
+        )
+        session.channel.send({"op": "state_sent", "generation": message["generation"], "digest": digest})
+
+    def _on_fetch_state(self, message: Message) -> None:
+        session = self._session
+        session.touch(Phase.REPAIRING)
+        strikes.reached("transfer")
+        digest = state_transfer.fetch(session.run_dir, message["name"], message["limit_s"])
+        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": digest})
+
+    def _on_load_state(self, message: Message) -> None:
+        session = self._session
+        session.touch(Phase.REPAIRING)
+        strikes.reached("transfer")
+        apart = checkpoint_shards.Apart(message["owners"], session.rank, ())
+        checkpoint_shards.load(message["header"], message["files"], apart)
+        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": replicated.digest()})
+
+    def _on_dump(self, message: Message) -> None:
+        """Write this rank's share of what all survivors hold; the main thread stands still."""
+        session = self._session
+        strikes.reached("persist")
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
+        told["is_handled"] = _does_something_at_its_end()
+        try:
+            apart = checkpoint_shards.Apart(message["owners"], session.rank, message["writers"])
+            told |= checkpoint_shards.write(message["path"], message["share"], message["of"], main, apart)
+        except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
+            told["why_not"] = f"rank {session.rank}: {error}"
+        session.channel.send(told)
+
+    # Resume.
+
+    def _on_resume(self, message: Message) -> None:
+        session = self._session
+        strikes.reached("rebuild")
+        if session.replay is not None:
+            self._go_live(message)
+            return
+        session.journal.givers = givers_of(message)
+        started = time.monotonic()
+        groups = self._groups()
+        did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
+        on_device.resume_communicators(groups)
+        again = self._issued_again = []
+        is_connected = False
+        while True:
+            with session.journal.lock:
+                entries, at = session.journal.entries, len(again)
+                entry = entries[at] if at < len(entries) else None
+                if entry is None and is_connected:
+                    session.journal.is_frozen = False
+                    session.journal.news.notify_all()
+                    break
+            if entry is None:
+                self._connect_up_to(None)
+                session.channel.send({"op": "rebuilt", "generation": session.generation})
+                on_device.tell_of_groups(session, groups, did)
+                is_connected = True
+                continue
+            if not entry.group.is_connected_in(session.generation):
+                self._connect_up_to(entry.group)
+            inner = issue_again(session, entry)
+            again.append((entry, inner))
+            strikes.reached("reissue")
+            if not entry.is_done:
+                session.journal.attach(entry, inner)
+                if entry.future is not None:
+                    entry.group.bridge(entry, inner)
+        session.verifier.prove_from(session.applied)
+        with session.changed:
+            session.is_holding = False
+            session.changed.notify_all()
+        strikes.reached("thaw")
+        for entry, inner in again:
+            while not has_ended(inner, LOOK_AGAIN_S):
+                self._check_overtaken()
+            inner.wait()
+            entry.group.complete(entry, inner)
+        self._check_overtaken()
+        self._issued_again = []
+        session.channel.send({"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started})
+
+    def _groups(self) -> list[ManagedGroup]:
+        """All groups that are connected or that the journal needs, destroyed ones too, as they were made."""
+        with self._session.journal.lock:
+            found = {entry.group for entry in self._session.journal.entries}
+        return sorted(found | set(self._session.groups.values()), key=lambda group: group.number)
+
+    def _connect_up_to(self, newest: ManagedGroup | None) -> None:
+        """Connect the groups that were made up to this one, None: all.
+
+        Not earlier than the journal needs them: a replacement that runs from the top makes a group only after it has
+        issued what comes before. A group in which its members have never come together is the main thread's to connect.
+        """
+        for group in self._groups():
+            if group.is_joined and (newest is None or group.number <= newest.number):
+                group.connect_in(self._session.generation)
+
+    def _go_live(self, message: Message) -> None:
+        session = self._session
+        replay = session.replay
+        assert replay is not None
+        for group in list(session.groups.values()):
+            group.connect_in(session.generation)
+            group.is_joined = True
+        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        on_device.tell_of_groups(session, list(session.groups.values()), "made")
+        session.expected = Expected(session.channel, session.generation, message["expected"])
+        session.journal.givers = givers_of(message)
+        session.verifier.prove_from(replay.boundary)
+        if replay.is_alone:
+            session.proof = Proof.of(session, replay.boundary)
+        replay.live.set()
+
+
+def _does_something_at_its_end() -> bool:
+    """Whether the script handles a signal that ends jobs by more than an exception or the end of the process."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
+
+
+def givers_of(message: Message) -> dict[tuple[str, int], int]:
+    """The agent's word on who gives which result to the others: see Journal.givers."""
+    return {(name, number): rank for name, number, rank in message["given"]}

@@ -1,0 +1,1 @@
+"""What happens at each optimizer step: the record, the commit, the step. Begin with `step_hooks`."""

@@ -1,0 +1,82 @@
+"""The commit: no rank steps its optimizer before all have written their records of the boundary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ttprun.protocol.board import Board, Field, Phase
+from ttprun.rank.comm.journal import EndedError
+from ttprun.rank.session import Session
+
+_LOOK_AGAIN_S = 1.0
+
+
+def commit(
+    session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
+) -> None:
+    """Wait until every rank of the node has recorded the boundary.
+
+    held   called now and then while a recovery holds this rank back; what it raises ends the wait
+
+    Raises EndedError if this process is told to end while it is held back.
+
+    The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
+    stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
+    """
+    while True:
+        with session.lock:
+            if session.is_holding and session.settle_at < boundary and not session.unprotected:
+                session.touch(Phase.COMMITTING)
+                held()
+                if session.journal.is_ended:
+                    raise EndedError
+                session.changed.wait(look_again_s)
+                continue
+            if min(session.recorded) >= boundary or _is_free(session, boundary):
+                session.is_applying = True
+                return
+        session.touch(Phase.COMMITTING)
+        _wait_for_records(session, boundary, held, look_again_s)
+
+
+def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
+    board = session.board
+    stuck_since = 0.0
+    for row in range(board.n_ranks):
+        while (recorded := board.get(row, Field.RECORDED)) < boundary:
+            if _is_free(session, boundary):
+                return
+            if session.is_holding:
+                held()
+            at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
+            board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
+            is_alive = board.get(row, Field.PULSE_NS) != pulse
+            is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or _where(board, row) != at
+            if is_working or session.is_holding:
+                stuck_since = 0.0
+            elif not is_alive:
+                continue  # a stopped process says nothing of where it stands; whoever looks for hangs will find it
+            elif not stuck_since:
+                stuck_since = time.monotonic()
+            elif time.monotonic() - stuck_since > session.options["commit_timeout_s"]:
+                session.give_up_protection(
+                    f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
+                    "collective: the ranks do not step together"
+                )
+
+
+def _is_free(session: Session, boundary: int) -> bool:
+    """Whether this rank may step though others have not recorded the boundary."""
+    return bool(session.unprotected) or session.journal.is_ended or session.settle_at >= boundary
+
+
+def _where(board: Board, row: int) -> tuple[int, int, int]:
+    """Where a rank's main thread is: phase, collectives, and heartbeats, which move as long as it runs bytecode.
+
+    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued. Who
+    waits for them in our own loop runs that loop's bytecode only.
+    """
+    phase = board.get(row, Field.PHASE)
+    beats = 0 if phase == Phase.WAITING else board.get(row, Field.MAIN_BEATS)
+    return phase, board.get(row, Field.COLLECTIVES), beats

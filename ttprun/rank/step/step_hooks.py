@@ -1,0 +1,346 @@
+"""What happens at each optimizer step: the record, the commit, the step.
+
+Before `Optimizer.step` number N runs, the rank writes its record of boundary N and then waits until every rank of the
+node has written its own. This commit is what makes replacing a rank simple: no rank changes its weights before all have
+left the record that a replacement would need, so when a rank is lost all survivors stand at one boundary, and the lost
+rank has a record of it. The ranks have just met in the step's last all-reduce, so the wait is short.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ttprun.chaos import strikes
+from ttprun.protocol.board import LEADER, Field, Phase
+from ttprun.rank import fail_open, values
+from ttprun.rank.checks.replay_guard import report_mismatch
+from ttprun.rank.data import loaders
+from ttprun.rank.effects import files, origins, os_entropy, output
+from ttprun.rank.position import call_site, iterables, loops
+from ttprun.rank.process import random_state
+from ttprun.rank.records.record import Record
+from ttprun.rank.records.recorder import RecordTooLargeError
+from ttprun.rank.session import Session, current
+from ttprun.rank.step import closures, hindrances
+from ttprun.rank.step.commit_barrier import commit
+from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
+from ttprun.rank.weights.tensor_bytes import bytes_of
+
+_running: torch.optim.Optimizer | None = None
+_closure: closures.Watch | None = None  # of the step of that one
+_cuda: Any = torch.cuda  # whose functions have no types
+_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # which calls the hooks
+
+
+def wrap_join(original: Any) -> Any:
+    """Join.__enter__, by way of DistributedDataParallel.join: a rank without data left steps no optimizer any more."""
+
+    def enter(self: Any) -> Any:
+        session = current()
+        if session is not None and self._enable and session.world_size > 1:
+            session.give_up_protection("with join() the ranks do not step together")
+        return original(self)
+
+    return enter
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    global _running, _closure
+    _running = _closure = None
+
+
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
+    """Pre-hook of Optimizer.step, the last one; what it returns takes the place of the arguments."""
+    global _running, _closure
+    session = current()
+    if session is None or _is_inside_another(optimizer):
+        return None  # a step inside another optimizer's step belongs to that one
+    _running = optimizer
+    frame = fail_open.caller()
+    _closure = closures.Watch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
+    watched = closures.watch(optimizer, args, kwargs, _closure)
+    if watched is None:
+        _closure = None
+        _begin_step(session, optimizer, frame)
+    return watched
+
+
+def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether another optimizer's step is under way; one that an exception has ended is not."""
+    if _running is None or _running is optimizer:
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _AROUND_STEPS and frame.f_locals.get("self") is _running:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end_closure(session: Session, optimizer: torch.optim.Optimizer, returned: Any) -> Any:
+    """The closure has ended for the first time: the weights change from here on. Returns what it is to return."""
+    return _begin_step(session, optimizer, sys._getframe(2), returned)
+
+
+def _refuse_second_call(session: Session) -> None:
+    session.give_up_protection(
+        "the optimizer calls its closure several times in a step (LBFGS with max_iter > 1), and the weights change "
+        "between these calls; one call a step can be repaired: torch.optim.LBFGS(max_iter=1), in a loop"
+    )
+
+
+def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
+    """The optimizer is about to change weights: record the boundary, and commit it.
+
+    frame      innermost one, of the user's or beneath
+    returned   what the closure of this step returns, which the script gets from `step`
+    returns    the same; in a replay, the lost rank's
+    """
+    if session.replay is not None:
+        return session.replay.before_step(frame, returned)
+    if strikes.waiting:
+        strikes.reached("before_step")
+    if session.expected is not None and gradients.are_carried_over(optimizer):
+        report_mismatch(
+            session.channel,
+            session.generation,
+            "the script carries gradients across an optimizer step, and those of the lost rank are not known "
+            "(or they have become NaN)",
+        )
+    if session.is_recorded():
+        for entry in session.journal.unfinished():
+            session.touch(Phase.WAITING)
+            session.journal.wait(entry)
+        if session.journal.givers:
+            _check_what_was_given(session)
+        if session.proof is not None:
+            session.proof.end_step()
+        boundary = session.applied + 1
+        stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+        are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
+        session.verifier.look(boundary, optimizer, frame, are_new)
+        if _write_record(session, boundary, frame, optimizer, returned):
+            commit(session, boundary)
+    elif not session.has_stepped:
+        hindrances.look_without_record(session)
+    for group in list(session.groups.values()):
+        group.buckets.end_step()
+    session.journal.clear()
+    if not session.is_applying:  # no commit has said so
+        with session.lock:
+            session.is_applying = True
+    session.updates.begin()
+    session.touch(Phase.STEPPING)
+    if strikes.waiting:
+        strikes.reached("in_step")
+    return returned
+
+
+def _check_what_was_given(session: Session) -> None:
+    """No rank may step with a result that DDP has written over while a recovery gave it to the others."""
+    for entry in session.journal.entries:
+        if entry.held is not None and session.journal.giver_of(entry) == session.rank and not entry.held.is_kept:
+            reason = f"the result of {entry.signature} was written over while it was given to the others"
+            report_mismatch(session.channel, session.generation, reason)
+
+
+def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Global post-hook of Optimizer.step: the boundary has been reached."""
+    global _running
+    session = current()
+    if session is None or _running is not optimizer:
+        return
+    _running = None
+    if _closure is not None and not _closure.calls:
+        session.give_up_protection("the optimizer has taken a step without a call of the closure that it was given")
+    if session.replay is not None:
+        session.replay.after_step()
+        return
+    strikes.reached_step_end()
+    session.updates.end()
+    if session.is_recorded():
+        _note_weights(session)
+    if session.snapshots.is_due(session.applied + 1):
+        session.snapshots.take(session, session.applied + 1, fail_open.caller())
+    pass_boundary(session)
+    session.verifier.step_aside_if_odd()
+    if strikes.waiting:
+        strikes.reached("after_step")
+
+
+def _note_weights(session: Session) -> None:
+    try:
+        session.kept_weights.note(session.applied + 1)
+    except Exception as error:  # no memory for copies, say: the script must go on as under torchrun
+        session.give_up_protection(f"the weights behind step {session.applied + 1} cannot be noted: {error!r}")
+
+
+def pass_boundary(session: Session) -> None:
+    """The optimizer step has run to its end."""
+    with session.lock:
+        session.applied += 1
+        session.is_applying = False
+        session.row[Field.APPLIED] = session.applied
+        session.row[Field.MEETINGS] = 0
+        if session.is_holding:  # then a recovery waits for the end of the step
+            session.changed.notify_all()
+    session.touch(Phase.COMPUTING)
+    if not session.has_stepped:
+        session.has_stepped = True
+        origins.end()
+        _look_at_state(session)
+        session.tell_modules()
+        if not session.unprotected:
+            session.snapshots.tell_size(session.channel)
+
+
+def _look_at_state(session: Session) -> None:
+    """After the first step, in which optimizers make their state: can another rank take it over?"""
+    if session.is_recorded():
+        try:
+            replicated.describe()
+        except replicated.NotRepairableError as error:
+            session.give_up_protection(f"{error}, and another rank cannot take that over")
+
+
+def _write_record(
+    session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
+) -> bool:
+    is_open = False
+    try:
+        why_not = _why_not_recorded(session, optimizer)
+        if why_not:
+            session.give_up_protection(why_not)
+        else:
+            with values.room_to_walk():
+                record, blobs, is_open = describe(session, boundary, frame, returned)
+                head = values.pack(record)
+            session.note_hindrance(boundary, hindrances.look(record, head))
+            session.recorder.write(boundary, head, blobs)
+            session.tell_not_proved(record["not_proved"])
+            if boundary == 1:
+                session.recorder.write_first(boundary, head, blobs)
+    except RecordTooLargeError as error:
+        session.give_up_protection(str(error))
+    except Exception as error:  # a script that we cannot record must go on as under torchrun
+        session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
+    if session.local_rank == LEADER:
+        session.snapshots.agree(session.channel, boundary, is_open)
+    if is_open:
+        open_boundaries.come_to(session, boundary)
+    session.board.announce(session.local_rank, Field.RECORDED, boundary)
+    return not session.unprotected
+
+
+def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:
+    """What of this rank's state could not come from a record, another rank, and what is stored; "" if nothing."""
+    if _cuda.is_initialized():
+        return "what a script keeps on a GPU is not recorded yet"
+    if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
+        return why_not
+    elsewhere = output.why_not_counted()
+    if elsewhere:
+        return elsewhere
+    if session.has_stepped:
+        return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
+    if not sharded.are_any(optimizer_registry.parameters()):
+        return ""
+    why_not = sharded.why_not_stored(optimizer_registry.stepped_tensors())
+    if not why_not:
+        sharded.tell(session.channel)
+    return why_not or sharded.why_not_at_rest(optimizer)
+
+
+def describe(
+    session: Session, boundary: int, frame: FrameType, returned: Any = None
+) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
+    """The record of a boundary: (plain part, tensors to write behind it, whether it is open).
+
+    returned   what the closure of the step returns
+    """
+    standing = call_site.look(frame)
+    living = optimizer_registry.optimizers()
+    around = standing.around
+    on_stack = set(map(id, standing.scopes))
+    loops.note_steps(around, standing.unfollowed)
+    is_draining = loaders.note_boundary()
+    values.begin_boundary()
+    stepped = optimizer_registry.stepped(living)
+    mark = stepped.sample(boundary)
+    session.kept_weights.compare(stepped, mark)
+    snapshot = values.Snapshot(stepped.storages, iterables.followed(around))
+    record: dict[str, Any] = {
+        "boundary": boundary,
+        "place": standing.place,
+        "unfollowed": standing.why_not,
+        "variables": [
+            snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
+            for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))
+        ],
+        "loops": [[snapshot.loop(loop) for loop in of_frame] for of_frame in standing.active],
+        "generator_loops": snapshot.generator_loops,
+        "modules": {
+            name: snapshot.variables(vars(module), name, is_lasting=True)
+            for name, module in files.user_modules()
+            if id(module.__dict__) not in on_stack
+        },
+        "optimizers": [snapshot.node(optimizer, 0) for optimizer in living],
+        "returned": snapshot.node(returned, 0),
+        "stepped": stepped.counts,
+        "rng": random_state.capture(),
+        "loaders": loaders.records(),
+        "results": session.results.begin_step(boundary),
+        "rebuilt": optimizer_registry.rebuilt(),
+        "files": files.positions(),
+        "has_steps": loops.keys_with_steps,
+        "lines": output.lines_said(session),
+        "weights": b"" if stepped.is_sharded else mark,
+        "held": session.holdings.mark(stepped, _running, boundary),
+        "kept": session.kept_weights.is_kept,
+        "entropy": os_entropy.drawn_since_last_asked(),
+        "blobs": [blob.nbytes for blob in snapshot.blobs],
+        "is_straight": False,
+        "not_proved": [],
+        "is_draining": is_draining,
+    }
+    if snapshot.not_proved:
+        names = ["" if code.co_name == "<module>" else code.co_qualname for code in standing.codes]
+        scopes = dict(zip(names, record["variables"], strict=True)) | record["modules"]
+        scopes["optimizers"] = dict(zip(map(str, range(len(living))), record["optimizers"], strict=True))
+        record["not_proved"] = values.names_not_proved(snapshot, scopes)
+    return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
+
+
+def look(frame: FrameType) -> values.Tree:
+    """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
+    standing = call_site.look(frame)
+    stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+    snapshot = values.Snapshot(stepped.storages, iterables.followed(standing.around))
+    on_stack = set(map(id, standing.scopes))
+    record = {
+        "place": standing.place,
+        "variables": [snapshot.variables(scope) for scope in standing.scopes],
+        "loops": [],
+        "modules": {
+            name: snapshot.variables(vars(module))
+            for name, module in files.user_modules()
+            if id(module.__dict__) not in on_stack
+        },
+        "optimizers": [],
+        "stepped": stepped.counts,
+        "loaders": [],
+        "blobs": [blob.nbytes for blob in snapshot.blobs],
+    }
+    return tree_of(values.pack(record), snapshot.blobs)
+
+
+def tree_of(packed: bytes, tensors: list[torch.Tensor]) -> values.Tree:
+    """A record as another process would read it."""
+    found = Record.of(packed, b"".join(map(bytes, map(bytes_of, tensors))))
+    return values.Tree(found.fields, found.blobs)

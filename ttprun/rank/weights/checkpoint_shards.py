@@ -1,0 +1,272 @@
+"""The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
+
+All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
+come to the same division without talking. Of tensors that are sharded over the ranks, each writes the part that it has.
+Of parameters that the ranks have been found to hold each for itself (`Apart`), the lowest of those that hold the same
+writes all, under a key with its number.
+A share is a file of safetensors, in the memory of a snapshot too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+import xxhash
+
+from ttprun.protocol.channel import Message
+from ttprun.rank.position.frames import SCALARS, user_frames
+from ttprun.rank.process.shared_memory import Memory
+from ttprun.rank.weights import optimizer_registry, replicated, sharded
+from ttprun.rank.weights.replicated import Part, parameter_of
+from ttprun.state.chunks import OWNER
+from ttprun.state.files import write_file
+from ttprun.state.pieces import CannotReshardError
+from ttprun.state.tensor_file import chunks, lay_out, metadata_of
+
+_MOST_MODULES = 16
+BOTH_KINDS = "some parameters are DTensors, and other ones differ between the ranks: both together are not stored yet"
+
+
+class Apart(NamedTuple):
+    """Parameters that not all ranks hold alike.
+
+    owners   key of each -> by rank, the lowest rank that has always held the same
+    rank     this one
+    writers  ranks that write a share, in the order of the shares
+    """
+
+    owners: Mapping[str, Sequence[int]]
+    rank: int
+    writers: Sequence[int]
+
+    def holds(self, key: str) -> bool:
+        """Whether the tensor of this key belongs to such a parameter."""
+        return parameter_of(key) in self.owners
+
+    def stored(self, key: str) -> str:
+        """Under which key a file holds what this rank has of a tensor."""
+        owners = self.owners.get(parameter_of(key))
+        return key if owners is None else f"{key}{OWNER}{owners[self.rank]}"
+
+    def is_mine(self, key: str) -> bool:
+        """Whether this rank writes its tensor of that key."""
+        owners = self.owners[parameter_of(key)]
+        return min(rank for rank in self.writers if owners[rank] == owners[self.rank]) == self.rank
+
+
+NOTHING_APART = Apart({}, 0, ())
+
+
+def version_of(owners: Mapping[str, Sequence[int]]) -> str:
+    """A hash of `owners` of `Apart`, to see whether ranks and agent know the same."""
+    told = json.dumps([[key, *owners[key]] for key in sorted(owners)])
+    return str(xxhash.xxh3_64_hexdigest(told.encode()))
+
+
+def file_of(share: int) -> str:
+    """Name of a share's file in a checkpoint."""
+    return f"tensors-{share:05d}.safetensors"
+
+
+def divide(sizes: list[int], of: int) -> list[int]:
+    """The share to which each tensor goes: the largest first, each to the share that is smallest so far."""
+    filled = [0] * of
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owner = filled.index(min(filled))
+        owners[index] = owner
+        filled[owner] += sizes[index]
+    return owners
+
+
+def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
+    """Write one share of what this rank holds to a new file of a checkpoint; a file of an earlier attempt is removed.
+
+    share  number of it, from 0; the first one has the models' own tensors too
+    of     how many shares there are
+    frame  innermost of the main thread's: its variables name the models
+    apart  what is not alike in all ranks
+
+    returns  what the agent must know: bytes, xxh3, header, a hash of the header, names of the models' tensors
+
+    Raises NotRepairableError, OSError.
+    """
+    told, header, tensors = _describe(share, of, frame, apart)
+    Path(path).unlink(missing_ok=True)
+    entry = write_file(Path(path), chunks(header, tensors))
+    return told | {"bytes": entry.bytes, "xxh3": entry.xxh3}
+
+
+def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
+    """Copy one share of what this rank holds into shared memory; arguments, result and errors as those of `write`."""
+    told, header, tensors = _describe(share, of, frame, apart)
+    size = len(header) + sum(tensor.nbytes for tensor in tensors)
+    memory.fill(size, chunks(header, tensors))
+    return told | {"bytes": size, "xxh3": ""}
+
+
+def _describe(
+    share: int, of: int, frame: FrameType | None, held_apart: Apart
+) -> tuple[Message, bytes, list[torch.Tensor]]:
+    """(what the agent must know, header of the file, tensors of the file) of one share."""
+    header, parts = replicated.describe()
+    alike = [part for part in parts if part.chunk is None and not held_apart.holds(part.key)]
+    alone = [part for part in parts if part.chunk is None and held_apart.holds(part.key)]
+    apart = [part for part in parts if part.chunk is not None]
+    if alone and apart:
+        raise replicated.NotRepairableError(BOTH_KINDS)
+    owners = divide([part.tensor.nbytes for part in alike], of)
+    mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
+    mine |= {held_apart.stored(part.key): part.tensor for part in alone if held_apart.is_mine(part.key)}
+    common = [entry for key, entry in zip(replicated.keys(), header, strict=True) if key not in held_apart.owners]
+    told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(common).encode()), "share": share}
+    told |= {"digests": replicated.digests(), "apart": version_of(held_apart.owners)}
+    if held_apart.owners:
+        told["header"] = header
+    models: dict[str, dict[str, str]] = {}
+    own: list[Part] = []
+    if share == 0 or apart:
+        models, own = _models(frame)
+        apart += [part for part in own if part.chunk is not None]
+    if share == 0:
+        files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
+        files |= {part.key: file_of(0) for part in (*apart, *own)}  # of those apart, the other files have parts too
+        files |= {part.key: file_of(0) for part in alone}  # the lowest rank that writes is the first of its peers
+        told |= {
+            "header": header,
+            "files": files,
+            "model": {
+                name: {n: [files[key], held_apart.stored(key)] for n, key in names.items()}
+                for name, names in models.items()
+            },
+            "held": _held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
+        }
+        mine |= {part.key: part.tensor for part in own if part.chunk is None}
+    mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
+    chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}
+    try:
+        return told, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
+    except ValueError as error:
+        raise replicated.NotRepairableError(str(error)) from None
+
+
+def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> None:
+    """Take over the state that all shares hold together.
+
+    header  as `replicated.describe` has given it in this rank, or in one that held the same
+    files   paths of all shares
+    apart   what was not alike in all ranks that have written them
+
+    Raises NotRepairableError, OSError.
+    """
+    if sharded.are_any(optimizer_registry.parameters()):
+        if apart.owners:
+            raise replicated.NotRepairableError(BOTH_KINDS)
+        _load_parts(header, files)
+        return
+    opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
+    holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - it is no mapping
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        key = apart.stored(name)
+        if key not in holder:
+            raise replicated.NotRepairableError(f"{key} is in none of the checkpoint's files")
+        found = holder[key].get_tensor(key)
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+            raise replicated.NotRepairableError(f"{key} is {list(found.shape)} of {found.dtype} in the checkpoint")
+        with torch.no_grad():
+            tensor.copy_(found)
+
+    replicated.take_over(header, fill)
+
+
+def _load_parts(header: list[Any], files: list[str]) -> None:
+    """The same where tensors are sharded: each rank reads what it needs of the files, whoever has written it."""
+    from ttprun.state.resharding import load as load_resharded
+
+    targets: dict[str, torch.Tensor] = {}
+    replicated.take_over(header, targets.__setitem__)
+    try:
+        load_resharded(targets, files)
+    except CannotReshardError as error:
+        raise replicated.NotRepairableError(str(error)) from None
+    sharded.forget_gathered()
+
+
+def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Part]]:
+    """The modules in the user's variables: (variable -> name in its state_dict -> key, what has no key yet)."""
+    models: dict[str, dict[str, str]] = {}
+    own: list[Part] = []
+    known = {_place(tensor): key for key, tensor in replicated.live_tensors() if not sharded.is_distributed(tensor)}
+    known_parameters = replicated.keys_of_parameters()
+    for variable, module in modules_in(frame):
+        names: dict[str, str] = {}
+        for name, value in _tensors_of(module):
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                continue
+            tensor = sharded.local_of(value).detach()
+            key = known_parameters.get(id(value)) or (known.get(_place(tensor)) if tensor.numel() else None)
+            if key is None:
+                key = f"{variable}/{name}"
+                own.append(Part(key, tensor, sharded.chunk_of(value)))
+            if tensor.numel():
+                known[_place(tensor)] = key
+            names[name] = key
+        if names:
+            models[variable] = names
+    return models, own
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """What the module's state_dict would hold.
+
+    It is not asked for it if FSDP2 manages its parameters: that would take gathered ones away, and the module may be
+    at work on another thread.
+    """
+    managed = sharded.sharded_parameters(module)
+    if not managed:
+        yield from module.state_dict(keep_vars=True).items()
+        return
+    for path, part in module.named_modules(remove_duplicate=False):
+        kept = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        for name, tensor in (*part._parameters.items(), *kept.items()):
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, managed.get((id(part), name), tensor)
+
+
+def _held_by_all(models: dict[str, dict[str, str]]) -> list[Any]:
+    """Of each sharded weight its name for people, and what each rank has: [name, [[rank, shape, offsets, sizes]]]."""
+    named: dict[str, str] = {}
+    for variable, names in models.items():
+        for name, key in names.items():
+            named.setdefault(key, name if len(models) == 1 else f"{variable}.{name}")
+    return [
+        [named.get(key, key), sharded.held_by_all(parameter)]
+        for key, parameter in replicated.live_tensors()
+        if key.endswith(f"/{replicated.WEIGHT}") and sharded.chunk_of(parameter) is not None
+    ]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few."""
+    found: dict[str, torch.nn.Module] = {}
+    for user_frame in user_frames(frame):
+        for name, value in list(user_frame.f_locals.items()):
+            if name.startswith("__") or type(value) in SCALARS:
+                continue
+            if isinstance(value, torch.nn.Module):
+                found[name] = value
+            elif type(value).__module__ == "__main__" and isinstance(getattr(value, "__dict__", None), dict):
+                attributes = vars(value).items()
+                found |= {f"{name}.{key}": part for key, part in attributes if isinstance(part, torch.nn.Module)}
+    yield from list(found.items())[:_MOST_MODULES]

@@ -1,0 +1,43 @@
+"""Gradients of a replay must not be used: a replacement refuses a script that carries gradients across a step.
+
+Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. Those that
+the replay has left are made NaN, so that using them cannot pass unseen; if some are left when their optimizer steps for
+the first time, the script has added to gradients that nobody knows any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ttprun.rank.weights.sharded import local_of
+from ttprun.rank.weights.tensor_bytes import elements_of
+
+_poisoned: list[torch.optim.Optimizer] = []
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found: list[Any] = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return [local_of(gradient) for gradient in found if gradient is not None]
+
+
+def poison(optimizers: list[torch.optim.Optimizer]) -> None:
+    """The replay is over: its gradients become NaN."""
+    for optimizer in optimizers:
+        for gradient in _gradients(optimizer):
+            elements_of(gradient.detach()).fill_(float("nan"))
+        _poisoned.append(optimizer)
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    _poisoned.clear()
+
+
+def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that is about to step has gradients of the replay; asked once an optimizer."""
+    if not any(optimizer is known for known in _poisoned):
+        return False
+    _poisoned[:] = [known for known in _poisoned if known is not optimizer]
+    return any(bool(torch.isnan(elements_of(gradient)).any()) for gradient in _gradients(optimizer))

@@ -1,0 +1,194 @@
+"""What this rank trains, in digests: the agent compares them, and so knows which ranks are replicas of each other.
+
+A full look hashes every parameter of the optimizers with its gradient and its optimizer state, on the main thread,
+before the step. It is taken at the first two steps of an optimizer, whenever parameters or groups have been added, and
+after a recovery: seldom enough to be exact. In between, each record holds some bytes of every parameter whose gradient
+DistributedDataParallel does not reduce over all ranks: shards that began with equal values and part later show there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import xxhash
+
+from ttprun.rank.position.frames import user_frames
+from ttprun.rank.weights import optimizer_registry, replicated
+from ttprun.rank.weights.checkpoint_shards import modules_in
+from ttprun.rank.weights.sharded import is_distributed
+from ttprun.rank.weights.tensor_bytes import bytes_of
+
+FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
+SAMPLE_BYTES = 64
+_MOST_SAMPLES = 64  # parameters, at one boundary
+_STRIDE = 8191  # bytes by which the sampled place moves on from boundary to boundary
+_PLAIN = (int, float, bool, str, type(None))
+
+
+class Holdings:
+    """Knows which of the parameters have been looked at, and samples them. Asked in each step."""
+
+    def __init__(self) -> None:
+        self._looks: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._seen: optimizer_registry.Stepped | None = None
+        self._groups_count = 0
+        self._sampled: tuple[optimizer_registry.Stepped | None, list[torch.Tensor]] = (None, [])
+
+    def are_new(self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer, groups_count: int) -> bool:
+        """Whether this step must be preceded by a full look; the answer is the same in all ranks that train alike.
+
+        groups_count   process groups that the script has made so far
+        """
+        looks = self._looks.get(optimizer, 0)
+        if stepped is self._seen and groups_count == self._groups_count and looks >= FIRST_LOOKS:
+            return False
+        self._looks[optimizer] = looks + 1
+        self._seen, self._groups_count = stepped, groups_count
+        return True
+
+    def forget(self) -> None:
+        """The run of the script is over, and no tensor of it may outlive it."""
+        self._seen, self._sampled = None, (None, [])
+
+    def mark(
+        self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer | None, boundary: int
+    ) -> bytes:
+        """A hash of some bytes of each parameter that ranks may hold each for itself, and of its gradient."""
+        if stepped is not self._sampled[0]:
+            managed = set(map(id, reduced_over_all()))
+            self._sampled = stepped, [one for one in stepped.weights if id(one) not in managed]
+        sampled = self._sampled[1]
+        if not sampled:
+            return b""
+        own = set() if optimizer is None else {id(one) for group in optimizer.param_groups for one in group["params"]}
+        start = boundary * _MOST_SAMPLES % len(sampled)
+        found = xxhash.xxh3_64()
+        for parameter in (sampled[start:] + sampled[:start])[:_MOST_SAMPLES]:
+            found.update(_some_bytes(parameter, boundary))
+            if parameter.grad is not None and id(parameter) in own:
+                found.update(_some_bytes(parameter.grad, boundary))
+        return found.digest()
+
+
+def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str]]:
+    """Key of each parameter -> (digest of its weights, digest of its gradient, its state and what it is stepped with).
+
+    optimizer   about to step: of the others the gradients are not looked at, they may not be complete
+    """
+    return {
+        key: (_hash(parameter), _hash_of_rest(parameter, state, group, parameter.grad if one is optimizer else None))
+        for key, parameter, state, group, one in _plain_parameters()
+    }
+
+
+def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:
+    """What is compared now and then: (key, whether it is the gradient, tensor).
+
+    A gradient is added where DistributedDataParallel does not reduce it: it tells replicas of which one has gone wrong
+    from ranks that are no replicas.
+    """
+    managed = set(map(id, reduced_over_all()))
+    found = []
+    for key, parameter, _, _, one in _plain_parameters():
+        found.append((key, False, parameter))
+        gradient = parameter.grad
+        if one is optimizer and gradient is not None and id(parameter) not in managed and _is_dense(gradient):
+            found.append((key, True, gradient))
+    return found
+
+
+def names(frame: FrameType | None) -> dict[str, str]:
+    """Key of each parameter -> what the script calls it, as far as its variables tell."""
+    keys = {id(parameter): key for key, parameter, _, _, _ in _plain_parameters()}
+    found: dict[str, str] = {}
+    modules = dict(modules_in(frame))
+    for variable, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if id(parameter) in keys:
+                found.setdefault(keys[id(parameter)], name if len(modules) == 1 else f"{variable}.{name}")
+    for variable, tensor in _tensors_in(frame):
+        if id(tensor) in keys:
+            found.setdefault(keys[id(tensor)], variable)
+    return found
+
+
+def reduced_over_all() -> Iterator[torch.Tensor]:
+    """Parameters whose gradients DistributedDataParallel averages over all ranks."""
+    for model in optimizer_registry.wrapped_models():
+        if model.process_group.size() == torch.distributed.get_world_size():
+            left_out = getattr(model, "parameters_to_ignore", ())
+            for name, parameter in model.module.named_parameters():
+                if parameter.requires_grad and name not in left_out:
+                    yield parameter
+
+
+Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optimizer]
+
+
+def _plain_parameters() -> Iterator[Row]:
+    """(key, parameter, its state, its group, its optimizer) of all that are not sharded by torch itself."""
+    for number, optimizer in enumerate(optimizer_registry.optimizers()):
+        for group_number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if not is_distributed(parameter):
+                    key = replicated.key_of(number, group_number, index)
+                    yield key, parameter, optimizer.state.get(parameter, {}), group, optimizer
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    found = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    found.update(bytes_of(tensor))
+    return found.hexdigest()
+
+
+def _hash_of_rest(
+    parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None
+) -> str:
+    found = xxhash.xxh3_64()
+    for name, value in (*sorted(group.items()), *replicated.flat(state)):
+        if isinstance(value, torch.Tensor):
+            if not is_distributed(value) and _is_dense(value):
+                found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+                found.update(bytes_of(value))
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
+            found.update(f"{name} {value!r}".encode())
+    if gradient is not None:
+        parts = (gradient,) if _is_dense(gradient) else _parts_of_sparse(gradient)
+        for part in parts:
+            found.update(bytes_of(part))
+    return found.hexdigest()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _parts_of_sparse(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if gradient.layout is not torch.sparse_coo:
+        return ()
+    whole = gradient.coalesce()
+    return whole.indices(), whole.values()
+
+
+def _some_bytes(tensor: torch.Tensor, boundary: int) -> bytes:
+    """At most SAMPLE_BYTES of a tensor, from another place at each boundary; none if it does not lie in one piece."""
+    if not (_is_dense(tensor) and tensor.is_cpu and tensor.is_contiguous()) or is_distributed(tensor):
+        return b""
+    size = min(SAMPLE_BYTES, tensor.nbytes)
+    return ctypes.string_at(tensor.data_ptr() + boundary * _STRIDE % (tensor.nbytes - size + 1), size) if size else b""
+
+
+def _tensors_in(frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for user_frame in user_frames(frame):
+        for name, value in list(user_frame.f_locals.items()):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, list | tuple):
+                yield from ((f"{name}[{at}]", one) for at, one in enumerate(value) if isinstance(one, torch.Tensor))
+            elif isinstance(value, dict):
+                yield from ((f"{name}[{at!r}]", one) for at, one in value.items() if isinstance(one, torch.Tensor))

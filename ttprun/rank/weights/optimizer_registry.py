@@ -1,0 +1,205 @@
+"""What is trained: the script's optimizers and wrapped models, and the tensors that a step changes.
+
+All are told in the order in which the script has made them, which is the same in every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from ttprun.rank.weights import last_hook
+from ttprun.rank.weights.sharded import are_any, local_of
+from ttprun.rank.weights.tensor_bytes import bytes_of
+
+_optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+_wrapped_models: list[weakref.ref[Any]] = []
+
+
+def wrap_optimizer_init(original: Any) -> Any:
+    """Optimizer.__init__: know the optimizers in the order in which they were made, which is the same in every rank."""
+
+    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _optimizers.append(weakref.ref(self))
+        last_hook.make_place(self)
+
+    return init
+
+
+def wrap_ddp_init(original: Any) -> Any:
+    """DistributedDataParallel.__init__: know the wrapped models, for their buckets' order."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _wrapped_models.append(weakref.ref(self))
+
+    return init
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    global _stepped
+    _optimizers.clear()
+    _wrapped_models.clear()
+    _stepped = None
+
+
+# What is asked for at each boundary is gathered in plain loops: to call a comprehension takes longer than all its work.
+
+
+def optimizers() -> list[torch.optim.Optimizer]:
+    """All living optimizers, in the order in which they were made."""
+    living = []
+    for ref in _optimizers:
+        found = ref()
+        if found is not None:
+            living.append(found)
+    return living
+
+
+def wrapped_models() -> list[Any]:
+    """All living DistributedDataParallel modules, in the order in which they were made."""
+    return [found for ref in _wrapped_models if (found := ref()) is not None]
+
+
+def rebuilt() -> list[bool]:
+    """Of each living wrapped model, whether it has ordered its buckets anew."""
+    have = []
+    for ref in _wrapped_models:
+        found = ref()
+        if found is not None:
+            have.append(bool(found._has_rebuilt_buckets))
+    return have
+
+
+class Stepped:
+    """What the living optimizers update, as of a boundary.
+
+    seen        what would show it if it were not so any more, see `stepped`
+    storages    data pointers of the tensors, see `places`, each with its place in `stepped_tensors`
+    weights     the parameters of all optimizers
+    counts      of each optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it
+    is_sharded  some parameter is sharded over the ranks
+    held        of each optimizer's groups, the list of its parameters
+    """
+
+    def __init__(self, seen: list[int], held: list[list[torch.Tensor]]) -> None:
+        self.seen = seen
+        self.storages = places(stepped_tensors())
+        self.weights = list(parameters())
+        self.counts = counts_now()
+        self.is_sharded = are_any(self.weights)
+        self.held = held
+        places_held = [(of_group, at) for of_group, group in enumerate(held) for at in range(len(group))]
+        # Of each parameter: its group and place there; and if it was asked for: itself, where it lies, and its sample.
+        self._samples: list[tuple[int, int, Any, int, Any]] = [(*place, None, 0, b"") for place in places_held]
+
+    def sample(self, boundary: int) -> bytes:
+        """A hash of the beginning of what this rank holds of one parameter, another one at each boundary."""
+        samples = self._samples
+        if not samples:
+            return b""
+        number = boundary % len(samples)
+        of_group, at, known, address, sample = samples[number]
+        group = self.held[of_group]
+        parameter = group[at] if at < len(group) else self.weights[number]
+        if self.is_sharded:
+            parameter = local_of(parameter)
+        if parameter is not known or parameter.data_ptr() != address or not parameter.is_contiguous():
+            parameter = local_of(parameter)
+            sample = bytes_of(parameter.detach())[:_SAMPLE_BYTES]
+            if parameter.is_contiguous() and parameter.device.type == "cpu":
+                samples[number] = (of_group, at, parameter, parameter.data_ptr(), sample)
+        return xxhash.xxh3_64_digest(sample)
+
+
+_stepped: Stepped | None = None
+_SAMPLE_BYTES = 4096
+
+
+def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
+    """What these optimizers, all that are living, update now.
+
+    The very same object as before as long as nothing shows that it has changed, as it does when parameters are added or
+    when the state is loaded anew: counts, and where the ends of each group and of their state lie.
+    """
+    global _stepped
+    known = _stepped
+    is_sharded = known is not None and known.is_sharded
+    seen: list[int] = []
+    held: list[list[torch.Tensor]] = []
+    for optimizer in living:
+        state = optimizer.state
+        seen.append(len(state))
+        for group in optimizer.param_groups:
+            in_group = group["params"]
+            held.append(in_group)
+            seen.append(len(in_group))
+            for end in (in_group[0], in_group[-1]) if in_group else ():
+                seen.append((local_of(end) if is_sharded else end).data_ptr())
+                of_end = state.get(end)
+                for value in of_end.values() if isinstance(of_end, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        seen.append((local_of(value) if is_sharded else value).data_ptr())
+    if known is None or seen != known.seen:
+        known = _stepped = Stepped(seen, held)
+    known.held = held
+    return known
+
+
+def newest() -> Stepped:
+    """The same as of the newest boundary; as of now if there was none."""
+    return _stepped or stepped(optimizers())
+
+
+def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Where each tensor stands in the sequence, by the addresses of its storage and of its own first element.
+
+    Of tensors that share a storage, the parts of one flat buffer, the storage tells the first.
+    """
+    held = list(map(local_of, tensors))
+    found: dict[int, int] = {}
+    for at in ([one.untyped_storage().data_ptr() for one in held], [one.data_ptr() for one in held]):
+        for index, address in enumerate(at):
+            found.setdefault(address, index)
+    return found
+
+
+def are_sharded() -> bool:
+    """Whether some parameter is sharded over the ranks, as of the newest boundary."""
+    return _stepped is not None and _stepped.is_sharded
+
+
+def stepped_tensors() -> list[torch.Tensor]:
+    """What the optimizers update, in an order that is the same in every rank: all parameters, then all of their state.
+
+    An optimizer has its state from its first step on; a replacement's may not have come to that yet.
+    """
+    return [*parameters(), *(tensor for optimizer in optimizers() for tensor in _state(optimizer))]
+
+
+def _count(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [sum(len(group["params"]) for group in optimizer.param_groups), sum(1 for _ in _state(optimizer))]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def counts_now() -> list[list[int]]:
+    """`counts` of `Stepped`, as they are now."""
+    return list(map(_count, optimizers()))
+
+
+def parameters() -> Iterator[torch.Tensor]:
+    """What the living optimizers are to update, as they hold it now: one that two of them hold comes twice."""
+    for optimizer in optimizers():
+        for group in optimizer.param_groups:
+            yield from group["params"]

@@ -1,0 +1,211 @@
+"""What all replicas hold alike: the optimizers' parameters and their state, described, hashed and taken over.
+
+The order is the same in every rank: optimizers as they were made, their groups, the groups' parameters, of each the
+weights and then the optimizer's state by name. Each tensor has a key made of these.
+
+Of a tensor that is sharded over the ranks (sharded.py) the description tells the whole, which is the same everywhere;
+of its elements each rank has a part of its own, which nothing here hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgpack
+import torch
+import xxhash
+
+from ttprun.device import registry
+from ttprun.rank.session import current
+from ttprun.rank.weights import optimizer_registry, sharded
+from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.state.chunks import Chunk
+
+_PLAIN = (int, float, bool, str, type(None))
+WEIGHT = "weight"
+
+
+class NotRepairableError(RuntimeError):
+    """An optimizer holds something that cannot be taken over; the message names it."""
+
+
+class Part(NamedTuple):
+    """What this rank holds of one tensor.
+
+    tensor  its elements in this rank's memory
+    chunk   which of the whole tensor's these are; None: all of them, and every rank has them
+    """
+
+    key: str
+    tensor: torch.Tensor
+    chunk: Chunk | None
+
+
+def key_of(optimizer: int, group: int, index: int) -> str:
+    """The key of a parameter, the same in all ranks: numbers of its optimizer and group, and its place there."""
+    return f"optimizer.{optimizer}/{group}.{index}"
+
+
+def parameter_of(key: str) -> str:
+    """The key of the parameter to which a tensor belongs."""
+    return key.rpartition("/")[0]
+
+
+def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
+    for number, optimizer in enumerate(optimizer_registry.optimizers()):
+        for group_number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                name = key_of(number, group_number, index)
+                yield name, parameter, optimizer.state.get(parameter, {}), optimizer
+
+
+def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+    """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
+    for name, parameter, state, _ in _parameters():
+        yield f"{name}/{WEIGHT}", parameter.detach()
+        yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if torch.is_tensor(value))
+
+
+def flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """An optimizer's state of one parameter, by name; the items of a list follow it."""
+    for key, value in state.items():
+        yield from _with_items(key, value)
+
+
+def _with_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    yield key, value
+    if type(value) is list:
+        for number, item in enumerate(value):
+            yield from _with_items(f"{key}.{number}", item)
+
+
+def keys_of_parameters() -> dict[int, str]:
+    """By its id, the key of each parameter's weights."""
+    return {id(parameter): f"{name}/{WEIGHT}" for name, parameter, _, _ in _parameters()}
+
+
+def describe() -> tuple[list[Any], list[Part]]:
+    """What this rank holds of the newest boundary: the weights as the optimizer has left them there.
+
+    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and what this
+             rank holds of all tensors; the value of a list is [its length], and its items follow
+
+    Raises NotRepairableError.
+    """
+    header: list[Any] = []
+    parts: list[Part] = []
+    session = current()
+    kept = None if session is None else session.kept_weights
+    if kept is not None and kept.why_not():
+        raise NotRepairableError(kept.why_not())
+    for name, parameter, state, _ in _parameters():
+        entries = []
+        entries_held = list(flat(state))
+        why_not = sharded.why_not_stored((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
+        if why_not:
+            raise NotRepairableError(why_not)
+        weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
+        parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
+        for key, value in entries_held:
+            if isinstance(value, torch.Tensor):
+                if value.layout is not torch.strided:
+                    raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
+                entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
+                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), sharded.chunk_of(value)))
+            elif isinstance(value, _PLAIN):
+                entries.append([key, False, value, None])
+            elif type(value) is list:
+                entries.append([key, False, [len(value)], None])
+            else:
+                raise NotRepairableError(f"{name} has state '{key}' of type {type(value).__name__}")
+        header.append([str(parameter.dtype)[6:], list(parameter.shape), entries])
+    return header, parts
+
+
+def digest() -> str:
+    """A hash of everything that optimizers update and all ranks should hold alike. Raises NotRepairableError."""
+    header, parts = describe()
+    state = xxhash.xxh3_64(msgpack.packb(header))
+    for part in parts:
+        if part.chunk is None:
+            state.update(bytes_of(part.tensor))
+    return state.hexdigest()
+
+
+def digests() -> dict[str, str]:
+    """Key of each parameter that torch has not sharded -> digest of its weights and its optimizer state.
+
+    Raises NotRepairableError.
+    """
+    found: dict[str, Any] = {}
+    for part in describe()[1]:
+        if part.chunk is None:
+            of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
+            of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
+            of_parameter.update(bytes_of(part.tensor))
+    return {key: of_parameter.hexdigest() for key, of_parameter in found.items()}
+
+
+def keys() -> list[str]:
+    """Of all parameters, in the order of `describe`."""
+    return [name for name, _, _, _ in _parameters()]
+
+
+def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
+    """Make this rank hold what another one has described; its device may use that again, whatever was there before.
+
+    header  as `describe` gives it
+    fill    called with the key of each tensor, in that order, and with the tensor to write its elements to, which may
+            be sharded
+
+    Raises NotRepairableError if this rank's parameters are not like those.
+    """
+    device = registry.current()
+    held = list(_parameters())
+    if len(held) != len(header):
+        raise NotRepairableError(f"this rank's optimizers hold {len(held)} parameters, and {len(header)} are to come")
+    for (name, parameter, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
+        if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
+            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and one of {shape} is to come")
+        fill(f"{name}/{WEIGHT}", parameter.detach())
+        device.mark_safe(parameter)
+        if not entries:
+            optimizer.state.pop(parameter, None)
+            continue
+        old = optimizer.state[parameter]
+        new: dict[str, Any] = {}
+        left = iter(entries)
+        for entry in left:
+            new[entry[0]] = _take_over_state(name, parameter, old.get(entry[0]), entry, left, fill)
+        old.clear()
+        old.update(new)
+
+
+def _take_over_state(
+    name: str,
+    parameter: torch.Tensor,
+    old: Any,
+    entry: list[Any],
+    left: Iterator[list[Any]],
+    fill: Callable[[str, torch.Tensor], None],
+) -> Any:
+    """One value of a parameter's state, as `entry` describes it.
+
+    old    what stands there; a tensor of that form is written to
+    left   the entries after it: a list's items are taken from there
+    """
+    key, is_tensor, value, shape = entry
+    if is_tensor:
+        kind = getattr(torch, value)
+        if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
+            if sharded.is_distributed(parameter):
+                raise NotRepairableError(f"{name} has no '{key}' here, and whether it is sharded is not known")
+            old = torch.empty(shape, dtype=kind)
+        fill(f"{name}/{key}", old)
+        registry.current().mark_safe(old)
+        return old
+    if type(value) is not list:
+        return value
+    items = [*(old if type(old) is list else []), *[None] * value[0]]
+    return [_take_over_state(name, parameter, items[at], next(left), left, fill) for at in range(value[0])]

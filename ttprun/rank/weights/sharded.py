@@ -1,0 +1,185 @@
+"""Tensors of which each rank holds a part of its own: DTensors, as FSDP2 and tensor parallelism make them.
+
+What such a rank holds is in no other one, so a lost rank cannot be repaired from a survivor; but all ranks together can
+be stored, and go back. Begin with `chunk_of` and `why_not_stored`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun import torch_versions
+from ttprun.state.chunks import Chunk
+
+if TYPE_CHECKING:
+    from ttprun.protocol.channel import Channel
+
+HELD_ALONE = (
+    "the parameters are sharded over the ranks (FSDP2 or another use of DTensor), so that no other rank holds what a "
+    "lost one held"
+)
+
+
+_COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to who has asked for it, by way of torch's wrappers
+
+
+def kind() -> type | None:
+    """The class of sharded tensors; None as long as nobody has imported it, so that there can be none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else getattr(module, "DTensor", None)
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, sharded or not."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return False
+    known = kind()
+    return known is not None and isinstance(tensor, known)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in this rank's memory of a tensor; the tensor itself if it is no DTensor."""
+    if not is_distributed(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def chunk_of(tensor: torch.Tensor) -> Chunk | None:
+    """Which part of the whole this rank holds; None if all ranks hold all of it."""
+    if not is_distributed(tensor):
+        return None
+    whole: Any = tensor
+    if all(placement.is_replicate() for placement in whole.placements):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
+    return Chunk(tuple(whole.shape), tuple(offsets), tuple(sizes))
+
+
+def held_by_all(tensor: torch.Tensor) -> list[list[Any]]:
+    """The part that each rank holds of a sharded tensor, as follows from its mesh: [rank, shape, offsets, sizes]."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    whole: Any = tensor
+    mesh = whole.device_mesh.mesh
+    found = []
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        sizes, offsets = _compute_local_shape_and_global_offset(
+            whole.shape, tuple(mesh.shape), list(coordinate), whole.placements
+        )
+        found.append([int(mesh[coordinate]), list(whole.shape), list(offsets), list(sizes)])
+    return found
+
+
+def are_any(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is a DTensor."""
+    return kind() is not None and any(map(is_distributed, tensors))
+
+
+def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
+    """Why what this rank holds of these cannot be put together with what the others hold; "" if it can."""
+    for tensor in filter(is_distributed, tensors):
+        whole: Any = tensor
+        from torch.distributed.tensor import Replicate, Shard
+
+        odd = next((one for one in whole.placements if type(one) not in (Shard, Replicate)), None)
+        if odd is not None:
+            return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
+        if whole.device_mesh.size() != torch.distributed.get_world_size():
+            return "its parameters are sharded over a part of the ranks only"
+        local, chunk = local_of(whole), chunk_of(whole)
+        sizes = tuple(whole.shape) if chunk is None else chunk.sizes
+        if type(local) not in (torch.Tensor, torch.nn.Parameter) or tuple(local.shape) != sizes:
+            return "the parts of its sharded parameters are not as their mesh says"
+    return ""
+
+
+def tell(channel: Channel) -> None:
+    """Let the agent know that no rank of this job can be repaired from another one."""
+    channel.send({"op": "holds_alone", "reason": HELD_ALONE})
+
+
+# FSDP2's own copies of what it has gathered.
+
+
+def _groups() -> Iterator[Any]:
+    """All groups of parameters that FSDP2 gathers together."""
+    fully_shard = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    states = sys.modules.get("torch.distributed._composable_state")
+    if fully_shard is None or states is None:
+        return
+    seen = set()
+    for reference in list(states._module_state_mapping.values()):
+        state = reference()
+        if isinstance(state, fully_shard.FSDPState) and id(state) not in seen:
+            seen.add(id(state))  # one may be that of several modules
+            yield from torch_versions.fsdp_param_groups(state)
+
+
+def is_gathering() -> bool:
+    """Whether FSDP2 itself issues the collective under way: gathers parameters, or spreads gradients.
+
+    What that gives is not kept for a replay, however small it is: there are many in each step, and all that comes of
+    them is replaced.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_COLLECTIVES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _COLLECTIVES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:
+    """Why this is no moment to record what FSDP2 holds; "" if all of it lies in the shards that the optimizer steps."""
+    stepped: set[int] | None = None
+    for group in _groups():
+        for param in group.fsdp_params:
+            unsharded = getattr(param, "_unsharded_param", None)
+            if param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
+                return "gradients that are not reduced yet are kept across an optimizer step"
+        if group._all_gather_result is not None:
+            return "parameters are being gathered while the optimizer steps"
+        if not group.is_sharded:
+            if stepped is None:
+                stepped = {id(one) for of_group in optimizer.param_groups for one in of_group["params"]}
+            if any(id(param.sharded_param) in stepped for param in group.fsdp_params):
+                return "gathered parameters are kept across the optimizer's step (set_reshard_after_backward(False)?)"
+    return ""
+
+
+def forget_gathered() -> None:
+    """The shards have been loaded: whatever was gathered before is void, and is gathered again when it is needed."""
+    for group in _groups():
+        if not group.is_sharded:
+            group._to_sharded()
+
+
+def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.Tensor]:
+    """(id of the module, name) of each parameter that FSDP2 manages in a module -> the sharded one.
+
+    The module itself may just have the gathered one in its place.
+    """
+    parts = {id(part) for part in module.modules()}
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for group in _groups():
+        for param in group.fsdp_params:
+            info = param._module_info
+            for owner, name in (
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ):
+                if id(owner) in parts:
+                    found[id(owner), name] = param.sharded_param
+    return found

@@ -1,0 +1,124 @@
+"""State on its way from a survivor to a replacement: what the optimizers update, as raw bytes over a Unix socket.
+
+The tensors go in the order of `replicated`; a header in msgpack says what comes, and nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import msgpack
+import torch
+
+from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, take_over
+from ttprun.rank.weights.sharded import HELD_ALONE
+from ttprun.rank.weights.tensor_bytes import bytes_of
+
+_LENGTH = struct.Struct("<q")
+_LOOK_AGAIN_S = 0.05
+
+
+def serve(directory: str, name: str, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
+    """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
+
+    check    called while it waits for a receiver; raises if there is nothing to wait for any more
+
+    Blocks at most `limit_s` seconds a receiver. Raises NotRepairableError, TimeoutError, OSError.
+    """
+    header, parts = describe()
+    if any(part.chunk is not None for part in parts):
+        raise NotRepairableError(HELD_ALONE)
+    packed = msgpack.packb(header)
+    at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    path = f"/proc/self/fd/{at}/{name}"
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            os.chmod(path, 0o600)
+            listener.listen(receivers)
+            listener.settimeout(_LOOK_AGAIN_S)
+            for _ in range(receivers):
+                with _accept(listener, time.monotonic() + limit_s, check) as connection:
+                    connection.settimeout(limit_s)
+                    connection.sendall(_LENGTH.pack(len(packed)) + packed)
+                    for part in parts:
+                        connection.sendall(bytes_of(part.tensor))
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        os.close(at)
+    return digest()
+
+
+def _accept(listener: socket.socket, end: float, check: Callable[[], None]) -> socket.socket:
+    while True:
+        try:
+            return listener.accept()[0]
+        except TimeoutError:
+            check()
+            if time.monotonic() > end:
+                raise
+
+
+def fetch(directory: str, name: str, limit_s: float) -> str:
+    """Take over a survivor's state; returns the digest of what this rank holds then.
+
+    Raises NotRepairableError if this rank's parameters are not the survivor's, TimeoutError, OSError.
+    """
+    end = time.monotonic() + limit_s
+    at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            _connect(connection, f"/proc/self/fd/{at}/{name}", end)
+            connection.settimeout(limit_s)
+            _receive(connection)
+    finally:
+        os.close(at)
+    return digest()
+
+
+def _connect(connection: socket.socket, path: str, end: float) -> None:
+    while True:
+        try:
+            connection.connect(path)
+            return
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > end:
+                raise TimeoutError("the source of the state does not answer") from None
+            time.sleep(0.005)
+
+
+def _receive(connection: socket.socket) -> None:
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    header = msgpack.unpackb(_exactly(connection, size))
+    take_over(header, lambda key, tensor: _fill(connection, tensor))
+
+
+def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:
+    target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    view = bytes_of(target)
+    got = 0
+    while got < len(view):
+        received = connection.recv_into(view[got:])
+        if not received:
+            raise ConnectionError("the source of the state has gone")
+        got += received
+    if target is not tensor:
+        tensor.copy_(target)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    raw = bytearray(size)
+    view = memoryview(raw)
+    got = 0
+    while got < size:
+        received = connection.recv_into(view[got:])
+        if not received:
+            raise ConnectionError("the source of the state has gone")
+        got += received
+    return bytes(raw)
