@@ -178,9 +178,10 @@ def test_an_installed_package_finds_the_presets_that_are_packed_with_it(tmp_path
     root = Path(__file__).parents[1]
     package = tmp_path / "site" / "ttprun"
     shutil.copytree(root / "configs", package / "configs")
-    for module in ("config.py", "errors.py", "faults.py"):
+    for module in ("config.py", "errors.py"):
         shutil.copy(root / "ttprun" / module, package)
-    shutil.copytree(root / "ttprun" / "device", package / "device")
+    for part in ("chaos", "device"):
+        shutil.copytree(root / "ttprun" / part, package / part)
     program = "from ttprun.config import read_config_file; print(read_config_file('debug').values['allow_faults'])"
 
     done = subprocess.run(
@@ -223,7 +224,7 @@ def test_the_resolved_configuration_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_configuration_and_observation_import_no_torch() -> None:
-    parts = ("config", "device.errors", "faults", "observe.run_directory", "observe.events", "observe.status")
+    parts = ("config", "device.errors", "chaos.faults", "observe.run_directory", "observe.events", "observe.status")
     modules = ", ".join(f"ttprun.{part}" for part in parts)
 
     done = subprocess.run(

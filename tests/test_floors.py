@@ -12,22 +12,63 @@ FLOORS = {
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
-    "rank": {"board", "channel", "device", "faults", "errors", "state", "text_hashes", "torch_versions"},
+    "protocol": set(),
+    "rank": {"chaos", "device", "elastic_resume", "errors", "protocol", "state", "text_hashes", "torch_versions"},
+    "elastic_resume": {"agent", "errors", "protocol", "rank", "state"},
+    "chaos": {"agent", "config", "device", "errors", "observe", "protocol", "rank", "text_hashes"},
     "shim": {"rank"},
     "mindio": {"errors", "rank"},
     "state": {"__version__", "errors"},
-    "agent": {"board", "channel", "config", "device", "errors", "faults", "mindio", "observe", "rank", "recovery"}
-    | {"schedule", "state", "text_hashes", "torch_versions"},
-    "cli": {"agent", "board", "config", "device", "drill", "errors", "faults", "mindio", "observe", "rank", "schedule"}
+    "agent": {
+        "chaos",
+        "config",
+        "device",
+        "elastic_resume",
+        "errors",
+        "mindio",
+        "observe",
+        "protocol",
+        "rank",
+        "recovery",
+    }
+    | {"state", "text_hashes", "torch_versions"},
+    "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
     | {"state", "torch_versions"},
-    "drill": {"config", "errors", "faults", "observe", "schedule", "text_hashes"},
 }
+# What runs inside a rank, room by room: each imports only from those before it. Types that stand in annotations alone
+# may come from anywhere (TYPE_CHECKING).
+ROOMS = [
+    ("rank.session", "rank.fail_open", "rank.moments"),
+    ("rank.process",),
+    ("rank.position",),
+    ("rank.weights",),
+    ("rank.values",),
+    ("rank.records",),
+    ("rank.checks",),
+    ("rank.comm",),
+    ("rank.effects",),
+    ("rank.data",),
+    ("rank.step",),
+    ("rank.replay",),
+    ("elastic_resume",),
+    ("rank.framework",),
+    ("chaos",),
+    ("rank.bootstrap",),
+]
 CAN_ACT = {"os", "time", "socket", "subprocess", "threading", "logging", "random", "torch", "asyncio", "sys"}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Dotted names of all modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imported(path: Path, is_at_run_time: bool = False) -> Iterator[str]:
+    """Dotted names of all modules that a file imports, wherever in it.
+
+    is_at_run_time   without those for annotations alone
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if is_at_run_time:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -44,6 +85,29 @@ def test_a_part_imports_only_from_the_floors_below(part: str) -> None:
     }
 
     assert {(path, name) for path, name in ours if name not in FLOORS[part] | {part}} == set()
+
+
+def room_of(name: str) -> int | None:
+    """The number of the room in which a module lies, by its dotted name below ttprun; None if in none."""
+    for number, names in enumerate(ROOMS):
+        if any(f"{name}.".startswith(f"{room}.") for room in names):
+            return number
+    return None
+
+
+def test_a_room_of_the_rank_imports_only_from_those_before_it() -> None:
+    arrows_up = set()
+    for folder in ("rank", "elastic_resume", "chaos"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+            room = room_of(own)
+            assert room is not None or own == "rank.__init__", f"{own} is in no room"
+            for name in imported(path, is_at_run_time=True):
+                other = room_of(name.removeprefix("ttprun."))
+                if room is not None and other is not None and other > room and name.startswith("ttprun."):
+                    arrows_up.add((own, name))
+
+    assert arrows_up == set()
 
 
 def test_the_recovery_imports_nothing_that_can_act() -> None:

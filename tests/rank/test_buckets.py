@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
+from ttprun.rank import moments
 from ttprun.rank.checks.verification import nan_in
 from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
 from ttprun.rank.session import current
@@ -147,6 +148,7 @@ def be_given_a_nan(rank: int) -> tuple[int, str, int]:
     for _ in range(BEGINS_AT):
         training.step()
     if rank == 1:
+        moments.listener = strikes
         strikes.arm(1, parse_fault("nan:rank=1,phase=backward"))
     training.optimizer.zero_grad()
     seen: list[int] = []

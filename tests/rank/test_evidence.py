@@ -174,7 +174,7 @@ def test_a_small_gradient_that_the_script_reduces_itself_is_none_of_them(
     session, _ = replacement(5, {"world": [torch.ones(2)]})
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.zeros(2)
-    monkeypatch.setattr(proof.trained, "parameters", lambda: iter([weight]))
+    monkeypatch.setattr(proof.optimizer_registry, "parameters", lambda: iter([weight]))
 
     with pytest.raises(MismatchError):
         proof.note(session, INPUT, "world", [weight.grad])

@@ -1,20 +1,21 @@
 """Carry out the faults that `ttprun inject-fault` asks for, at the moment that they name.
 
-The hooks call `reached(phase)`; with no fault armed that is one comparison, and the busiest make it themselves. A fault
-strikes once: the agent is told when it strikes, and does not hand it to the replacement. What each kind does is in
-`damage.py`.
+This module is the listener of `ttprun.rank.moments` on runs that allow faults. A fault strikes once: it is
+reported to the agent, which does not hand it to the replacement. What each kind does is in `damage.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ttprun.chaos import damage
+from ttprun.chaos import broken_links, damage
 from ttprun.chaos.damage import Armed
-from ttprun.chaos.faults import RECOVERY_PHASES, Fault
+from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
+from ttprun.protocol.channel import Message
+from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session, current
 
 waiting: list[Armed] = []  # for their moment, in this rank
@@ -25,8 +26,29 @@ _AT_COLLECTIVES = ("skip-collective", "nan")
 _inside_step: Armed | None = None
 
 
+def begin(ordered: list[dict[str, Any]]) -> None:
+    """Make all moments known to us, and arm the faults that the agent has ordered so far."""
+    _watch_modules()
+    for one in ordered:
+        arm(one["number"], parse_fault(one["fault"]))
+
+
+def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
+    """`take`, for the agent's messages; those about faults are ours."""
+
+    def hear(message: Message) -> None:
+        if message["op"] == "fault":
+            arm(message["number"], parse_fault(message["fault"]))
+        elif message["op"] == "fault_done":
+            damage.done_by_agent()
+        else:
+            take(message)
+
+    return hear
+
+
 def arm(number: int, fault: Fault) -> None:
-    """A fault waits for its moment from now on; the agent may say so twice."""
+    """A fault waits for its moment from now on; the agent may order it twice."""
     if number not in _known:
         _known.add(number)
         waiting.append(Armed(number, fault))
@@ -141,8 +163,13 @@ def _phase_of_collective(session: Session, op: str) -> str:
     return "checkpoint" if op == "barrier" else "collective"
 
 
-def watch_modules() -> None:
-    """Make forward and backward passes moments that a fault can wait for; only on runs that allow faults."""
+def connected(exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
+    """A group has a new connection: its members must know which port leads to whom."""
+    broken_links.publish(exchange, connection, group_name, rank)
+
+
+def _watch_modules() -> None:
+    """Make forward and backward passes moments that a fault can wait for."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 

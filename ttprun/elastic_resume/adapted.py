@@ -21,6 +21,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ttprun.elastic_resume.derive import Derived, states_in
+from ttprun.elastic_resume.merge import Merge
+from ttprun.elastic_resume.touched import spoil
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders, rest_of_epoch
@@ -30,7 +32,7 @@ from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay, difference_of_place
 from ttprun.rank.session import Session
 from ttprun.rank.step import step_hooks
-from ttprun.rank.values import CannotRestoreError, Merge, Tree, pack, spoil
+from ttprun.rank.values import CannotRestoreError, Tree, pack
 from ttprun.rank.values.nodes import Tag
 
 

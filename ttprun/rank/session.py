@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
 from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
-from ttprun.rank.position import ast_transform, imported
 
 CONNECT = OPERATION_NAMES.index("connect")
 _MOST_HINDRANCES = 20
@@ -122,14 +120,6 @@ class Session:
     def meets_nobody(self) -> bool:
         """Groups are made without the other ranks."""
         return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
-
-    def tell_modules(self) -> None:
-        """Say once, after the first step, what a standby should have imported, and compiled."""
-        if self.local_rank == 0:
-            modules = [name for name in sys.modules if name.startswith("torch.")]
-            self.channel.send({"op": "modules", "modules": modules, "files": list(ast_transform.followed)})
-        if self.framework is None:
-            self.channel.send({"op": "imported", "modules": imported.modules(), "directory": os.getcwd()})
 
     def tell_not_proved(self, names: list[str]) -> None:
         """Name what can change and is in no record: after the first step, and when there is something new."""

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from tests.rank.user_values import Meter, State
 from tests.rank.values.carrying import as_the_recorder_writes_them
+from ttprun.elastic_resume.merge import Merge
+from ttprun.elastic_resume.touched import spoil
 from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Merge, Restore, Snapshot, Tree, spoil
+from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, Tree
 from ttprun.rank.weights.optimizer_registry import places
 
 Scope = dict[str, Any]

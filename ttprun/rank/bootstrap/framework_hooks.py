@@ -9,8 +9,8 @@ from collections import Counter
 from typing import Any
 
 from ttprun.chaos import strikes
-from ttprun.chaos.faults import parse_fault
 from ttprun.protocol.board import Phase
+from ttprun.rank import moments
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.hooks import make_session
 from ttprun.rank.bootstrap.presence import Presence
@@ -29,10 +29,9 @@ def install(presence: Presence) -> None:
     if missing:
         presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
     leave_in_children()
-    for ordered in presence.welcome["faults"]:
-        strikes.arm(ordered["number"], parse_fault(ordered["fault"]))
     if presence.welcome["options"]["allow_faults"]:
-        strikes.watch_modules()
+        moments.listener = strikes
+        strikes.begin(presence.welcome["faults"])
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:
@@ -49,7 +48,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     session.recovery = CallbackRecovery(session, framework)
     session.recovery.start()
-    presence.hand_over(session.recovery.take)
+    presence.hand_over(strikes.taken_from(session.recovery.take))
     session.touch(Phase.SETUP)
     presence.channel.send({"op": "protected"})
 

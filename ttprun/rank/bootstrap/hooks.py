@@ -11,12 +11,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ttprun.chaos import strikes
-from ttprun.chaos.faults import parse_fault
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
 from ttprun.elastic_resume.adapted import Adapted
 from ttprun.protocol.board import Board, Phase
-from ttprun.rank import fail_open
+from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import patches, reset
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.proof import Proof
@@ -57,12 +56,11 @@ def install(presence: Presence) -> None:
     output.count_lines()
     trackers.follow()
     leave_in_children()
-    for ordered in presence.welcome["faults"]:
-        strikes.arm(ordered["number"], parse_fault(ordered["fault"]))
     if options["simulates_npu"]:
         registry.simulate(SimulatedNpu())
     if options["allow_faults"]:
-        strikes.watch_modules()
+        moments.listener = strikes
+        strikes.begin(presence.welcome["faults"])
     if options["may_rerun"]:
         reset.note_beginning()
 
@@ -93,7 +91,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
         session.proof = Proof.of(session, order["boundary"])
     session.recovery = Recovery(session)
     session.recovery.start()
-    presence.hand_over(session.recovery.take)
+    presence.hand_over(strikes.taken_from(session.recovery.take))
     session.touch(Phase.SETUP)
     presence.channel.send({"op": "protected"})
 

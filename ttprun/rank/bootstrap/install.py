@@ -276,10 +276,10 @@ def _finish() -> None:
 
 def _finish_well(session: Session | None) -> None:
     """No exception has ended the script: that is right only if it was to come to its end here."""
-    from ttprun.chaos import strikes
+    from ttprun.rank import moments
 
     try:
-        strikes.reached("exit")
+        moments.reached("exit")
     except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
         sys.excepthook(*sys.exc_info())
         os._exit(damage.EXIT_CODE)
@@ -297,14 +297,14 @@ def take_over() -> None:
     if presence is None:
         return
     try:
-        framework_hooks: Any
+        hooks: Any
         if presence.welcome["options"]["mindio"]:
-            from ttprun.rank.bootstrap import framework_hooks
+            from ttprun.rank.bootstrap import framework_hooks as hooks
         else:
-            pass
+            from ttprun.rank.bootstrap import hooks
 
-        framework_hooks.install(presence)
-        framework_hooks.begin_run(presence, presence.welcome["is_replacement"])
+        hooks.install(presence)
+        hooks.begin_run(presence, presence.welcome["is_replacement"])
     except Exception as error:  # we fail open: the script runs as under torchrun
         session = sys.modules.get("ttprun.rank.session")
         if session is not None:

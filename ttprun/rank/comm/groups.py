@@ -12,9 +12,8 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ttprun.chaos import strikes
 from ttprun.protocol.board import FINISHED, Field, Phase
-from ttprun.rank import fail_open
+from ttprun.rank import fail_open, moments
 from ttprun.rank.comm import torch_groups
 from ttprun.rank.comm.connection import GivenUpError
 from ttprun.rank.comm.journal import PATIENCE_S
@@ -63,7 +62,7 @@ def wrap_init_process_group(original: Any) -> Any:
         session = current()
         if session is None:
             return original(backend, *args, **kwargs)
-        strikes.reached("init")
+        moments.reached("init")
         session.touch(Phase.SETUP)
         if not _is_managed(backend):
             if session.framework is None:  # whose own callbacks stop and rebuild what is not ours
@@ -138,7 +137,7 @@ def wrap_destroy_process_group(original: Any) -> Any:
     """destroy_process_group: our groups go with the script's."""
 
     def destroy_process_group(group: Any = None) -> Any:
-        strikes.reached("exit")
+        moments.reached("exit")
         session = current()
         if session is not None:
             if session.framework is None and (group is None or group is dist.group.WORLD):

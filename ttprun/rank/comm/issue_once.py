@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ttprun.chaos import strikes
+from ttprun.rank import moments
 from ttprun.rank.comm.work import ManagedWork, Refused
 
 if TYPE_CHECKING:
@@ -34,5 +34,5 @@ def issue_once(framework: Framework, journal: Journal, entry: Entry, is_left_out
                 raise
             entry.inner = Refused(error)  # whoever waits for it waits for a recovery
         journal.entries.append(entry)
-    strikes.reached("collective")
+    moments.reached("collective")
     return ManagedWork(journal, entry)

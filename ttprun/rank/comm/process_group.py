@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.chaos import broken_links, strikes
 from ttprun.device import registry
 from ttprun.protocol.board import OPERATION_NAMES
-from ttprun.rank import fail_open
+from ttprun.rank import fail_open, moments
 from ttprun.rank.checks import proof
 from ttprun.rank.comm import held_works, reduce_scatter
 from ttprun.rank.comm.buckets import Buckets
@@ -188,8 +187,8 @@ class ManagedGroup(ProcessGroup):
         native._set_default_backend(ProcessGroup.BackendType.GLOO)
         native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
         native._set_group_name(self._name)
-        if self._session.options["allow_faults"]:
-            broken_links.publish(self._exchange, connection, self._name, self._rank)
+        if moments.listener is not None:
+            moments.listener.connected(self._exchange, connection, self._name, self._rank)
         with self._session.journal.lock:
             self._connection = connection
             self._native = native
@@ -273,7 +272,7 @@ class ManagedGroup(ProcessGroup):
         if outputs and not outputs[0].is_cpu and session.framework is None:
             return self._hand_over(op, args, outputs[0].device)
         given = () if inputs_at is None else args[inputs_at]
-        is_left_out = bool(strikes.waiting) and strikes.reached_collective(op, given)
+        is_left_out = moments.reached_collective(op, given)
         if not is_left_out:
             session.meet(OPERATION_NUMBERS[op], self._size)
         entry = Entry(self, op, args, outputs)
@@ -314,8 +313,7 @@ class ManagedGroup(ProcessGroup):
                 raise EndedError
         if is_kept and session.verifier.looks_before:
             self.buckets.look_for_nan(entry)
-        if strikes.waiting:
-            strikes.reached("collective")
+        moments.reached("collective")
         return ManagedWork(journal, entry)
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:

@@ -21,9 +21,8 @@ import weakref
 from types import FrameType, ModuleType
 from typing import Any
 
-from ttprun.chaos import strikes
 from ttprun.protocol.board import Phase
-from ttprun.rank import fail_open
+from ttprun.rank import fail_open, moments
 from ttprun.rank.effects import append_dedup
 from ttprun.rank.position import ast_transform
 from ttprun.rank.position.frames import is_user_file
@@ -200,7 +199,7 @@ def wrap_save(original: Any) -> Any:
         session = current()
         if session is not None and session.replay is not None:
             return None
-        strikes.reached("checkpoint")
+        moments.reached("checkpoint")
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(*args, **kwargs)
         session.touch(Phase.SAVING)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from ttprun.chaos import strikes
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.rank import moments
 from ttprun.rank.comm.journal import TELL_AFTER_S
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
@@ -24,6 +24,7 @@ from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, Er
 from ttprun.rank.framework.handlers import Handlers
 from ttprun.rank.framework.pauses import Pauses
 from ttprun.rank.session import Session
+from ttprun.rank.step import for_standbys
 from ttprun.rank.step.commit_barrier import commit
 
 _LOOK_AGAIN_S = 0.1
@@ -174,7 +175,7 @@ class Framework:
         (FORCE STOP) if a recovery has begun, and this rank is not needed to end the step.
         """
         session = self._session
-        strikes.reached("before_step")
+        moments.reached("before_step")
         self.admit()
         boundary = session.applied + 1
         randomness.keep(session, boundary)
@@ -184,7 +185,7 @@ class Framework:
         self.is_torn = True
         session.is_applying = True
         session.touch(Phase.STEPPING)
-        strikes.reached("in_step")
+        moments.reached("in_step")
 
     def _leave_if_settled(self) -> None:
         session = self._session
@@ -197,7 +198,7 @@ class Framework:
         session = self._session
         if step <= session.applied:
             raise ValueError(f"tft_end_updating_os: step {step} does not follow on step {session.applied}")
-        strikes.reached_step_end()
+        moments.reached_step_end()
         is_first = session.applied == 0
         if step != session.applied + 1:  # the framework has gone on from a checkpoint of its own
             randomness.keep(session, step)
@@ -208,8 +209,8 @@ class Framework:
         session.journal.forget_completed()
         session.touch(Phase.COMPUTING)
         if is_first:
-            session.tell_modules()
-        strikes.reached("after_step")
+            for_standbys.report(session)
+        moments.reached("after_step")
 
     # The train function.
 
@@ -258,7 +259,7 @@ class Framework:
         """
         session = self._session
         self.admit()
-        strikes.reached("exit")
+        moments.reached("exit")
         board = session.board
         board.announce(session.local_rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)

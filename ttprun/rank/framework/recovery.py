@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from ttprun.chaos import strikes
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
+from ttprun.rank import moments
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
@@ -86,7 +86,7 @@ class CallbackRecovery(Recovery):
 
     def _on_freeze(self, message: Message) -> None:
         session, framework = self._session, self._framework
-        strikes.reached("freeze")
+        moments.reached("freeze")
         framework.order_stop(message["repair_type"])  # once more: the repair before this one may just have released it
         session.board.announce(session.local_rank, Field.LEAVING, 0)
         with session.changed:
@@ -179,7 +179,7 @@ class CallbackRecovery(Recovery):
         framework.repair_type = message["repair_type"]
         self._rebuild(message)
         size = _size_of(message)
-        strikes.reached("transfer")
+        moments.reached("transfer")
         for part in message["parts"]:
             needs_rebuild = part["repair_type"] in REBUILDS
             with self._calling():
@@ -192,7 +192,7 @@ class CallbackRecovery(Recovery):
     def _rebuild(self, message: Message) -> None:
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
         session, framework = self._session, self._framework
-        strikes.reached("rebuild")
+        moments.reached("rebuild")
         session.away = frozenset(message["away"])
         if not framework.was_cleaned:
             with self._calling():
@@ -223,7 +223,7 @@ class CallbackRecovery(Recovery):
 
     def _on_dump(self, message: Message) -> None:
         framework = self._framework
-        strikes.reached("persist")
+        moments.reached("persist")
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)

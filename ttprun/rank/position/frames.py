@@ -23,7 +23,7 @@ _INSTALLED = tuple(
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
         *site.getsitepackages(),
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
     }
     if path
 )

@@ -22,7 +22,7 @@ _HARMLESS = tuple(
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("platstdlib"),
         os.path.dirname(torch.__file__),
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
     )
 )
 # These read the command line, and call the script's main function from a loop of theirs.

@@ -17,11 +17,10 @@ import time
 import traceback
 from typing import Any
 
-from ttprun.chaos import damage, strikes
-from ttprun.chaos.faults import parse_fault
 from ttprun.device.interface import DeviceFailedError
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.channel import Message
+from ttprun.rank import moments
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.comm import on_device
@@ -90,10 +89,6 @@ class Recovery:
         op = message["op"]
         if op == "put":
             session.exchange.deliver(message["generation"], message["key"], base64.b64decode(message["value"]))
-        elif op == "fault":
-            strikes.arm(message["number"], parse_fault(message["fault"]))
-        elif op == "fault_done":
-            damage.done_by_agent()
         elif op == "ended":
             session.journal.end()
             with session.changed:
@@ -163,7 +158,7 @@ class Recovery:
 
     def _on_freeze(self, message: Message) -> None:
         session = self._session
-        strikes.reached("freeze")
+        moments.reached("freeze")
         with session.journal.lock:
             session.journal.is_frozen = True
         with session.changed:
@@ -267,7 +262,7 @@ class Recovery:
 
     def _on_send_state(self, message: Message) -> None:
         session = self._session
-        strikes.reached("transfer")
+        moments.reached("transfer")
         digest = state_transfer.serve(
             session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
         )
@@ -276,14 +271,14 @@ class Recovery:
     def _on_fetch_state(self, message: Message) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
-        strikes.reached("transfer")
+        moments.reached("transfer")
         digest = state_transfer.fetch(session.run_dir, message["name"], message["limit_s"])
         session.channel.send({"op": "repaired", "generation": message["generation"], "digest": digest})
 
     def _on_load_state(self, message: Message) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
-        strikes.reached("transfer")
+        moments.reached("transfer")
         apart = checkpoint_shards.Apart(message["owners"], session.rank, ())
         checkpoint_shards.load(message["header"], message["files"], apart)
         session.channel.send({"op": "repaired", "generation": message["generation"], "digest": replicated.digest()})
@@ -291,7 +286,7 @@ class Recovery:
     def _on_dump(self, message: Message) -> None:
         """Write this rank's share of what all survivors hold; the main thread stands still."""
         session = self._session
-        strikes.reached("persist")
+        moments.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
         told["is_handled"] = _does_something_at_its_end()
@@ -306,7 +301,7 @@ class Recovery:
 
     def _on_resume(self, message: Message) -> None:
         session = self._session
-        strikes.reached("rebuild")
+        moments.reached("rebuild")
         if session.replay is not None:
             self._go_live(message)
             return
@@ -335,7 +330,7 @@ class Recovery:
                 self._connect_up_to(entry.group)
             inner = issue_again(session, entry)
             again.append((entry, inner))
-            strikes.reached("reissue")
+            moments.reached("reissue")
             if not entry.is_done:
                 session.journal.attach(entry, inner)
                 if entry.future is not None:
@@ -344,7 +339,7 @@ class Recovery:
         with session.changed:
             session.is_holding = False
             session.changed.notify_all()
-        strikes.reached("thaw")
+        moments.reached("thaw")
         for entry, inner in again:
             while not has_ended(inner, LOOK_AGAIN_S):
                 self._check_overtaken()

@@ -21,8 +21,8 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ttprun.chaos import strikes
 from ttprun.protocol.board import Field, Phase
+from ttprun.rank import moments
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.comm.results import Answers, as_if_alone, as_result
@@ -361,7 +361,7 @@ class Replay:
         if not self._is_at_target:
             return
         session = self.session
-        strikes.reached("replay")
+        moments.reached("replay")
         if sharded.are_any(optimizer_registry.parameters()):
             sharded.tell(session.channel)
         proof.tell(session, self._equal, self._unproved)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from ttprun.chaos import strikes
 from ttprun.protocol.board import LEADER, Field, Phase
-from ttprun.rank import fail_open, values
+from ttprun.rank import fail_open, moments, values
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins, os_entropy, output
@@ -26,7 +25,7 @@ from ttprun.rank.process import random_state
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
-from ttprun.rank.step import closures, hindrances
+from ttprun.rank.step import closures, for_standbys, hindrances
 from ttprun.rank.step.commit_barrier import commit
 from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -104,8 +103,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     """
     if session.replay is not None:
         return session.replay.before_step(frame, returned)
-    if strikes.waiting:
-        strikes.reached("before_step")
+    moments.reached("before_step")
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(
             session.channel,
@@ -137,8 +135,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.is_applying = True
     session.updates.begin()
     session.touch(Phase.STEPPING)
-    if strikes.waiting:
-        strikes.reached("in_step")
+    moments.reached("in_step")
     return returned
 
 
@@ -162,7 +159,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session.replay is not None:
         session.replay.after_step()
         return
-    strikes.reached_step_end()
+    moments.reached_step_end()
     session.updates.end()
     if session.is_recorded():
         _note_weights(session)
@@ -170,8 +167,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
     session.verifier.step_aside_if_odd()
-    if strikes.waiting:
-        strikes.reached("after_step")
+    moments.reached("after_step")
 
 
 def _note_weights(session: Session) -> None:
@@ -195,7 +191,7 @@ def pass_boundary(session: Session) -> None:
         session.has_stepped = True
         origins.end()
         _look_at_state(session)
-        session.tell_modules()
+        for_standbys.report(session)
         if not session.unprotected:
             session.snapshots.tell_size(session.channel)
 

@@ -6,8 +6,6 @@ The rule of all: what is neither restored, nor reproduced by the replay and comp
 name.
 """
 
-from ttprun.elastic_resume.merge import Merge
-from ttprun.elastic_resume.touched import spoil
 from ttprun.rank.values import callables, kinds, large, modules, named, objects, rows, snapshot, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
@@ -21,9 +19,9 @@ from ttprun.rank.values.trees import Tree
 from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
-    "MARK_OF_REFUSED", "CannotRestoreError", "Merge", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
+    "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
     "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "refusals",
-    "restore_loop", "room_to_walk", "spoil", "unpack",
+    "restore_loop", "room_to_walk", "unpack",
 ]  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""Moments of a step, a collective and a recovery, for a listener: fault injection is one (`ttprun.chaos.strikes`).
+
+Without a listener a moment costs one comparison.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Who hears of moments. Any method may end the process, or raise what is meant for the script."""
+
+    def reached(self, moment: str) -> None:
+        """A thread has come to a moment, by the names of `ttprun.chaos.faults`."""
+
+    def reached_step_end(self) -> None:
+        """Optimizer.step has ended."""
+
+    def reached_collective(self, op: str, inputs: Any) -> bool:
+        """A collective is about to be issued; returns whether this rank is to leave it out.
+
+        op       the backend's method
+        inputs   the argument with the tensors that this rank gives
+        """
+
+    def connected(self, exchange: Any, connection: Any, group_name: str, rank: int) -> None:
+        """A process group has a new connection, in which this process has that rank."""
+
+
+listener: Listener | None = None
+
+
+def reached(moment: str) -> None:
+    """Report a moment to the listener."""
+    if listener is not None:
+        listener.reached(moment)
+
+
+def reached_step_end() -> None:
+    """Report the end of Optimizer.step to the listener."""
+    if listener is not None:
+        listener.reached_step_end()
+
+
+def reached_collective(op: str, inputs: Any) -> bool:
+    """Report a collective to the listener; whether this rank is to leave it out."""
+    return listener is not None and listener.reached_collective(op, inputs)

@@ -1,0 +1,18 @@
+"""What a standby should have imported and compiled, so that it replaces a rank at once: reported by the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ttprun.rank.position import ast_transform, imported
+from ttprun.rank.session import Session
+
+
+def report(session: Session) -> None:
+    """Report once, after the first step, what this rank has imported."""
+    if session.local_rank == 0:
+        modules = [name for name in sys.modules if name.startswith("torch.")]
+        session.channel.send({"op": "modules", "modules": modules, "files": list(ast_transform.followed)})
+    if session.framework is None:
+        session.channel.send({"op": "imported", "modules": imported.modules(), "directory": os.getcwd()})
