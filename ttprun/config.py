@@ -52,7 +52,7 @@ class Config(BaseModel):
         1, ge=0, le=64, description="processes kept ready, torch imported, to replace a lost rank (per node)"
     )
     run_dir: str | None = Field(
-        None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/<run id>/"
+        None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
     )
     run_id: str | None = Field(
         None, pattern=RUN_ID_PATTERN, description="name of the run; default: date, time and a random part"
@@ -246,12 +246,7 @@ def read_config_file(name: str) -> Source:
     """
     path = Path(name)
     if not path.exists() or path.is_dir():
-        preset = next((path for path in _presets() if path.stem == name), None)
-        if preset is None:
-            known = [path.stem for path in _presets()]
-            otherwise = "give a file, or one of the presets " + ", ".join(known)
-            raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, known, otherwise))
-        path = preset
+        path = preset(name)
     try:
         content = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -265,6 +260,15 @@ def read_config_file(name: str) -> Source:
     if not isinstance(values, dict):
         raise ConfigError(f"--config: '{name}' is no mapping", "write one 'key: value' a line")
     return Source("file", name, {str(key): value for key, value in values.items()})
+
+
+def preset(name: str) -> Path:
+    """The file of a built-in preset. Raises ConfigError if there is none of that name."""
+    known = {path.stem: path for path in _presets()}
+    if name not in known:
+        otherwise = "give a file, or one of the presets " + ", ".join(known)
+        raise ConfigError(f"--config: there is no file '{name}'", suggestion(name, known, otherwise))
+    return known[name]
 
 
 def ttprun_section(content: object) -> dict[object, object] | None:

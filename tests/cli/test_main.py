@@ -40,7 +40,9 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
     assert "--standbys" in text
 
 
-@pytest.mark.parametrize("command", ["status", "inject-fault", "recall", "drill", "checkpoints", "doctor", "explain"])
+@pytest.mark.parametrize(
+    "command", ["status", "inject-fault", "recall", "drill", "checkpoints", "doctor", "explain", "guide"]
+)
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])
 
@@ -69,7 +71,16 @@ def test_a_wrong_option_of_a_command_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "line", ["--help", "status", "checkpoints list", "inject-fault list", "drill --help", "drill none.yaml"]
+    "line",
+    [
+        "--help",
+        "status",
+        "checkpoints list",
+        "inject-fault list",
+        "drill --help",
+        "drill none.yaml",
+        "guide configuration",
+    ],
 )
 def test_what_must_answer_at_once_imports_no_torch(line: str, tmp_path: Path) -> None:
     program = f"import sys, ttprun.cli.main as m; m.main({line.split()!r}); sys.exit(3 * ('torch' in sys.modules))"

@@ -13,4 +13,5 @@ COMMANDS = {
     "checkpoint": ("ttprun.cli.checkpoints", "app"),  # as in `ttprun checkpoint now`
     "doctor": ("ttprun.cli.doctor", "doctor"),
     "explain": ("ttprun.cli.explain", "explain"),
+    "guide": ("ttprun.cli.guide", "guide"),
 }

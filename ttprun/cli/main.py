@@ -12,11 +12,15 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from ttprun import __version__
 from ttprun.cli.commands import COMMANDS
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141  # 128 + SIGPIPE, as the shell's own commands end
+COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
+COMPLETION_VARIABLE = "_TTPRUN_COMPLETE"  # set where a shell asks, by what --install-completion has written
 
 DESCRIPTION = """\
 ttprun train.py runs like torchrun train.py. When a rank dies, that rank alone is replaced in the middle of the step,
@@ -43,10 +47,12 @@ commands:
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
   doctor         what of this machine will work, what will not, and the cure
   explain        what ttprun changes inside your process, and why
+  guide          the handbook, topic by topic: how it works, limits, operating, ...
 
-Every option of torchrun works with the same meaning ('ttprun run --help' lists them); options before the script are
-ttprun's, those after it the script's. Every option below is also a key of a YAML file and a variable: standbys,
-TTPRUN_STANDBYS. 'ttprun COMMAND --help' tells more of a command.
+Every option of torchrun works with the same meaning ('ttprun run --help' lists them). Options before the script are
+ttprun's, options after it are the script's. Every option below is also a key of a YAML file and an environment
+variable: standbys, TTPRUN_STANDBYS. 'ttprun COMMAND --help' explains a command; 'ttprun --version' prints the version;
+'ttprun --install-completion' makes your shell complete commands and options.
 
 exit codes: 0 done · 1 the script failed · 2 usage · 93 do not restart · 128+N ended by signal N · 130 Ctrl-C
 """
@@ -59,9 +65,16 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by who has started us
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open to our end
     try:
+        if COMPLETION_VARIABLE in os.environ:
+            return complete(arguments)
         if not arguments or arguments[0] in ("-h", "--help"):
             print_help()
             return 0 if arguments else USAGE_ERROR
+        if arguments[0] == "--version":
+            print(f"ttprun {__version__}")
+            return 0
+        if arguments[0] in COMPLETION_OPTIONS:
+            return complete(arguments)
         if sys.platform != "linux":
             raise ConfigError("ttprun runs on Linux only", "use torchrun here")
         if arguments[0] in COMMANDS:
@@ -106,6 +119,9 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
         code: int | None = app(arguments, prog_name=program, standalone_mode=False)
     except typer.Abort:  # what it makes of Ctrl-C
         return INTERRUPTED
+    except BrokenPipeError:  # whoever reads our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     except Exception as error:
         # typer has click inside itself in some releases and beside itself in others, so its usage errors have no
         # importable name; they are the exceptions that can format their message.
@@ -115,6 +131,13 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
         message = " ".join(str(describe()).split()).rstrip(".")
         raise ConfigError(message[:1].lower() + message[1:], f"see '{program} --help'") from None
     return code or 0
+
+
+def complete(arguments: list[str]) -> int:
+    """Answer a shell that completes a command line, or install what makes it ask. Ends the process when it answers."""
+    from ttprun.cli.completion import build_app
+
+    return build_app()(arguments, prog_name="ttprun", standalone_mode=False) or 0
 
 
 def print_help() -> None:

@@ -9,7 +9,13 @@ from ttprun.config import FILE_ONLY, Config, option_name
 
 # Keeps our values apart from torchrun's in the parsed namespace.
 _DEST = "ttprun_"
-_METAVARS = {"rungs": "RUNG,...", "snapshot_every": "INTERVAL", "resume": "WHICH"}
+_METAVARS = {
+    "rungs": "RUNG,...",
+    "snapshot_every": "INTERVAL",
+    "resume": "WHICH",
+    "faults": "FAULT",
+    "retry_on": "PATTERN",
+}
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -31,14 +37,13 @@ def add_options(parser: ArgumentParser) -> None:
         if field.annotation is bool:
             group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
         elif key in ("faults", "retry_on"):
-            metavar = "FAULT" if key == "faults" else "PATTERN"
-            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar, help=text)
+            group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
         elif key not in ("user_paths", *FILE_ONLY):
             # The text is checked by the model, as that of a variable is.
-            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=_metavar(key), help=text)
+            group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text)
 
 
-def _metavar(key: str) -> str:
+def metavar(key: str) -> str:
     """What stands for the value in the help: the words that it can be, a name, its unit, or a number."""
     annotation = Config.model_fields[key].annotation
     if get_origin(annotation) is Literal:

@@ -1,0 +1,151 @@
+"""`ttprun guide`, `ttprun --version` and completion by the shell."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttprun import __version__
+from ttprun.cli.guide import FOLDER, TOPICS
+from ttprun.cli.main import main
+from ttprun.config import Config
+
+REPOSITORY = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "ttprun"]
+
+
+def test_every_topic_has_a_page_and_every_page_a_topic() -> None:
+    assert {page.stem for page in FOLDER.iterdir()} == set(TOPICS)
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_in_a_pipe_a_topic_is_its_own_text_without_control_codes(
+    topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["guide", topic])
+
+    text = capsys.readouterr().out
+    assert code == 0
+    assert text.startswith("# ")
+    assert "\x1b" not in text
+    assert "<!--" not in text
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.stem)
+def test_what_a_page_names_is_there_and_its_lines_are_short(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+
+    paths = re.findall(r"`((?:ttprun|tests|scripts|configs)/[\w./-]+)`", text)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    topics = re.findall(r"ttprun guide ([a-z-]+)", text)
+
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    assert set(topics) <= set(TOPICS)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_without_a_topic_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["guide"])
+
+    listed = capsys.readouterr().out
+    assert code == 0
+    assert [line.split()[0] for line in listed.splitlines()[1:]] == list(TOPICS)
+
+
+def test_an_unknown_topic_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = main(["guide", "checkpoint"]), main(["guide", "xyz"])
+
+    assert codes == (2, 2)
+    assert capsys.readouterr().err.splitlines() == [
+        "ttprun: error: the guide has no topic 'checkpoint'; did you mean 'checkpoints'?",
+        "ttprun: error: the guide has no topic 'xyz'; 'ttprun guide' lists them",
+    ]
+
+
+def test_the_reference_names_every_key_with_its_default_option_and_variable(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["guide", "configuration"])
+
+    text = capsys.readouterr().out
+    assert re.findall(r"^\* `(\w+): ", text, re.MULTILINE) == list(Config.model_fields)
+    assert "* `standbys: 1`, `--standbys N`, `TTPRUN_STANDBYS`: " in text
+    assert "* `allow_faults: false`, `--[no-]allow-faults`, `TTPRUN_ALLOW_FAULTS`: " in text
+    assert "* `launch: {}`: " in text
+    assert (REPOSITORY / "configs" / "default.yaml").read_text(encoding="utf-8") in text
+
+
+def test_on_a_terminal_a_topic_goes_through_the_pager(tmp_path: Path) -> None:
+    pager = tmp_path / "pager"
+    pager.write_text(f"#!/bin/sh\ncat > {tmp_path}/shown\n")
+    pager.chmod(0o755)
+    master, slave = pty.openpty()
+
+    environment = os.environ | {"PAGER": str(pager), "TERM": "xterm"}
+    done = subprocess.run([*COMMAND, "guide", "limits"], stdin=slave, stdout=slave, env=environment, check=False)
+    os.close(slave)
+    os.close(master)
+
+    shown = (tmp_path / "shown").read_text()
+    assert done.returncode == 0
+    assert "\x1b[1m" in shown
+    assert "Not covered" in shown
+
+
+def test_a_reader_that_stops_early_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m ttprun guide configuration | head -n 1"
+
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+
+    assert (done.stdout, done.stderr) == ("# Configuration\n", "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ttprun {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("ttprun st", ["status"]),
+        ("ttprun --np", ["--nproc-per-node"]),
+        ("ttprun --standb", ["--standbys"]),
+        ("ttprun run --rdzv-b", ["--rdzv-backend"]),
+        ("ttprun checkpoints ver", ["verify"]),
+        ("ttprun guide --h", ["--help"]),
+        ("ttprun --standbys 2 tra", []),  # the shell then offers files
+    ],
+)
+def test_a_shell_that_asks_is_answered_without_torch(line: str, answer: list[str]) -> None:
+    program = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr));"
+        "from ttprun.cli.main import main; main([])"
+    )
+    asked = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_TTPRUN_COMPLETE": "complete_bash"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | asked, capture_output=True, text=True, check=False
+    )
+
+    assert done.stdout.split() == answer
+    assert done.stderr == "False\n"
+
+
+def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
+    environment = os.environ | {"HOME": str(tmp_path)}
+
+    done = subprocess.run(
+        [*COMMAND, "--install-completion", "bash"], env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "_TTPRUN_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "ttprun.sh").read_text()
+    assert ".bash_completions/ttprun.sh" in (tmp_path / ".bashrc").read_text()

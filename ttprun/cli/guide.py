@@ -1,0 +1,81 @@
+"""`ttprun guide`: the handbook, from the Markdown files that are shipped in the package; without torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from ttprun.cli.config_reference import config_reference
+from ttprun.cli.terminal import new_table, open_console
+from ttprun.errors import ConfigError, suggestion
+
+FOLDER = Path(__file__).resolve().parent.parent / "guide"
+# In the order in which a reader may want them; each is a file of `ttprun/guide`.
+TOPICS = {
+    "how-it-works": "what happens when a rank dies, and what is proved before training goes on",
+    "limits": "what is covered, what is not, and what a fault costs then",
+    "operating": "runs, signals, exit codes, Slurm, Kubernetes, what the status says",
+    "checkpoints": "saved state, snapshots, resuming, another number of ranks",
+    "fault-drills": "break a job on purpose and compare it with an undisturbed one",
+    "devices": "device errors, GPUs, NPUs and the simulated NPU",
+    "mindio": "frameworks that recover by callbacks of their own",
+    "configuration": "every key, variable and option, generated from the configuration model",
+    "architecture": "how the source tree is cut, and where to begin reading",
+    "protocol": "messages between agent and ranks, the record, a checkpoint's files",
+    "contributing": "how to run the tests, add an adapter, an error text, a patch",
+}
+# Replaced when the page is shown, so that it cannot differ from the code.
+_GENERATED = "<!-- generated: every key -->"
+
+
+def guide(
+    topic: Annotated[str | None, typer.Argument(help="A topic; without one, the topics are listed.")] = None,
+) -> int:
+    """Show the handbook, topic by topic.
+
+    On a terminal a topic is shown in your pager ($PAGER); in a pipe it is plain Markdown.
+    """
+    if topic is None:
+        list_topics()
+        return 0
+    if topic not in TOPICS:
+        raise ConfigError(f"the guide has no topic '{topic}'", suggestion(topic, TOPICS, "'ttprun guide' lists them"))
+    page = read_page(topic)
+    if sys.stdout.isatty():
+        show_in_pager(page)
+    else:
+        sys.stdout.write(page)
+        sys.stdout.flush()
+    return 0
+
+
+def list_topics() -> None:
+    """Print the topics, and what each is about."""
+    console = open_console()
+    table = new_table(console, "topic", "what it is about")
+    for name, about in TOPICS.items():
+        table.add_row(name, about)
+    console.print(table)
+    if console.is_terminal:
+        console.print("Show one: ttprun guide TOPIC")
+
+
+def read_page(topic: str) -> str:
+    """The Markdown text of a topic, with what is generated in its place."""
+    text = (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
+    return text.replace(_GENERATED, config_reference()) if _GENERATED in text else text
+
+
+def show_in_pager(page: str) -> None:
+    """Show Markdown in the user's pager, formatted."""
+    # As git does: `less` shows colours, and ends by itself if all fits on the screen.
+    os.environ.setdefault("LESS", "FRX")
+    console = Console(emoji=False, width=min(Console().width, 120))
+    with console.pager(styles=True):
+        console.print(Markdown(page))
