@@ -291,11 +291,11 @@ class FakeWorld:
                 assert not self.job.unreplicated_reason
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
-            case recovery.Rewind(boundary, place):
+            case recovery.Rewind(ranks, boundary, place):
                 assert place == f"step-{boundary}" if place else boundary == self.snapshot_boundary
                 assert place not in self.unusable
                 self.stored_boundary = boundary
-                alive = [process for process in self.processes.values() if process.is_alive]
+                alive = [self.processes[rank] for rank in ranks if self.processes[rank].is_alive]
                 assert not any(process.is_whole or process.has_orders for process in alive)
             case recovery.LoadState(ranks, generation, boundary):
                 self.load_state(ranks, generation, boundary)
@@ -324,9 +324,13 @@ class FakeWorld:
                 assert reason
             case recovery.RecordIncident(incident):
                 assert incident.reason
-                assert incident.id == len(self.closed) + 1
+                self.check_number(incident)
                 assert incident.attempt <= self.job.settings.max_attempts
                 self.closed += [] if incident.outcome == "open" else [incident]
+
+    def check_number(self, incident: Incident) -> None:
+        """One incident follows the other."""
+        assert incident.id == len(self.closed) + 1
 
     def frozen(self, rank: int, generation: int) -> Event:
         """A survivor's answer."""

@@ -39,6 +39,8 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "unprotected": recovery.RankUnprotected,
     "holds_alone": recovery.RankHoldsAlone,
     "hindered": recovery.RankHindered,
+    "trains_alone": recovery.RankTrainsAlone,
+    "joined": recovery.RankJoined,
     "exited": recovery.RankExited,
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
@@ -139,7 +141,8 @@ class Scenario:
         if event_type is recovery.ResumeAsked:
             values = {"saved": read_saved(values["saved"]), "at_s": self.at_s}
         if "generation" in names:
-            values.setdefault("generation", self.job.generation)
+            own = self.job.alone.get(int(rank)) if event_type is recovery.DeadlinePassed and rank else None
+            values.setdefault("generation", (own or self.job).generation)
         if "pid" in names:
             values.setdefault("pid", self.job.members[int(rank)].pid)
         return event_type(**values)
@@ -186,6 +189,7 @@ def write_action(action: Action) -> str:
     name = type(action).__name__
     if not isinstance(action, RecordIncident):
         pairs = [(field.name, getattr(action, field.name)) for field in fields(action)]
+        pairs = [(key, value) for key, value in pairs if (key, value) != ("rank", None)]
     else:
         incident = action.incident
         others = [field.name for field in fields(incident) if field.name not in {*RECORDED_FIRST, *RECORDED_NEVER}]

@@ -4,9 +4,9 @@
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
 Files, lowest floor first: `shards`, `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an
-incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `machine` (the table). Beside them
-stand `hangs` (which rank hangs), `cost` (what a loss would cost) and `replicas` (which rank has diverged). Read
-TRANSITIONS in `machine` first.
+incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their
+own); `machine` (the table). Beside them stand `hangs` (which rank hangs), `cost` (what a loss would cost) and
+`replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -28,6 +28,7 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
+from ttprun.recovery.alone import is_alone
 from ttprun.recovery.cost import cost_of_a_loss
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.events import (
@@ -47,6 +48,7 @@ from ttprun.recovery.events import (
     RankHindered,
     RankHoldsAlone,
     RankHung,
+    RankJoined,
     RankProtected,
     RankRebuilt,
     RankReissued,
@@ -54,6 +56,7 @@ from ttprun.recovery.events import (
     RankReplayed,
     RanksCompared,
     RankStarted,
+    RankTrainsAlone,
     RankUnprotected,
     RepairEvent,
     ReplacementAsked,
@@ -110,12 +113,14 @@ __all__ = [
     "RankHindered",
     "RankHoldsAlone",
     "RankHung",
+    "RankJoined",
     "RankProtected",
     "RankRebuilt",
     "RankReissued",
     "RankRepaired",
     "RankReplayed",
     "RankStarted",
+    "RankTrainsAlone",
     "RankUnprotected",
     "RanksCompared",
     "RecordIncident",
@@ -141,6 +146,7 @@ __all__ = [
     "advance",
     "cost_of_a_loss",
     "groups_left",
+    "is_alone",
     "is_elastic",
     "may_persist",
     "new_job",

@@ -71,10 +71,12 @@ class SendState(Action):
 class Rewind(Action):
     """Put stored records in the place of the ranks' own; all their processes have been ended before.
 
+    ranks      all ranks of the job, or the one that goes back alone
     boundary   of the snapshot or checkpoint; 0: the ranks begin anew, and have no past
     place      directory of the checkpoint; "": the snapshot in shared memory, or none
     """
 
+    ranks: tuple[int, ...]
     boundary: int
     place: str = ""
 
@@ -146,11 +148,15 @@ class Resume(Action):
 
 @dataclass(frozen=True, slots=True)
 class SetDeadline(Action):
-    """Post DeadlinePassed with this generation and name after so many seconds; it need never be cancelled."""
+    """Post DeadlinePassed with this generation, name and rank after so many seconds; it need never be cancelled.
+
+    rank   that is repaired alone, and whose own the generation is; None: it is the job's
+    """
 
     generation: int
     name: str
     after_s: float
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,16 @@ class RanksCompared(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTrainsAlone(RankEvent):
+    """The rank has come to an optimizer step, and has no process group in which there are others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankJoined(RankEvent):
+    """The rank makes a process group with others, or has one when it goes live after a replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankHindered(RankEvent):
     """The place in the script at which this rank stands now, or what it holds there, cannot be replayed.
 
@@ -401,9 +411,11 @@ class SnapshotTaken(Event):
     """A snapshot that is complete and can be gone back to, older ones are void.
 
     boundary   at which it was taken; None: there is none any more
+    rank       whose own it is, which trains alone; None: that of all ranks
     """
 
     boundary: int | None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,13 +469,14 @@ class StatePersisted(Event):
 class DeadlinePassed(Event):
     """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
 
-    generation, name   as in the SetDeadline
+    generation, name, rank   as in the SetDeadline
     silent             ranks that give no sign of life, or that the others wait for, as far as the agent can tell
     """
 
     generation: int
     name: str
     silent: tuple[int, ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -488,6 +501,8 @@ EVENT_TYPES: tuple[type[Event], ...] = (
     RankUnprotected,
     RankHoldsAlone,
     RanksCompared,
+    RankTrainsAlone,
+    RankJoined,
     RankHindered,
     RankExited,
     RankFaulted,

@@ -226,6 +226,7 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         job,
         generation=job.generation + 1,
         members=fresh_members(job.settings),
+        alone={},
         unprotected_reason="",
         unreplicated_reason="",
         replicas=UNKNOWN,
@@ -273,6 +274,8 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
         return give_up_replacing(job, at_s, why_not)
     if job.finished:
         return drain(job, at_s, f"{name_ranks(job.finished)} finished before, so the group cannot be built again")
+    if job.settings.is_alone and job.rewind_to is None:
+        return restart_group(job, at_s, "")
     if not job.survivors and job.rewind_to is None:
         return restart_group(job, at_s, "all ranks of the group were lost")
     if attempt > job.settings.max_attempts:
@@ -286,15 +289,15 @@ def why_not_protected(job: Job, needs_process: bool = True) -> str:
 
     needs_process   some lost rank needs a new process; False: all of them are run again in their own
     """
-    if needs_process and job.settings.world_size == 1 and "replace" not in job.settings.rungs:
-        return "a rank alone has no other to be repaired from"
-    if needs_process and "replace" not in job.settings.rungs:
+    if needs_process and not job.settings.is_alone and "replace" not in job.settings.rungs:
         return "replacement is switched off (rungs)"
     return job.unprotected_reason
 
 
 def why_not_replayed(job: Job, event: Loss) -> str:
-    """Why no replay would come to where a rank stood that is lost now; "" if one may."""
+    """Why no replay would come to where a rank stood that is lost now; "" if one may, or need not."""
+    if job.settings.is_alone and job.snapshot is not None:
+        return ""
     return job.members[event.rank].hindrance if event.boundary > 0 and job.rewind_to is None else ""
 
 

@@ -6,7 +6,8 @@ Read `Phase`, `Member` and `Job` first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any
 
@@ -32,6 +33,14 @@ class Phase(StrEnum):
     RESTARTING = "RESTARTING"  # the agent restarts the whole group
     DONE = "DONE"
     FAILED = "FAILED"
+
+
+class Ties(Enum):
+    """What a rank has to do with the others."""
+
+    UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
+    JOINED = "joined"  # it has made a process group with others
+    ALONE = "alone"  # it takes its steps without one
 
 
 class Life(Enum):
@@ -61,6 +70,7 @@ class Settings:
     """What the user and the agent have decided beforehand.
 
     world_size           number of ranks, >= 1
+    is_alone             the one rank of this job that is not away needs no other one
     rungs                ways of recovery that may be used; the others are passed over
     max_attempts         attempts per incident; survivors that die while all freeze cost none
     max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
@@ -75,6 +85,7 @@ class Settings:
     """
 
     world_size: int
+    is_alone: bool = False
     rungs: frozenset[str] = RUNGS
     max_attempts: int = 3
     max_same_faults: int = 3
@@ -96,6 +107,8 @@ class Member:
     pid                 present process; None if there is none, or if it has been killed by us
     is_rerun            lost, but the process has outlived the fault: it runs the script again, and takes its own place
     is_protected        its hooks have said hello
+    ties                what it has to do with the others now
+    has_joined          it has had a process group with others
     hindrance           why the boundary at which it stands cannot be replayed, "" if it can; of a lost rank, where it
                         stood last
     spawn_asked_at_s    when a process was asked for that has not started yet
@@ -113,6 +126,8 @@ class Member:
     life: Life = Life.LIVE
     is_rerun: bool = False
     is_protected: bool = False
+    ties: Ties = Ties.UNKNOWN
+    has_joined: bool = False
     hindrance: str = ""
     spawn_asked_at_s: float | None = None
     has_orders: bool = False
@@ -129,6 +144,11 @@ class Member:
         """Lost, and its place must be taken by a new process: one that has had orders may stand anywhere."""
         return self.life is Life.LOST and (self.pid is None or self.has_orders)
 
+    def as_lost(self, at_s: float) -> Member:
+        """The place of a rank whose process was asked for at that time."""
+        place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
+        return replace(place, ties=self.ties, has_joined=self.has_joined)
+
     def with_answers_forgotten(self) -> Member:
         """The same process at the beginning of another attempt."""
         return Member(
@@ -137,6 +157,8 @@ class Member:
             life=self.life,
             is_rerun=self.is_rerun,
             is_protected=self.is_protected,
+            ties=self.ties,
+            has_joined=self.has_joined,
             hindrance=self.hindrance,
             spawn_asked_at_s=self.spawn_asked_at_s,
             elastic=self.elastic,
@@ -190,6 +212,7 @@ class Job:
 
     generation           of the communicators; in a recovery, that which is being made
     members              one per rank, in order
+    alone                of ranks that train without a process group: each as a job of its own, see `alone.py`
     phase_since_s        when the phase, or the present attempt in it, began
     incident             the open one, None while all is well
     incident_count       incidents so far, with the open one
@@ -215,6 +238,7 @@ class Job:
 
     settings: Settings
     members: tuple[Member, ...]
+    alone: Mapping[int, Job] = field(default_factory=dict)
     phase: Phase = Phase.RUNNING
     generation: int = 0
     phase_since_s: float = 0.0
@@ -257,6 +281,12 @@ class Job:
     def away(self) -> tuple[int, ...]:
         """Ranks without which the others train on."""
         return self.ranks_that_are(Life.AWAY)
+
+    @property
+    def are_alone(self) -> bool:
+        """Some rank takes its steps without a process group, and no rank has one now: each is on its own."""
+        ties = [member.ties for member in self.members]
+        return Ties.ALONE in ties and Ties.JOINED not in ties
 
     @property
     def is_upgrading(self) -> bool:

@@ -182,7 +182,49 @@ def restart_group(
             return fail_job(job, at_s, f"{why_hopeless}: {why}", has_progress=False, rung="fail")
         job = replace(job, rewinds=(*job.rewinds, what_sends_back(job)))
         return go_back(job, at_s, Saved(snapshot, place=""), reason_of(job, why))
-    return leave_group(job, at_s, why, is_trusted, is_replayable)
+    if may_begin_anew(job):
+        return begin_anew(job, at_s, why)
+    return leave_group(job, at_s, why or why_not_alone(job), is_trusted, is_replayable)
+
+
+def why_not_alone(job: Job) -> str:
+    """Why a lost rank that needs no other one is not repaired alone, if nothing else speaks against it."""
+    if job.snapshot is not None:
+        return f"going back to its step {job.snapshot} is switched off (rungs)"
+    if any(member.has_joined for member in job.replacements):
+        return "nothing of its state is left, and it cannot begin anew: the others made a process group with it before"
+    return "nothing of its state is left"
+
+
+def may_begin_anew(job: Job) -> bool:
+    """Whether a lost rank that needs no other one can run the script from its top, while the others train on.
+
+    One that has ever met others in a process group would wait there for ranks that do not come again. A rank without
+    others has nobody who would be disturbed by a restart of them all: unless it had no step, it is one.
+    """
+    if not job.settings.is_alone or not job.lost:
+        return False
+    has_others = job.settings.world_size > 1
+    if has_others and any(member.has_joined for member in job.replacements):
+        return False
+    steps = steps_reached(job)
+    return (has_others or steps == 0) and ("rewind" if steps else "replace") in job.settings.rungs
+
+
+def begin_anew(job: Job, at_s: float, why: str) -> Result:
+    """The lost rank runs the script from its top.
+
+    why   for the operator; "" if it had not taken a step
+    """
+    if steps_reached(job):
+        why = f"{why or why_not_alone(job)}; it begins anew"
+    return go_back(job, at_s, Saved(0, place=""), reason_of(job, why))
+
+
+def steps_reached(job: Job) -> int:
+    """Optimizer steps that lost ranks had completed when the fault came, as far as it is known."""
+    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
+    return max(reached, default=0)
 
 
 def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
@@ -192,8 +234,8 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     if not boundary:
         return leave_group(job, at_s, f"beginning anew failed: {why}")
     if not place:
-        why = f"going back to the snapshot of step {boundary} failed: {why}"
-        return leave_group(replace(job, snapshot=None), at_s, why)
+        job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
+        return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why)
     note = NoteUnusable(place, why, is_refusal)
     job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
     why = f"the run cannot go on from the checkpoint of step {boundary}: {why}"
@@ -272,8 +314,10 @@ def why_too_many_incidents(job: Job) -> str:
 
 def may_rewind(job: Job) -> bool:
     """Whether all ranks can go back to a snapshot."""
-    is_possible = job.snapshot is not None and not job.unprotected_reason and not job.finished
-    return is_possible and "rewind" in job.settings.rungs
+    if job.snapshot is None or job.unprotected_reason or job.finished:
+        return False
+    is_free = job.settings.is_alone and job.snapshot >= steps_reached(job)
+    return ("replace" if is_free else "rewind") in job.settings.rungs
 
 
 def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
@@ -308,19 +352,27 @@ def what_sends_back(job: Job) -> Fault:
 def begin_rewind(job: Job, at_s: float) -> Result:
     """Rung "rewind": every rank gets a new process, which replays up to the boundary of what is stored.
 
-    Rung "restart" if that is a checkpoint which this job has saved because it could not go on otherwise.
+    Rung "restart" if that is a checkpoint which this job has saved because it could not go on otherwise; "replace" if a
+    rank that needs no other one goes back to where it stood.
     """
     boundary = job.rewind_to
     assert boundary is not None
     job = replace(job, generation=job.generation + 1)
+    is_alone = job.settings.is_alone
     where = f"all ranks go back to step {boundary}" if boundary else "all ranks begin anew"
-    kills = tuple(KillRank(member.rank, where) for member in job.members if member.pid is not None)
-    unasked = [member.rank for member in job.members if member.pid is not None or member.spawn_asked_at_s is None]
-    fresh = (Member(rank=rank, life=Life.LOST, spawn_asked_at_s=at_s) for rank in range(len(job.members)))
-    job = replace(job, members=tuple(fresh), persists_at=None)
+    if is_alone:
+        where = f"it goes back to step {boundary}" if boundary else "it begins anew"
+    present = [member for member in job.members if not is_alone or member.life is not Life.AWAY]
+    kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
+    unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
+    job = job.with_members(*(member.as_lost(at_s) for member in present))
+    job = replace(job, persists_at=None)
     spawns = (SpawnRank(rank, job.generation) for rank in unasked)
-    actions = (*kills, Rewind(boundary, job.rewind_place), *spawns, deadline_of(job, Phase.REPLAYING))
+    ranks = tuple(member.rank for member in present)
+    actions = (*kills, Rewind(ranks, boundary, job.rewind_place), *spawns, deadline_of(job, Phase.REPLAYING))
     rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
+    if is_alone and not job.rewind_place and boundary >= steps_reached(job):
+        rung = "replace"
     return enter(job, Phase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
 
 
@@ -372,6 +424,8 @@ def why_not_saved(job: Job) -> str:
         return f"the job is {job.phase}"
     if "persist" not in job.settings.rungs:
         return "saving is switched off (rungs)"
+    if job.are_alone:
+        return "the ranks train without a process group, each for itself, and stand at no common step"
     if job.unprotected_reason:
         return job.unprotected_reason
     if job.incident is not None and job.incident.kind == MismatchFound.kind:
@@ -398,9 +452,14 @@ def begin_persisting(job: Job, at_s: float) -> Result:
 
 
 def reason_of(job: Job, why: str) -> str:
-    """Why a rung is left, then why the one before it was, back to what the incident began with."""
+    """Why a rung is left, then why the one before it was, back to what the incident began with.
+
+    why   "" if there is nothing to add to that
+    """
     if job.incident is None:
         return why
+    if not why:
+        return job.incident.reason
     if job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
         return f"{why}; it began when {job.incident.reason}"
     return f"{why}; {job.incident.reason}"

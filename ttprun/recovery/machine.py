@@ -3,6 +3,8 @@
 TRANSITIONS says for each phase and each event which handler answers, and to which phases that can lead. Pairs that
 change nothing are written down too, with the reason; a pair that is not there is a bug of ours and raises.
 
+A rank that trains without a process group is a job of its own, for which the same table decides: `alone.py`.
+
 Read TRANSITIONS first, then `faults.answer_fault`.
 """
 
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ttprun.recovery import faults, hung, persist, planned, repair, resize
+from ttprun.recovery import alone, faults, hung, persist, planned, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.events import (
     CheckpointAsked,
@@ -31,6 +33,7 @@ from ttprun.recovery.events import (
     RankHindered,
     RankHoldsAlone,
     RankHung,
+    RankJoined,
     RankProtected,
     RankRebuilt,
     RankReissued,
@@ -38,6 +41,7 @@ from ttprun.recovery.events import (
     RankReplayed,
     RanksCompared,
     RankStarted,
+    RankTrainsAlone,
     RankUnprotected,
     RepairEvent,
     ReplacementAsked,
@@ -89,6 +93,7 @@ def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
 
 
 OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, StatePersisted)
+OF_TIES = (RankTrainsAlone, RankJoined)
 OF_SIZE = (ElasticDeclared, DowngradeAsked, UpgradeAsked)
 
 # Where a fault can lead: another attempt, or one of the ways down: back to a snapshot (REPLAYING), a restart, the end
@@ -106,6 +111,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankHoldsAlone): row(faults.on_holds_alone, P.RUNNING),
     (P.RUNNING, RanksCompared): row(faults.on_compared, P.RUNNING),
     (P.RUNNING, RankHindered): row(faults.on_hindered, P.RUNNING),
+    (P.RUNNING, RankTrainsAlone): row(alone.on_trains_alone, P.RUNNING),
+    (P.RUNNING, RankJoined): row(alone.on_joined, P.RUNNING),
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
     (P.RUNNING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
@@ -133,6 +140,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, RankHoldsAlone): row(faults.on_holds_alone_in_repair, P.FREEZING, *DOWN),
     (P.FREEZING, RanksCompared): row(faults.on_compared, P.FREEZING),
     (P.FREEZING, RankHindered): row(faults.on_hindered, P.FREEZING),
+    (P.FREEZING, RankTrainsAlone): row(alone.on_trains_alone, P.FREEZING),
+    (P.FREEZING, RankJoined): row(alone.on_joined, P.FREEZING),
     (P.FREEZING, RankExited): row(faults.on_exit_in_repair, P.DONE, *ANSWERS),
     (P.FREEZING, RankFrozen): row(repair.on_frozen, P.FREEZING, P.REPLAYING, P.RESUMING, *DOWN),
     (P.FREEZING, MismatchFound): row(repair.give_up_on_mismatch, *DOWN),
@@ -157,6 +166,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, RankHoldsAlone): row(faults.on_holds_alone_in_repair, *DOWN),
     (P.REPLAYING, RanksCompared): row(faults.on_compared_in_repair, P.REPLAYING, *DOWN),
     (P.REPLAYING, RankHindered): row(faults.on_hindered, P.REPLAYING),
+    (P.REPLAYING, RankTrainsAlone): row(alone.on_trains_alone, P.REPLAYING),
+    (P.REPLAYING, RankJoined): row(alone.on_joined, P.REPLAYING),
     (P.REPLAYING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.REPLAYING, RankReplayed): row(repair.on_replayed, P.REPLAYING, P.TRANSFERRING, *DOWN),
     (P.REPLAYING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
@@ -182,6 +193,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, RankHoldsAlone): row(faults.on_holds_alone_in_repair, P.TRANSFERRING, *DOWN),
     (P.TRANSFERRING, RanksCompared): row(faults.on_compared_in_repair, P.TRANSFERRING, *DOWN),
     (P.TRANSFERRING, RankHindered): row(faults.on_hindered, P.TRANSFERRING),
+    (P.TRANSFERRING, RankTrainsAlone): row(alone.on_trains_alone, P.TRANSFERRING),
+    (P.TRANSFERRING, RankJoined): row(alone.on_joined, P.TRANSFERRING),
     (P.TRANSFERRING, RankExited): row(faults.on_exit_in_repair, *ANSWERS),
     (P.TRANSFERRING, StateSent): row(repair.on_state_sent, P.TRANSFERRING, P.RESUMING, *DOWN),
     (P.TRANSFERRING, RankRepaired): row(repair.on_repaired, P.TRANSFERRING, P.RESUMING, *DOWN),
@@ -208,6 +221,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, RankHoldsAlone): row(faults.on_holds_alone, P.RESUMING),
     (P.RESUMING, RanksCompared): row(faults.on_compared, P.RESUMING),
     (P.RESUMING, RankHindered): row(faults.on_hindered, P.RESUMING),
+    (P.RESUMING, RankTrainsAlone): row(alone.on_trains_alone, P.RESUMING),
+    (P.RESUMING, RankJoined): row(alone.on_joined, P.RESUMING),
     (P.RESUMING, RankExited): row(
         persist.unless_ending(faults.on_exit_in_repair), P.RESUMING, P.RUNNING, P.DONE, *ANSWERS
     ),
@@ -237,6 +252,8 @@ TRANSITIONS: dict[Key, Row] = {
     (P.PERSISTING, RankHoldsAlone): row(faults.on_holds_alone, P.PERSISTING),
     (P.PERSISTING, RanksCompared): row(faults.on_compared, P.PERSISTING),
     (P.PERSISTING, RankHindered): row(faults.on_hindered, P.PERSISTING),
+    (P.PERSISTING, RankTrainsAlone): row(alone.on_trains_alone, P.PERSISTING),
+    (P.PERSISTING, RankJoined): row(alone.on_joined, P.PERSISTING),
     (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
     (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
@@ -272,7 +289,7 @@ TRANSITIONS: dict[Key, Row] = {
     ),
     **ignored(P.DRAINING, "who cannot finish meets the deadline", RankHung, RankDiverged, ConnectionBroken),
     **ignored(P.DRAINING, "nothing will be repaired any more", RankProtected, RankUnprotected, MismatchFound),
-    **ignored(P.DRAINING, "nothing will be repaired any more", RankHoldsAlone, RanksCompared, RankHindered),
+    **ignored(P.DRAINING, "nothing will be repaired any more", *OF_TIES, RankHoldsAlone, RanksCompared, RankHindered),
     **ignored(P.DRAINING, "the repair was given up", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.DRAINING, "the repair was given up", RankRebuilt, RankReissued),
     #
@@ -285,20 +302,20 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RESTARTING, "the agent is ending this process", RankHoldsAlone, RanksCompared, RankHindered),
     **ignored(P.RESTARTING, "the agent is ending this process", RankRepaired, RankRebuilt, RankReissued, MismatchFound),
     **ignored(P.RESTARTING, "the repair was given up", DeadlinePassed),
-    **ignored(P.RESTARTING, "all ranks are replaced anyhow", ReplacementAsked, *OF_SIZE),
+    **ignored(P.RESTARTING, "all ranks are replaced anyhow", ReplacementAsked, *OF_SIZE, *OF_TIES),
     #
     **ignored(P.DONE, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
     **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken, RankHoldsAlone),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.DONE, "the job is over", RankHindered),
+    **ignored(P.DONE, "the job is over", RankHindered, *OF_TIES),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
     #
     **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
     **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken, RankHoldsAlone),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
-    **ignored(P.FAILED, "the job is over", RankHindered),
+    **ignored(P.FAILED, "the job is over", RankHindered, *OF_TIES),
     **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
 }
 
@@ -313,6 +330,9 @@ def advance(job: Job, event: Event) -> Result:
     """
     if isinstance(event, RankEvent) and not 0 <= event.rank < len(job.members):
         raise MachineError(f"the job has no rank {event.rank}", job, event)
+    domain = alone.domain_of(job, event)
+    if domain is not None:
+        return domain.take_back(*advance(domain.own, domain.event))
     if is_echo(job, event):
         return job, ()
     found = TRANSITIONS.get((job.phase, type(event)))
@@ -323,11 +343,14 @@ def advance(job: Job, event: Event) -> Result:
         raise ForbiddenTransition(f"{type(event).__name__} led from {job.phase} to {after.phase}", job, event)
     if after == job and not actions:
         return job, ()
+    after, actions = alone.give_up_repairs(job, after, actions)
     return replace(after, story=(*after.story, event)[-STORY_LENGTH:]), actions
 
 
 def is_echo(job: Job, event: Event) -> bool:
     """The event is about something that is over: another generation, or a process that the rank no longer has."""
+    if isinstance(event, DeadlinePassed | SnapshotTaken) and event.rank is not None:
+        return True  # of a rank that was repaired alone, or is not alone any more
     if isinstance(event, RepairEvent | DeadlinePassed | ConnectionBroken | StatePersisted):
         return event.generation != job.generation
     if isinstance(event, RankExited | RankFaulted | RankHung | RankDiverged):

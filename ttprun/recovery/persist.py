@@ -51,7 +51,7 @@ from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
     """There is a newer snapshot to go back to, unless nothing could be replayed up to it."""
-    if job.hindrance:
+    if job.hindrance and not job.settings.is_alone:  # one that is alone keeps only what a replay can come to
         return job, ()
     rewinds = job.rewinds if event.boundary == job.snapshot else ()
     return replace(job, snapshot=event.boundary, rewinds=rewinds), ()

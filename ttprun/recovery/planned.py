@@ -22,6 +22,8 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
 
     ranks   at least one
     """
+    if job.are_alone:
+        return "the ranks train without a process group, so a new process would have nobody to get its state from"
     strangers = tuple(rank for rank in ranks if rank not in job.survivors)
     if job.phase is not Phase.RUNNING:
         return f"the job is {job.phase}"

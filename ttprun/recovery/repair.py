@@ -22,7 +22,16 @@ from ttprun.recovery.events import (
     StateSent,
 )
 from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import Result, deadline_of, end_job, enter, restart_group, unchanged, why_no_source
+from ttprun.recovery.ladder import (
+    Result,
+    deadline_of,
+    end_job,
+    enter,
+    restart_group,
+    steps_reached,
+    unchanged,
+    why_no_source,
+)
 
 
 def note_process(job: Job, event: RankStarted) -> Job:
@@ -276,8 +285,7 @@ def steps_lost_by_rewinding(job: Job) -> int:
         return 0 if job.source is None else job.source.boundary - stands_at(job, job.source)
     if job.is_resumed:
         return 0
-    reached = [fault.boundary for fault in job.faults] if job.stood_at is None else [job.stood_at]
-    return max(0, *(boundary - job.rewind_to for boundary in reached), 0)
+    return max(0, steps_reached(job) - job.rewind_to)
 
 
 def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:

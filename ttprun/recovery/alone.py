@@ -1,0 +1,157 @@
+"""Ranks that train without a process group, each for itself: a fault of one is no affair of the others.
+
+Each of them is a job of its own (`Job.alone`), in which all other ranks are away; the same machine decides for it. It
+needs nobody: it goes back to what it has left of its newest step, else to an older state of its own, else it begins
+anew. The others are not stopped. The job's generation numbers connections, so it stays as it is; that of a job of its
+own numbers its attempts. What such a job cannot answer any more (a restart, the end) is done to all.
+
+As soon as one rank has a process group with others, all are one job again. Begin with `domain_of`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ttprun.recovery.actions import (
+    Action,
+    FailJob,
+    FinishJob,
+    LoadState,
+    RecordIncident,
+    Replay,
+    RestartGroup,
+    Resume,
+    SetDeadline,
+    SpawnRank,
+)
+from ttprun.recovery.events import (
+    DeadlinePassed,
+    Event,
+    RankEvent,
+    RankJoined,
+    RankTrainsAlone,
+    RepairEvent,
+    SnapshotTaken,
+)
+from ttprun.recovery.job import Job, Life, Member, Phase, Ties
+from ttprun.recovery.ladder import Result
+
+_AT_REST = (Phase.RUNNING, Phase.DONE)
+_RUNGS = frozenset({"replace", "rewind", "restart"})
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A rank that is on its own, and the event that is its own affair.
+
+    whole   the job
+    own     that of the rank
+    event   as the rank's own job understands it
+    """
+
+    whole: Job
+    own: Job
+    event: Event
+    rank: int
+
+    def take_back(self, own: Job, actions: tuple[Action, ...]) -> Result:
+        """The whole job, once the rank's own one has answered."""
+        if own == self.own and not actions:
+            return self.whole, ()
+        job = self.whole.with_members(own.members[self.rank])
+        job = replace(
+            job,
+            alone={**job.alone, self.rank: own},
+            incident_count=own.incident_count,
+            openings=own.openings,
+        )
+        told = tuple(self._as_told(action) for action in actions if not isinstance(action, FinishJob))
+        if any(isinstance(action, RestartGroup | FailJob) for action in actions):
+            after = replace(job, phase=own.phase, phase_since_s=own.phase_since_s, incident=own.incident)
+            return give_up_repairs(job, after, told, self.rank)
+        if len(job.finished) == len(job.members):
+            return replace(job, phase=Phase.DONE), (*told, FinishJob())
+        return job, told
+
+    def _as_told(self, action: Action) -> Action:
+        """An order of the rank's own job, for the agent."""
+        if isinstance(action, SetDeadline):
+            return replace(action, rank=self.rank)
+        if isinstance(action, SpawnRank | Replay | LoadState | Resume):
+            return replace(action, generation=self.whole.generation)
+        if isinstance(action, RecordIncident):
+            return RecordIncident(replace(action.incident, generation=self.whole.generation))
+        return action
+
+
+def domain_of(job: Job, event: Event) -> Domain | None:
+    """The rank whose own affair an event is; None if it is one of the whole job."""
+    rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed) else None
+    if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):
+        return None
+    if not is_alone(job, rank):
+        return None
+    own = as_own(job, rank)
+    return Domain(job, own, _as_heard(job, own, event), rank)
+
+
+def is_alone(job: Job, rank: int) -> bool:
+    """Whether a fault of this rank is no affair of others now: there are none, or it trains without a group."""
+    own = job.alone.get(rank)
+    if job.settings.is_alone or (own is not None and own.phase not in _AT_REST):
+        return True
+    return job.phase is Phase.RUNNING and job.are_alone and not job.unprotected_reason
+
+
+def as_own(job: Job, rank: int) -> Job:
+    """The job of one rank, which counts incidents together with the others."""
+    own = job.alone.get(rank)
+    if own is None:
+        settings = replace(job.settings, is_alone=True, rungs=job.settings.rungs & _RUNGS)
+        members = (Member(rank=member.rank, life=Life.AWAY) for member in job.members)
+        own = Job(settings=settings, members=tuple(members), phase_since_s=job.phase_since_s)
+    own = own.with_members(job.members[rank])
+    return replace(own, incident_count=job.incident_count, openings=job.openings, restarts=job.restarts)
+
+
+def _as_heard(job: Job, own: Job, event: Event) -> Event:
+    if isinstance(event, RepairEvent):
+        return replace(event, generation=own.generation) if event.generation == job.generation else event
+    if isinstance(event, SnapshotTaken | DeadlinePassed):
+        return replace(event, rank=None)
+    return event
+
+
+def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause: int | None = None) -> Result:
+    """The answer; if all ranks are one job's from now on, repairs of single ranks that are under way are given up.
+
+    cause   the rank whose own repair has led to it
+    """
+    if before.phase is not Phase.RUNNING or after.phase is Phase.RUNNING:
+        return after, actions
+    closed = []
+    for rank, own in after.alone.items():
+        if own.incident is None or rank == cause:
+            continue
+        reason = f"its repair was given up, since the job is {after.phase}; it began when {own.incident.reason}"
+        incident = replace(own.incident, outcome="failed", rung="fail", reason=reason, generation=after.generation)
+        closed.append(RecordIncident(replace(incident, total_s=after.phase_since_s - incident.opened_at_s)))
+    return replace(after, alone={}), (*closed, *actions)
+
+
+def on_trains_alone(job: Job, event: RankTrainsAlone) -> Result:
+    """The rank needs no other one, unless some rank still has a process group."""
+    return job.with_member(event.rank, ties=Ties.ALONE), ()
+
+
+def on_joined(job: Job, event: RankJoined) -> Result:
+    """The rank is one of a group; what was its own affair is the whole job's from now on.
+
+    If it is still being repaired alone, that is brought to its end.
+    """
+    job = job.with_member(event.rank, ties=Ties.JOINED, has_joined=True)
+    own = job.alone.get(event.rank)
+    if own is None or own.phase not in _AT_REST:
+        return job, ()
+    alone = {rank: other for rank, other in job.alone.items() if rank != event.rank}
+    return replace(job, alone=alone, unprotected_reason=job.unprotected_reason or own.unprotected_reason), ()
