@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
@@ -88,6 +89,15 @@ def test_optimizers_and_parameters_that_are_sharded_by_hand_of_torch_are_named()
 
     assert found[0] == ""
     assert "FSDP1" in found[1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on that import
+def test_an_optimizer_that_shards_its_state_is_named() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    unmade = object.__new__(ZeroRedundancyOptimizer)  # only its class is looked at
+
+    assert "with ZeroRedundancyOptimizer each rank keeps a part" in hindrances.why_shards_unknown(unmade)
 
 
 def test_what_comes_and_goes_is_reported_a_few_times_only() -> None:

@@ -1,0 +1,85 @@
+"""The README and the papers beside it: short, and everything that they name is there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ttprun import __version__
+from ttprun.cli.commands import COMMANDS
+from ttprun.cli.guide import TOPICS
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+ANSWERS = {"replace", "rerun", "rewind", "resize", "restart", "not protected"}
+LINK = re.compile(r"\[([^]]+)\]\(([^)\s]+)\)")
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    """Names of the test functions of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def matrix() -> list[list[str]]:
+    """The rows of the support matrix, cell by cell."""
+    lines = README[README.index("| backend |") :].splitlines()
+    rows = [line for line in lines[2 : lines.index("")] if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_it_is_one_or_two_screens() -> None:
+    assert README.count("\n") <= 120
+
+
+def test_the_two_commands_are_there_and_can_be_run() -> None:
+    block = README[README.index("```bash") :].split("```")[1]
+
+    commands = re.findall(r"^(\./scripts/\w+\.sh) ", block, re.MULTILINE)
+
+    assert commands == ["./scripts/demo.sh", "./scripts/test.sh"]
+    assert all(os.access(REPOSITORY / command, os.X_OK) for command in commands)
+
+
+@pytest.mark.parametrize("row", matrix(), ids=lambda row: "-".join(row[:4]))
+def test_each_row_of_the_support_matrix_names_tests_that_are_there(row: list[str]) -> None:
+    *_, answer, proofs = row
+    named = [(label.split("::")[1], path) for label, path in LINK.findall(proofs)]
+
+    assert len(row) == 6
+    assert answer.strip("*") in ANSWERS
+    assert named
+    assert [(test, path) for test, path in named if test not in functions_of(REPOSITORY / path)] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_topics_and_commands_are_there(name: str) -> None:
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+
+    links = [link for _, link in LINK.findall(text) if not link.startswith("https://")]
+    topics = re.findall(r"`ttprun guide ([a-z-]+)`", text)
+    commands = re.findall(r"^ttprun ([a-z][a-z-]*)", text, re.MULTILINE)
+
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+    assert set(topics) <= set(TOPICS)
+    assert set(commands) <= set(COMMANDS)
+
+
+def test_every_topic_of_the_guide_is_linked() -> None:
+    assert {f"ttprun/guide/{topic}.md" for topic in TOPICS} <= {link for _, link in LINK.findall(README)}
+
+
+def test_the_package_says_what_it_is() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+    assert (project["version"], project["license"]) == (__version__, "Apache-2.0")
+    assert f"## [{__version__}]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert (REPOSITORY / "LICENSE").read_text().lstrip().startswith("Apache License")
+    assert (REPOSITORY / "ttprun" / "py.typed").exists()
