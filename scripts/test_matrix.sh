@@ -100,7 +100,10 @@ import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 all = [*project["dependencies"], *project["optional-dependencies"]["test"], "hatchling", "editables"]
 print(*(name for name in all if not name.startswith("torch")), sep="\n")')
-    local pip=("$venv/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check)
+    # The tests' other pins hold here, too; only torch is to be another.
+    grep -v '^torch\b' tests/constraints.txt >"$venv/constraints.txt"
+    local pip=("$venv/bin/python" -m pip install --quiet --no-cache-dir --disable-pip-version-check
+        --constraint "$venv/constraints.txt")
     say_progress "installing $torch into $venv" "${pip[@]}" "$torch" "${needed[@]}" || return 1
     "${pip[@]}" --no-deps --no-build-isolation --editable . || return 1
     echo "$stamp" >"$venv/.installed"
