@@ -351,7 +351,7 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     options.kinds = options.kinds.split(",")
     unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
     if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:
-        parser.error(f"kind '{unknown[0]}' will not do" if unknown else "a number is too small, or --per-run above 20")
+        parser.error(f"kind '{unknown[0]}' is not valid" if unknown else "a number is too small, or --per-run above 20")
     return options
 
 

@@ -70,20 +70,23 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
     ("text", "complaint"),
     [
         ("stanbys: 2", "stanbys: unknown; did you mean 'standbys'?"),
-        ("launch: 3", "launch: is no mapping; write torchrun's options as 'name: value'"),
-        ("launch: {tee: null}", "launch: tee is None; give a number, a text, true, false or a list of texts"),
-        ("retry_on: ['(']", "retry_on: '(' is no regular expression; correct it (missing ), unterminated subpattern"),
-        ("device_errors: {'(': link}", "device_errors: '(' is no regular expression; correct it (missing ), unter"),
-        ("device_errors: {x: linc}", "device_errors: 'x' is 'linc', which is no fault; use one of memory-temporary"),
-        ("device_errors: [x]", "device_errors: ['x'] will not do; it should be a valid dictionary"),
+        ("launch: 3", "launch: is not a mapping; write torchrun's options as 'name: value'"),
+        ("launch: {tee: null}", "launch: tee is None; give a number, a string, true, false or a list of strings"),
+        (
+            "retry_on: ['(']",
+            "retry_on: '(' is not a regular expression; correct it (missing ), unterminated subpattern",
+        ),
+        ("device_errors: {'(': link}", "device_errors: '(' is not a regular expression; correct it (missing ), unter"),
+        ("device_errors: {x: linc}", "device_errors: 'x' is 'linc', which is not a fault; use one of memory-temporary"),
+        ("device_errors: [x]", "device_errors: ['x'] is not valid; it should be a valid dictionary"),
         ("faults: ['kil:rank=1']", "faults: there is no fault 'kil'; did you mean 'kill'?"),
-        ("standbys: two", "standbys: 'two' will not do; it should be a valid integer (processes kept ready"),
-        ("standbys: '2'", "standbys: '2' will not do; it should be a valid integer"),
-        ("standbys: true", "standbys: True will not do; it should be a valid integer"),
-        ("standbys: 65", "standbys: 65 will not do; it should be less than or equal to 64"),
-        ("freeze_timeout_s: 0", "freeze_timeout_s: 0 will not do; it should be greater than 0"),
-        ("freeze_timeout_s: .inf", "freeze_timeout_s: '.inf' will not do; it should be a valid number"),
-        ("run_id: ../../etc", "run_id: '../../etc' will not do; it should match pattern"),
+        ("standbys: two", "standbys: 'two' is not valid; it should be a valid integer (processes kept ready"),
+        ("standbys: '2'", "standbys: '2' is not valid; it should be a valid integer"),
+        ("standbys: true", "standbys: True is not valid; it should be a valid integer"),
+        ("standbys: 65", "standbys: 65 is not valid; it should be less than or equal to 64"),
+        ("freeze_timeout_s: 0", "freeze_timeout_s: 0 is not valid; it should be greater than 0"),
+        ("freeze_timeout_s: .inf", "freeze_timeout_s: '.inf' is not valid; it should be a valid number"),
+        ("run_id: ../../etc", "run_id: '../../etc' is not valid; it should match pattern"),
     ],
 )
 def test_a_wrong_file_is_answered_in_one_line_that_names_file_key_and_cure(
@@ -102,11 +105,19 @@ def test_a_wrong_file_is_answered_in_one_line_that_names_file_key_and_cure(
     ("variable", "value", "complaint"),
     [
         ("TTPRUN_STANBYS", "2", "TTPRUN_STANBYS: unknown; did you mean 'TTPRUN_STANDBYS'?"),
-        ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' will not do; it should be a valid integer"),
-        ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' will not do; it should be a valid boolean"),
-        ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' will not do; it should be"),
-        ("TTPRUN_DEVICE_ERRORS", "x", "TTPRUN_DEVICE_ERRORS is no variable of ours; write device_errors in a file"),
-        ("TTPRUN_LAUNCH", "x", "TTPRUN_LAUNCH is no variable of ours; set torchrun's own, such as PET_NPROC_PER_NODE"),
+        ("TTPRUN_STANDBYS", "two", "TTPRUN_STANDBYS: 'two' is not valid; it should be a valid integer"),
+        ("TTPRUN_ALLOW_FAULTS", "maybe", "TTPRUN_ALLOW_FAULTS: 'maybe' is not valid; it should be a valid boolean"),
+        ("TTPRUN_RUNGS", "replace,restat", "TTPRUN_RUNGS: 'restat' is not valid; it should be"),
+        (
+            "TTPRUN_DEVICE_ERRORS",
+            "x",
+            "TTPRUN_DEVICE_ERRORS is not a variable of ttprun; write device_errors in a file",
+        ),
+        (
+            "TTPRUN_LAUNCH",
+            "x",
+            "TTPRUN_LAUNCH is not a variable of ttprun; set torchrun's own, such as PET_NPROC_PER_NODE",
+        ),
     ],
 )
 def test_a_wrong_variable_is_named(variable: str, value: str, complaint: str) -> None:
@@ -117,14 +128,14 @@ def test_a_wrong_variable_is_named(variable: str, value: str, complaint: str) ->
 
 
 def test_a_wrong_option_is_named_as_it_was_written() -> None:
-    with pytest.raises(ConfigError, match=r"^--record-limit-mib: '0' will not do; it should be greater than"):
+    with pytest.raises(ConfigError, match=r"^--record-limit-mib: '0' is not valid; it should be greater than"):
         resolve([], {}, {"record_limit_mib": "0"})
     with pytest.raises(ConfigError, match=r"^--fault: fault 'kill' names no rank; "):
         resolve([], {}, {"faults": ["kill"]})
 
 
 def test_a_simulated_npu_has_no_part_in_recoveries_by_callbacks() -> None:
-    with pytest.raises(ConfigError, match=r"^simulate_npu has no part in .* \(mindio\); leave one of them out$"):
+    with pytest.raises(ConfigError, match=r"^simulate_npu cannot be combined .* \(mindio\); leave one of them out$"):
         resolve([], {}, {"simulate_npu": "yes", "mindio": "yes"})
 
 
@@ -154,8 +165,8 @@ def test_a_preset_is_used_when_there_is_no_file_of_that_name(tmp_path: Path, mon
             "no.yaml",
             "--config: there is no file 'no.yaml'; give a file, or one of the presets debug, ",
         ),
-        ("list.yaml", "--config: 'list.yaml' is no mapping; write one 'key: value' a line"),
-        ("open.yaml", "--config: 'open.yaml' is no YAML ("),
+        ("list.yaml", "--config: 'list.yaml' is not a mapping; write one 'key: value' a line"),
+        ("open.yaml", "--config: 'open.yaml' is not valid YAML ("),
         ("bytes.yaml", "--config: 'bytes.yaml' cannot be read ("),
     ],
 )

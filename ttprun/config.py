@@ -25,7 +25,7 @@ from ttprun.state.interval import parse_interval
 VARIABLE_PREFIX = "TTPRUN_"
 # Marks that the agent puts on processes of its own: no settings, but inherited by a ttprun that one of them starts.
 _AGENT_MARKS = ("TTPRUN_CHANNEL_FD", "TTPRUN_AGENT_PID")
-# No text of a variable or an option can hold a mapping.
+# No str of a variable or an option can hold a mapping.
 FILE_ONLY = ("device_errors", "launch")
 # One path component, since it names a directory: no slash, no leading dot or dash.
 RUN_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -34,7 +34,7 @@ RungName = Literal["reconnect", "rerun", "replace", "rewind", "resize", "restart
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 LaunchValue = bool | int | float | str | list[str]
 
-# Keys that people write beside ours, and that belong under `launch`.
+# Keys that people write among ours, and that belong under `launch`.
 OF_TORCHRUN = (
     "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir "
     "logs_specs master_addr master_port max_restarts module monitor_interval nnodes no_python node_rank "
@@ -49,7 +49,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     standbys: int = Field(
-        1, ge=0, le=64, description="processes kept ready, torch imported, to replace a lost rank (per node)"
+        1, ge=0, le=64, description="processes kept ready to replace a lost rank, per node (torch is imported)"
     )
     run_dir: str | None = Field(
         None, min_length=1, description="directory for status, events and logs; default: ttprun-runs/RUN_ID/"
@@ -61,14 +61,14 @@ class Config(BaseModel):
     faults: list[str] = Field([], description="faults to cause, each as kill:rank=1,step=5,phase=backward")
     rungs: list[RungName] = Field(
         list(get_args(RungName)),
-        description="ways of recovery that may be used; what is left out is passed over (resize: with --mindio, if the "
-        "framework can train with fewer ranks)",
+        description="kinds of recovery that may be used; what is left out is skipped (resize: with --mindio, if "
+        "the framework can train with fewer ranks)",
     )
     retry_on: list[str] = Field(
         [], description="errors after which a rank runs the script again: regular expressions found in 'Type: message'"
     )
     device_errors: dict[str, str] = Field(
-        {}, description="further errors of devices: regular expression, found in 'Type: message' -> name of a fault"
+        {}, description="additional device errors: regular expression found in 'Type: message' -> name of a fault"
     )
     simulate_npu: bool = Field(
         False, description="give each rank a simulated NPU, to rehearse how a device takes part in recoveries"
@@ -87,10 +87,11 @@ class Config(BaseModel):
     resume: str = Field(
         "auto",
         min_length=1,
-        description="checkpoint to go on from: auto (newest valid one in save_dir), off, or a path",
+        description="checkpoint to resume from: auto (newest valid one in save_dir), off, or a path",
     )
     snapshot_every: str = Field(
-        "auto", description="between two snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min"
+        "auto",
+        description="interval between snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min",
     )
     keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
     keep_runs: int = Field(
@@ -101,7 +102,7 @@ class Config(BaseModel):
     )
     hang_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["auto"] = Field(
         "auto",
-        description="seconds after which a rank that others wait for is taken for hung, killed and replaced; 0: never; "
+        description="seconds after which a rank that others wait for counts as hung, is killed and replaced; 0: never; "
         "auto: 5 times the slowest recent step, at least 10",
     )
     commit_timeout_s: Seconds = Field(30, description="seconds to wait before a step for a rank in a collective")
@@ -111,16 +112,16 @@ class Config(BaseModel):
     verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
     on_nan: Literal["warn", "stop"] = Field(
         "warn",
-        description="what to do about NaN in gradients: say so when it shows, or look before each step and end the job",
+        description="NaN in gradients: report it when it is seen, or check before each step and end the job",
     )
     record_limit_mib: int = Field(64, ge=1, description="MiB of shared memory for one rank's record of a boundary")
     journal_limit_mib: int = Field(4096, ge=1, description="MiB that one rank may use to keep inputs of collectives")
     mindio: bool = Field(
         False,
         description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed "
-        "(heeds TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
+        "(reads TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
     )
-    user_paths: list[str] = Field([], description="further directories whose modules count as the user's code")
+    user_paths: list[str] = Field([], description="additional directories whose modules count as the user's code")
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
     @field_validator("faults")
@@ -141,7 +142,7 @@ class Config(BaseModel):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"'{pattern}' is no regular expression; correct it ({error})") from None
+                raise ValueError(f"'{pattern}' is not a regular expression; correct it ({error})") from None
         return patterns
 
     @field_validator("device_errors")
@@ -155,16 +156,16 @@ class Config(BaseModel):
     def _launch_names_have_underscores(cls, launch: object) -> object:
         """One spelling inside; and a type error of ours, since pydantic reports each member of the union."""
         if not isinstance(launch, dict):
-            raise ValueError("is no mapping; write torchrun's options as 'name: value'")
+            raise ValueError("is not a mapping; write torchrun's options as 'name: value'")
         for name, value in launch.items():
             is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
             if not (is_list or isinstance(value, bool | int | float | str)):
-                raise ValueError(f"{name} is {value!r}; give a number, a text, true, false or a list of texts")
+                raise ValueError(f"{name} is {value!r}; give a number, a string, true, false or a list of strings")
         return {str(name).replace("-", "_"): value for name, value in launch.items()}
 
     @property
     def nan_limit_s(self) -> float | None:
-        """How long a rank with a NaN stands in front of its step while the job is saved and ended; None: not at all."""
+        """How long a rank with a NaN waits before its step while the job is saved and ended; None: not at all."""
         return self.freeze_timeout_s + self.persist_timeout_s if self.on_nan == "stop" else None
 
     def without_repair(self) -> Config:
@@ -192,7 +193,7 @@ class Source:
 
     kind    says how a key is spelt there
     name    the file's name; not used for the others
-    values  key -> value as found: typed from a file, text from variables and options
+    values  key -> value as found: typed from a file, str from variables and options
     """
 
     kind: Literal["file", "variable", "option"]
@@ -218,7 +219,7 @@ def option_name(key: str) -> str:
 def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Mapping[str, object]) -> Config:
     """Merge all sources, the later the stronger: built-in defaults, `files` in order, TTPRUN_* variables, options.
 
-    With `mindio`, MindIO's own variables stand behind all others. Raises ConfigError, one line, for an unknown key, a
+    With `mindio`, MindIO's own variables come after all others. Raises ConfigError, one line, for an unknown key, a
     wrong type or a value out of range.
     """
     merged: dict[str, object] = {}
@@ -235,7 +236,9 @@ def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Ma
     if config.faults and not config.allow_faults:
         raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
     if config.simulate_npu and config.mindio:
-        raise ConfigError("simulate_npu has no part in recoveries by callbacks (mindio)", "leave one of them out")
+        raise ConfigError(
+            "simulate_npu cannot be combined with recovery by callbacks (mindio)", "leave one of them out"
+        )
     return config
 
 
@@ -252,13 +255,13 @@ def read_config_file(name: str) -> Source:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config: '{name}' cannot be read ({error})", "give a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config: '{name}' is no YAML ({one_line(error)})", "correct the file") from None
+        raise ConfigError(f"--config: '{name}' is not valid YAML ({one_line(error)})", "correct the file") from None
     section = ttprun_section(content)
     values = section if section is not None else content
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config: '{name}' is no mapping", "write one 'key: value' a line")
+        raise ConfigError(f"--config: '{name}' is not a mapping", "write one 'key: value' a line")
     return Source("file", name, {str(key): value for key, value in values.items()})
 
 
@@ -309,15 +312,19 @@ def _variables(environment: Mapping[str, str]) -> Source:
             continue
         key = variable.removeprefix(VARIABLE_PREFIX).lower()
         if key == "launch":
-            raise ConfigError(f"{variable} is no variable of ours", "set torchrun's own, such as PET_NPROC_PER_NODE")
+            raise ConfigError(
+                f"{variable} is not a variable of ttprun", "set torchrun's own, such as PET_NPROC_PER_NODE"
+            )
         if key in FILE_ONLY:
-            raise ConfigError(f"{variable} is no variable of ours", f"write {key} in a file, and name it with --config")
+            raise ConfigError(
+                f"{variable} is not a variable of ttprun", f"write {key} in a file, and name it with --config"
+            )
         values[key] = _split(key, text)
     return Source("variable", "", values)
 
 
 def _split(key: str, text: Any) -> object:
-    """The items of a key that is a list, from the one text of a variable or an option."""
+    """The items of a key that is a list, from the one str of a variable or an option."""
     match key:
         case "faults":
             return text.split()
@@ -342,7 +349,7 @@ def _check(source: Source) -> Config:
             cure = suggestion(source.spelling(key), known, otherwise)
             raise ConfigError(f"{source.where(key)}: unknown", cure)
     try:
-        # A file has types, so "2" is not 2 there; variables and options are text.
+        # A file has types, so "2" is not 2 there; variables and options are str.
         return Config.model_validate(dict(source.values), strict=source.kind == "file")
     except ValidationError as error:
         first = error.errors()[0]
@@ -352,7 +359,7 @@ def _check(source: Source) -> Config:
             raise ConfigError(f"{source.where(key)}: {what}", cure) from None
         rule = first["msg"].replace("Input should", "it should").replace("String should", "it should")
         raise ConfigError(
-            f"{source.where(key)}: {first['input']!r} will not do", f"{rule} ({Config.model_fields[key].description})"
+            f"{source.where(key)}: {first['input']!r} is not valid", f"{rule} ({Config.model_fields[key].description})"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The error for what the user can fix; everything else that goes wrong is an event, or a bug of ours."""
+"""The error for what the user can fix; anything else that goes wrong is an event, or a bug of ttprun."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class ConfigError(Exception):
-    """Something in the user's hands is wrong; the command line prints it as one line and exits with code 2.
+    """Something that the user can fix is wrong; the command line prints it as one line and exits with code 2.
 
     what  the fact, and where it was found (file, variable, option)
     cure  what to do about it
@@ -20,7 +20,7 @@ class ConfigError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The text of somebody else's exception, fit to be part of a ConfigError."""
+    """The message of a foreign exception, fit to be part of a ConfigError."""
     return " ".join(str(error).split()).rstrip(".")
 
 

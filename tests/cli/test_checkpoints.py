@@ -60,7 +60,7 @@ def test_the_list_is_that_of_the_newest_run_and_says_what_cannot_be_used(
     ]
     assert lines[5:] == [
         "incomplete-step-00000130: it is incomplete: b.weight of rank 1 missing",
-        f"step-00000120: {TENSORS} is damaged: its content is not what was written",
+        f"step-00000120: {TENSORS} is damaged: its content differs from what was written",
     ]
 
 
@@ -117,7 +117,7 @@ def test_verify_reads_all_and_its_exit_code_says_whether_something_is_wrong(
     assert code == 1
     assert lines[:2] == [
         "incomplete-step-00000130: INVALID: it is incomplete: b.weight of rank 1 missing",
-        f"step-00000120: INVALID: {TENSORS} is damaged: its content is not what was written",
+        f"step-00000120: INVALID: {TENSORS} is damaged: its content differs from what was written",
     ]
     assert lines[2:] == ["step-00000110: valid (14 bytes)", "step-00000100: valid (14 bytes)"]
     assert main(["checkpoints", "verify", "110", "100"]) == 0
@@ -170,8 +170,8 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, capsys: pytest.Cap
 
     assert code == 2
     assert capsys.readouterr().err == (
-        f"ttprun: error: checkpoint '{taken.path}' cannot be used: {TENSORS} is damaged: its content is not what was "
-        "written; choose another\n"
+        f"ttprun: error: checkpoint '{taken.path}' cannot be used: {TENSORS} is damaged: its content differs from what "
+        "was written; choose another\n"
     )
     assert not (tmp_path / "model.pt").exists()
 
@@ -251,5 +251,5 @@ def test_that_a_launch_could_not_go_on_from_a_checkpoint_is_shown_with_its_reaso
     text = capsys.readouterr().out
     shown = answer(capsys, "show", "110")[1]
 
-    assert "step-00000110: a launch could not go on from it: rank 1: it stands elsewhere" in text.splitlines()
+    assert "step-00000110: a launch could not resume from it: rank 1: it stands elsewhere" in text.splitlines()
     assert shown["refusals"] == ["rank 1: it stands elsewhere"]

@@ -183,7 +183,7 @@ def test_a_check_that_breaks_is_a_note_and_the_others_go_on(
     findings = json.loads(capsys.readouterr().out)["findings"]
     assert code == 0
     assert [finding["subject"] for finding in findings[-3:]] == ["first", "check", "clock"]
-    assert findings[-2]["found"] == "could not be looked at (RuntimeError: no such file)"
+    assert findings[-2]["found"] == "could not be checked (RuntimeError: no such file)"
 
 
 def test_one_thing_that_fails_is_named_in_the_verdict_with_its_cure_above(

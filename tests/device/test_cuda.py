@@ -156,7 +156,7 @@ def test_a_machine_whose_gpu_is_not_found_is_told_the_cure() -> None:
     fake = FakeTorch()
     fake.cuda.is_there = False
 
-    with pytest.raises(DeviceMissingError, match="see that the driver is loaded and CUDA_VISIBLE_DEVICES right"):
+    with pytest.raises(DeviceMissingError, match="check that the driver is loaded and CUDA_VISIBLE_DEVICES is right"):
         CudaDevice(fake, 0).identify()
 
 

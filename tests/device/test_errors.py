@@ -276,8 +276,8 @@ def test_a_configuration_adds_errors_of_any_type_and_takes_ours_off() -> None:
 @pytest.mark.parametrize(
     ("additions", "complaint"),
     [
-        ({"(": "link"}, r"'\(' is no regular expression; correct it"),
-        ({"x": "linc"}, "'x' is 'linc', which is no fault; use one of memory-temporary, "),
+        ({"(": "link"}, r"'\(' is not a regular expression; correct it"),
+        ({"x": "linc"}, "'x' is 'linc', which is not a fault; use one of memory-temporary, "),
     ],
 )
 def test_an_addition_that_cannot_be_used_is_answered_with_a_cure(additions: dict[str, str], complaint: str) -> None:

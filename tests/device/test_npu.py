@@ -143,7 +143,7 @@ def test_new_links_are_made_group_by_group_where_the_release_can() -> None:
     for release, groups in zip(RELEASES, ("default group", "tp group", "tp group"), strict=True):
         device = SimulatedNpu(release)
         if release == RELEASES[0]:
-            with pytest.raises(DeviceFailedError, match="rebuilds no group but the default one"):
+            with pytest.raises(DeviceFailedError, match="rebuilds only the default group"):
                 device.rebuild_communicators("tp group", rebuilds_links=True)
         else:
             device.rebuild_communicators("tp group", rebuilds_links=True)

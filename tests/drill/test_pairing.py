@@ -116,7 +116,7 @@ def test_a_fault_that_nobody_noticed_is_not_given_the_incident_of_a_later_one() 
 def test_a_nan_comes_to_being_named() -> None:
     log = [struck(1, "nan:rank=1", 1, 10.0), {"event": "nan_found", "rank": 1, "step": 5, "where": "", "at_s": 10.1}]
 
-    assert pair(log)[0].effect == "named in step 5; it was not kept from the weights"
+    assert pair(log)[0].effect == "reported in step 5; it reached the weights"
 
 
 def test_a_fault_whose_moment_never_came_was_not_caused() -> None:
@@ -136,6 +136,6 @@ def test_a_kind_without_an_incident_comes_to_its_own_effect() -> None:
     standby, slept = pair([struck(1, "standby-kill", None, 5.0), struck(2, "sleep:rank=1,seconds=1", 1, 6.0)])
 
     assert standby.effect == "another standby was started"
-    assert slept.effect == "it passed before anybody was missed"
+    assert slept.effect == "it ended before any rank was missed"
     assert standby.is_accounted_for
     assert slept.is_accounted_for

@@ -39,7 +39,7 @@ def test_two_nodes_train_together_as_under_torchrun_and_say_that_nothing_is_repa
     for run in runs:
         assert run.exit_code == 0, run.story()
         assert run.output.count("ttprun: ") == 1, run.story()
-        assert "ttprun: recovery on several nodes is not built yet" in run.output, run.story()
+        assert "ttprun: recovery on several nodes is not supported yet" in run.output, run.story()
         assert (run.status["state"], run.status["protection"][:4]) == ("done", "off:"), run.story()
         assert_no_orphans(run)
     # Which node is the first one with c10d, chance decides.

@@ -51,7 +51,7 @@ def test_a_value_that_will_do_is_taken(name: str, value: str) -> None:
         ("TTP_NORMAL_ACTION_TIME_LIMIT", "1801", "give 30 to 1800 seconds, or unset it"),
         ("TTP_NORMAL_ACTION_TIME_LIMIT", "3m", "give 30 to 1800 seconds, or unset it"),
         ("TTP_FRAMEWORK_TYPE", "2", "give 0 or 1, or unset it"),
-        ("TTP_STOP_CLEAN_BEFORE_DUMP", "0", "unset it: that is not to be switched off here"),
+        ("TTP_STOP_CLEAN_BEFORE_DUMP", "0", "unset it: this cannot be switched off here"),
         ("MINDIO_FOR_MINDSPORE", "tRUE", "unset it: MindSpore does not run under ttprun"),
         ("MINDIO_FOR_MINDSPORE", "1", "unset it: MindSpore does not run under ttprun"),
     ],

@@ -33,7 +33,7 @@ def test_a_log_that_cannot_be_written_warns_once_and_stops_nothing(path: str, ca
     log.close()
 
     assert len(caplog.records) == 1
-    assert "the job goes on" in caplog.text
+    assert "the job continues" in caplog.text
 
 
 def test_a_line_that_was_cut_off_hides_no_other(tmp_path: Path) -> None:

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from ttprun.observe.progress import ProgressLine, ProgressLog, told_bytes
+from ttprun.observe.progress import ProgressLine, ProgressLog, format_bytes
 
 
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1200, "1.2 kB"), (345_678_000, "346 MB"), (5e12, "5.0 TB")]
 )
 def test_bytes_are_told_in_powers_of_1000(size: float, text: str) -> None:
-    assert told_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_the_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_the_directory_of_a_living_run_is_refused(tmp_path: Path) -> None:
     living = RunDirectory.create("r1", tmp_path / "out")
 
-    with pytest.raises(ConfigError, match="belongs to a run that lives; choose another"):
+    with pytest.raises(ConfigError, match="belongs to a run that is still alive; choose another"):
         RunDirectory.create("r2", living.path)
 
 

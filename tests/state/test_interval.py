@@ -31,13 +31,13 @@ def test_an_interval_is_steps_or_time_or_one_word(text: str, interval: Interval)
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "'' is no interval; write 500steps, 20min, 90s, auto or never"),
-        ("20", "'20' is no interval; write"),
-        ("-5min", "'-5min' is no interval; write"),
-        ("0s", "'0s' is no interval; write"),
-        ("0steps", "'0steps' is no interval; write"),
-        ("5 weeks", "'5 weeks' is no interval; write"),
-        ("1.5steps", "'1.5steps' is no whole number of steps; write 500steps"),
+        ("", "'' is not an interval; write 500steps, 20min, 90s, auto or never"),
+        ("20", "'20' is not an interval; write"),
+        ("-5min", "'-5min' is not an interval; write"),
+        ("0s", "'0s' is not an interval; write"),
+        ("0steps", "'0steps' is not an interval; write"),
+        ("5 weeks", "'5 weeks' is not an interval; write"),
+        ("1.5steps", "'1.5steps' is not a whole number of steps; write 500steps"),
     ],
 )
 def test_what_is_no_interval_is_refused_with_what_to_write(text: str, complaint: str) -> None:

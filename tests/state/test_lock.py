@@ -37,7 +37,7 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(tmp_path: Path) -> N
 
     host = os.uname().nodename
     assert str(refused.value) == (
-        f"run 'day' (pid {holder.pid} on {host}) writes to '{tmp_path}'; wait for its end, or name another "
+        f"run 'day' (pid {holder.pid} on {host}) writes to '{tmp_path}'; wait until it has ended, or name another "
         "with --save-dir"
     )
     assert (refused.value.run_id, refused.value.pid, refused.value.host) == ("day", holder.pid, host)

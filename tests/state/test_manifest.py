@@ -74,7 +74,7 @@ def test_a_manifest_that_is_cut_off_is_refused_at_any_length(folder: Path) -> No
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
 
-        with pytest.raises(InvalidCheckpointError, match="is no JSON"):
+        with pytest.raises(InvalidCheckpointError, match="is not"):
             read_manifest(folder)
 
 
@@ -96,7 +96,8 @@ def test_a_bit_that_flips_anywhere_in_a_manifest_changes_nothing_unseen(folder: 
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"), [(b"[1]", "ttprun.json is no JSON object"), (b"\xff\xfe", "ttprun.json is no JSON")]
+    ("content", "reason"),
+    [(b"[1]", "ttprun.json is not a JSON object"), (b"\xff\xfe", "ttprun.json is not valid JSON")],
 )
 def test_other_content_is_no_manifest(folder: Path, content: bytes, reason: str) -> None:
     (folder / MANIFEST_NAME).write_bytes(content)

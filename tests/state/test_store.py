@@ -64,7 +64,7 @@ def test_a_file_that_is_not_what_its_writer_says_ends_the_draft(tmp_path: Path, 
     if content is not None:
         draft.path(TENSORS).write_bytes(content)
 
-    with pytest.raises(CannotWriteError, match=rf"{TENSORS} (is not there|has 5 bytes, and its writer says 10)"):
+    with pytest.raises(CannotWriteError, match=rf"{TENSORS} (is not there|has 5 bytes, and its writer reported 10)"):
         draft.commit(DESCRIPTION)
 
     assert names(tmp_path) == {older.name, "latest"}
@@ -163,7 +163,7 @@ def test_the_newest_valid_one_is_found_and_each_newer_one_has_a_reason(tmp_path:
     assert chosen == good
     assert dict(skipped) == {
         "step-00000030": f"{TENSORS} has 3 bytes, and 7 were written",
-        "step-00000040": f"{TENSORS} is damaged: its content is not what was written",
+        "step-00000040": f"{TENSORS} is damaged: its content differs from what was written",
         "step-00000050": "there is no ttprun.json in it",
         "incomplete-step-00000060": "it is incomplete: b.weight of rank 1, c.weight of rank 1 missing",
     }
@@ -219,7 +219,7 @@ def test_verifying_tells_how_far_it_is_and_every_file_that_is_damaged(tmp_path: 
 
     assert found.reason == (
         f"rank-00000.msgpack cannot be read (No such file or directory); "
-        f"{TENSORS} is damaged: its content is not what was written"
+        f"{TENSORS} is damaged: its content differs from what was written"
     )
     assert steps == [(7, 14)]
 

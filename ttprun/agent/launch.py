@@ -55,7 +55,9 @@ def launch(
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
     if launch_config.max_nodes > 1:
-        logger.warning("recovery on several nodes is not built yet: nothing is repaired or saved, as under torchrun")
+        logger.warning(
+            "recovery on several nodes is not supported yet: nothing is repaired or saved, as under torchrun"
+        )
     if launch_config.max_nodes > 1 or not isinstance(entrypoint, str):
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args, None)

@@ -18,33 +18,33 @@ KINDS: dict[str, str] = {
     "kill": "SIGKILL: the process is gone at once, as by the out-of-memory killer",
     "exit": "the process ends itself with an exit code (code=N, default 1), without any clean-up",
     "exception": "a RuntimeError is raised in the script's main thread",
-    "term": "SIGTERM from outside, as by an operator or a scheduler that mistakes the process",
+    "term": "SIGTERM from outside, as from an operator or a scheduler that picks the wrong process",
     "segv": "a real access to memory that is not there: SIGSEGV",
     "abort": "SIGABRT, as a failed check in C++ code ends a process",
-    "stop": "SIGSTOP: the process stands still and answers nothing, until seconds=S have passed if given",
+    "stop": "SIGSTOP: the process stops and answers nothing (for seconds=S, default: without end)",
     "leave": "the rank leaves the script early with exit code 0, as if it were done",
     # Hangs.
-    "sleep": "the main thread sleeps and lets other threads run (seconds=S, default without end)",
-    "deadlock": "the main thread blocks in C code and keeps the GIL: no Python code runs (seconds=S)",
-    "busy": "the main thread turns in an endless loop of Python code (seconds=S)",
-    "skip-collective": "the rank does not take part in one collective and goes on",
+    "sleep": "the main thread sleeps and lets other threads run (for seconds=S, default: without end)",
+    "deadlock": "the main thread blocks in C code and holds the GIL: no Python code runs (for seconds=S)",
+    "busy": "the main thread runs an endless loop of Python code (for seconds=S)",
+    "skip-collective": "the rank does not take part in one collective and continues",
     # Communication.
     "reset": "its connections to the other ranks are reset (TCP RST); peer=R: only the one to rank R",
     "silent": "one link goes silent: whatever a peer (peer=R, default the next rank) sends is dropped on arrival",
-    "cut-off": "all its links go silent; the line to the agent lives",
+    "cut-off": "all its links go silent; the connection to the agent works",
     "slow": "its links send no more than rate=BYTES a second (default 262144; peer=R: one link), for seconds=S",
     # Data.
     "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
     "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
     # Device: simulated, with a real device's error; the tensors that it ruins are the script's own.
-    "uce-low": "simulated device: uncorrectable memory error where nothing is kept; gradients are ruined",
+    "uce-low": "simulated device: uncorrectable memory error where no state is kept; gradients are ruined",
     "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
-    "uce-fatal": "simulated device: the same in memory that is no tensor's; the weights are ruined too",
-    "ecc": "simulated device: a multi-bit ECC error, which tells its time, in the weights and the optimizer's state",
+    "uce-fatal": "simulated device: the same in memory that belongs to no tensor; the weights are ruined, too",
+    "ecc": "simulated device: a multi-bit ECC error, with its time, in the weights and the optimizer's state",
     "link": "simulated device: the next collective meets a broken link between devices",
-    "device-lost": "simulated device: it does not answer any more",
+    "device-lost": "simulated device: it no longer answers",
     # Control plane.
-    "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may be left",
+    "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may remain",
     "standby-kill": "SIGKILL of a standby",
     "preempt": "SIGTERM to the launcher, as from a scheduler that takes the job's machines",
 }
@@ -60,15 +60,15 @@ PHASES: dict[str, str] = {
     "in_step": "inside optimizer.step",
     "after_step": "between optimizer.step and the next forward (scheduler, EMA, logging)",
     "validation": "in validation with collectives of its own",
-    "checkpoint": "while rank 0 writes the script's own checkpoint and the others stand in a barrier",
+    "checkpoint": "while rank 0 writes the script's own checkpoint and the others wait in a barrier",
     "exit": "after the last step, before the process ends",
     "replay": "in a replacement, while it runs the script up to its boundary",
     "transfer": "in a recovery, while state goes from one rank to another (in the one that sends, or in the other)",
-    "freeze": "in a recovery, when a survivor is told to stand still",
-    "rebuild": "in a recovery, when a rank is told to connect again",
+    "freeze": "in a recovery, when a survivor is asked to quiesce",
+    "rebuild": "in a recovery, when a rank is asked to connect again",
     "reissue": "in a recovery, when a survivor has issued the first collective again",
-    "thaw": "in a recovery, when a survivor's main thread goes on",
-    "persist": "when a rank is told to write its share of a checkpoint",
+    "thaw": "in a recovery, when a survivor's main thread continues",
+    "persist": "when a rank is asked to write its share of a checkpoint",
 }
 
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
@@ -203,11 +203,11 @@ def check_fault(fault: Fault) -> None:
         if getattr(fault, key) is not None and not set(fault.kinds) & set(kinds):
             raise ValueError(f"fault '{fault}': {key} does not fit {fault.kind}; it is {use}")
     if fault.seed is None and (fault.kind == RANDOM or len(fault.kinds) > 1):
-        raise ValueError(f"fault '{fault}' leaves its kind to chance; add a seed, as in {_with_seed(fault)}")
+        raise ValueError(f"fault '{fault}' leaves its kind open; add a seed, as in {_with_seed(fault)}")
     if fault.rank is None and fault.seed is None and not _needs_no_rank(fault):
         raise ValueError(f"fault '{fault}' names no rank; {USAGE}, or a seed to draw one")
     if fault.count is not None and fault.every is None and fault.seed is None:
-        raise ValueError(f"fault '{fault}' has a count alone; give every=5steps or every=10s, or a seed")
+        raise ValueError(f"fault '{fault}' has a count and no interval; give every=5steps or every=10s, or a seed")
     if fault.peer is not None and fault.peer == fault.rank:
         raise ValueError(f"fault '{fault}': peer is the rank itself; name another rank")
 

@@ -159,7 +159,7 @@ class Injections:
         """Arm the order's next strike, or wait till it is time for it; returns what was done."""
         strike = next(order.left, None)
         if strike is None:
-            return "nothing is left to do"
+            return "nothing is scheduled"
         if strike.after_s is None:
             return self._arm(order, strike.fault)
 
@@ -198,7 +198,7 @@ class Injections:
         else:
             self._signal(seat, fault)
             name = _SIGNALS[fault.kind].name
-            done = f"rank {seat.rank} (pid {seat.pid}) has been sent {name}"
+            done = f"rank {seat.rank} (pid {seat.pid}) was sent {name}"
         self._after(order)
         return done
 
@@ -219,12 +219,12 @@ class Injections:
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
-            return "the launcher has been sent SIGTERM"
+            return "the launcher was sent SIGTERM"
         pid = self._supervisor.standbys.kill_one()
         if pid is None:
             self._log_failure(number, fault, "no standby is there")
             return "there is no standby to kill"
-        return f"a standby (pid {pid}) has been killed"
+        return f"a standby (pid {pid}) was killed"
 
     def _wake_later(self, pid: int, fault: Fault) -> None:
         """Let a stopped process go on, if the fault says after how long."""

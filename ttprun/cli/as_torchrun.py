@@ -31,8 +31,8 @@ def run(words: Sequence[str], error: Exception) -> int:
     """
     why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     print(
-        f"ttprun: it cannot run this job itself ({why}); protection is off, and the job runs as under torchrun; "
-        "'ttprun doctor' looks at this machine",
+        f"ttprun: an error in ttprun itself ({why}); protection is off, and the job runs as under torchrun; "
+        "'ttprun doctor' checks this machine",
         file=sys.stderr,
     )
     parser = torchrun.get_args_parser()

@@ -15,7 +15,7 @@ from ttprun.cli.control import ask
 from ttprun.cli.status import load
 from ttprun.cli.terminal import open_console
 from ttprun.errors import ConfigError, one_line, suggestion
-from ttprun.observe.progress import SILENT_S, ProgressLine, told_bytes
+from ttprun.observe.progress import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
@@ -45,7 +45,7 @@ def checkpoint_now(
     run: Annotated[str | None, typer.Option(help="Run id or run directory; default: the newest run here.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Have a running job write a checkpoint, and wait for it; all ranks stand still for that long, wherever they are.
+    """Have a running job write a checkpoint, and wait for it. All ranks wait meanwhile, wherever they are.
 
     Exit code: 0 written, 1 not written.
     """
@@ -62,7 +62,7 @@ def checkpoint_now(
         print(json.dumps(asdict(written)))
     elif written.path:
         took_s = written.took_s or 0.0
-        print(f"wrote '{written.path}': step {written.boundary}, {told_bytes(written.bytes)} in {took_s:.2f} s")
+        print(f"wrote '{written.path}': step {written.boundary}, {format_bytes(written.bytes)} in {took_s:.2f} s")
     else:
         print(f"no checkpoint was written: {written.reason}")
     return 0 if written.path and not written.reason else 1
@@ -83,7 +83,7 @@ def wait_for_checkpoint(directory: RunDirectory, after: int) -> CheckpointStatus
 def list_checkpoints(save_dir: SaveDir = None, as_json: AsJson = False) -> int:
     """List all checkpoints, the newest step first, with what is wrong with those that cannot be used.
 
-    'latest' is the one that a launch would go on from: its files are read, of the others only sizes are checked.
+    'latest' is the one that a launch would resume from. Its files are read; of the others only sizes are checked.
     """
     store = open_store(save_dir)
     found, latest = with_latest(store.checkpoints())
@@ -175,7 +175,7 @@ def export_model(
     with ProgressLine(f"writing '{out}'", size, lambda: size_of(part_of(out))):
         written = write_model(tensors, out, form)
     told = {"file": str(out), "format": form, "tensors": len(tensors), "bytes": written, "boundary": checked.boundary}
-    count = f"{len(tensors)} tensors of step {checked.boundary}, {told_bytes(written)}"
+    count = f"{len(tensors)} tensors of step {checked.boundary}, {format_bytes(written)}"
     print(json.dumps(told) if as_json else f"wrote '{out}' ({form}): {count}")
     return 0
 
@@ -204,8 +204,8 @@ class Checked:
             return f"{one.name}: INVALID: {one.reason}"
         size = one.valid_manifest().size_bytes
         # Of a moment the clock says nothing worth knowing.
-        rate = f" in {self.took_s:.1f} s, {told_bytes(size / self.took_s)}/s" if self.took_s >= SILENT_S else ""
-        return f"{one.name}: valid ({told_bytes(size)}{rate})"
+        rate = f" in {self.took_s:.1f} s, {format_bytes(size / self.took_s)}/s" if self.took_s >= SILENT_S else ""
+        return f"{one.name}: valid ({format_bytes(size)}{rate})"
 
     def to_json(self) -> dict[str, Any]:
         return described_in_json(self.checkpoint, None) | {"took_s": round(self.took_s, 3)}
@@ -257,7 +257,7 @@ def save_dir_of(run: RunDirectory) -> Path:
 
 def find_checkpoint(which: str | None, save_dir: str | None) -> Checkpoint:
     """One checkpoint: by its directory, by name, boundary or `latest` in the save directory, or with None the newest
-    valid one. A save directory itself stands for the newest valid one in it.
+    valid one. A save directory itself means the newest valid one in it.
 
     Raises ConfigError if there is none.
     """

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import new_table
-from ttprun.observe.progress import told_bytes
+from ttprun.observe.progress import format_bytes
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.manifest import Manifest
 from ttprun.state.unusable import refusals
@@ -22,13 +22,13 @@ def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str |
     for one in checkpoints:
         table.add_row(one.name, *_facts(one.manifest), _state(one, latest))
     reasons = [Text(f"{one.name}: {one.reason}") for one in checkpoints if one.reason]
-    reasons += [Text(f"{one.name}: {told}") for one in checkpoints for told in told_refusals(one)]
+    reasons += [Text(f"{one.name}: {told}") for one in checkpoints for told in describe_refusals(one)]
     return Group(table, *reasons)
 
 
-def told_refusals(one: Checkpoint) -> list[str]:
-    """That launches could not go on from it."""
-    return [f"a launch could not go on from it: {reason}" for reason in refusals(one.path)]
+def describe_refusals(one: Checkpoint) -> list[str]:
+    """The reasons why launches could not resume from it."""
+    return [f"a launch could not resume from it: {reason}" for reason in refusals(one.path)]
 
 
 def draw_one(console: Console, one: Checkpoint, latest: str | None) -> RenderableType:
@@ -36,7 +36,7 @@ def draw_one(console: Console, one: Checkpoint, latest: str | None) -> Renderabl
     parts: list[RenderableType] = [Text.assemble(f"{one.path} · ", _state(one, latest))]
     if one.reason:
         parts.append(Text(one.reason))
-    parts += map(Text, told_refusals(one))
+    parts += map(Text, describe_refusals(one))
     if one.manifest is None:
         return Group(*parts)
     manifest = one.manifest
@@ -64,7 +64,7 @@ def draw_one(console: Console, one: Checkpoint, latest: str | None) -> Renderabl
 def _facts(manifest: Manifest | None) -> tuple[str, str, str]:
     if manifest is None:
         return "-", "-", "-"
-    return _when(manifest), manifest.cause, told_bytes(manifest.size_bytes)
+    return _when(manifest), manifest.cause, format_bytes(manifest.size_bytes)
 
 
 def _when(manifest: Manifest) -> str:

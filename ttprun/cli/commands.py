@@ -1,4 +1,4 @@
-"""The commands of ttprun, beside running a script."""
+"""The commands of ttprun, besides running a script."""
 
 from __future__ import annotations
 

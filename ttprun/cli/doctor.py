@@ -26,7 +26,7 @@ def doctor(
     """Say what of this machine training with recovery can use, what will not work, and the cure.
 
     A job of two tiny ranks is run, one of which is killed and must be replaced: that takes some ten seconds. Nothing is
-    changed, and nothing is left behind. Exit code: 0 training with recovery can work here, 1 it cannot.
+    changed, and nothing remains afterwards. Exit code: 0 training with recovery can work here, 1 it cannot.
     """
     probe = Probe()  # it imports torch while we look at the rest
     of_machine = [finding for check in CHECKS for finding in examined(check.__name__, check)]
@@ -51,8 +51,8 @@ def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except Exception as error:
-        told = f"could not be looked at ({type(error).__name__}: {error})"
-        yield Finding(name, "check", told, "note", "it is not known what works", "tell us")
+        told = f"could not be checked ({type(error).__name__}: {error})"
+        yield Finding(name, "check", told, "note", "it is not known whether it works", "report this")
 
 
 def show(findings: list[Finding], can_work: bool) -> None:

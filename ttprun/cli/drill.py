@@ -1,4 +1,4 @@
-"""`ttprun drill`: a rehearsal before a long job. Runs a script under faults beside its undisturbed twin."""
+"""`ttprun drill`: a rehearsal before a long job. Runs a script under faults, and its undisturbed twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario, told_command
+from ttprun.chaos.drill.scenario import Scenario, command_of, read_scenario, shell_line
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError
 
@@ -28,7 +28,7 @@ def drill(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be run; do nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report in JSON, for programs.")] = False,
 ) -> int:
-    """Rehearse: run a script under faults beside its undisturbed twin, and say whether they ended identically.
+    """Rehearse: run a script under faults and undisturbed, and say whether both ended identically.
 
     A scenario needs two keys; configs/drills/ holds whole ones to copy:
 
@@ -36,7 +36,7 @@ def drill(
 
     faults: ["kill:rank=1,step=20,phase=backward"]
 
-    Of use besides: arguments, launch: {nproc_per_node: 4}, compare: [out/final.pt], rungs: [replace].
+    Also useful: arguments, launch: {nproc_per_node: 4}, compare: [out/final.pt], rungs: [replace].
 
     Each twin runs in a folder of its own; write {folder} in arguments where the script must know it. Files of
     torch.save are compared by their tensors, others by their bytes, and each rank's output line by line.
@@ -74,12 +74,12 @@ def run_drill(scenario: Scenario, place: Path, as_json: bool, is_kept: bool) -> 
 
 def show_plan(scenario: Scenario, place: Path, as_json: bool) -> None:
     """Print both commands and the faults."""
-    command = told_command(command_of(scenario, place / "disturbed"))
+    command = shell_line(command_of(scenario, place / "disturbed"))
     if as_json:
         print(json.dumps({"dry_run": True, "command": command} | scenario.model_dump()))
         return
-    ranks = told_command([f"--{name}={value}" for name, value in scenario.launch.items()])
-    print(f"{scenario.twin} {ranks} {told_command(command_of(scenario, place / 'undisturbed'))}")
+    ranks = shell_line([f"--{name}={value}" for name, value in scenario.launch.items()])
+    print(f"{scenario.twin} {ranks} {shell_line(command_of(scenario, place / 'undisturbed'))}")
     print(f"ttprun {ranks} --allow-faults {' '.join(f'--fault {fault}' for fault in scenario.faults)} {command}")
     compared = [*scenario.compare, *(["each rank's output"] if scenario.compare_output else [])]
     print(f"then compare: {', '.join(compared)}")
@@ -95,7 +95,7 @@ def draw(console: Console, shown: Rehearsal) -> RenderableType:
     parts += [Text(f"problem: {problem}", style="yellow") for problem in shown.problems]
     verdict = "identical" if shown.is_identical else "NOT IDENTICAL"
     if shown.is_identical and shown.problems:
-        verdict += ", but not as it should be"
+        verdict += ", with problems"
     took = f"{shown.disturbed.took_s:.1f} s with faults, {shown.undisturbed.took_s:.1f} s without"
     parts.append(Text(f"{verdict} · {took}", style="bold green" if shown.has_passed else "bold red"))
     return Group(*parts)

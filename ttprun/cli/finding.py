@@ -17,7 +17,7 @@ class Finding:
     found    what is there: a version, a number
     level    "ok"; "note": it works, but something is less or worth knowing; "fails": recovery cannot work
     means    what works less, or not at all, because of it; "" if ok
-    cure     what to do about it; "" if nothing need be done
+    cure     what to do about it; "" if nothing
     """
 
     area: str

@@ -31,7 +31,7 @@ def inject_fault(
     at_step: Annotated[int | None, typer.Option(help="Optimizer step, from 0; default: the running one.")] = None,
     phase: Annotated[str | None, typer.Option(help="Phase of the step; default: wherever the rank is.")] = None,
     after: Annotated[float | None, typer.Option(help="Seconds to wait first.")] = None,
-    every: Annotated[str | None, typer.Option(help="Again and again: 10s (seconds) or 5steps.")] = None,
+    every: Annotated[str | None, typer.Option(help="Repeat: every 10s (seconds) or 5steps.")] = None,
     count: Annotated[int | None, typer.Option(help="How often; default: once, with --every without end.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Draw what is not given, the same each time: rank, phase, step.")
@@ -104,7 +104,7 @@ def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
 
 
 def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
-    """Print what an order would come to if it were given now."""
+    """Print what an order would cause if it were given now."""
     running_step = max((rank.step or 0 for rank in status.ranks), default=0)
     coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
     shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES
@@ -113,7 +113,7 @@ def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
         print(json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": True, "strikes": told}))
         return
     console = open_console()
-    console.print(f"run {status.run_id}, step {running_step}: nothing is done; this order would be")
+    console.print(f"run {status.run_id}, step {running_step}: dry run, nothing is done; the order would be")
     table = new_table(
         console, "#", "after", "kind", "rank", "step", "phase", "with", right=("#", "after", "rank", "step")
     )

@@ -68,7 +68,7 @@ def _shared_page() -> Finding:
         return Finding("kernel", "memfd, futex", _why(error), "fails", "ranks share no page of memory", "allow them")
     if waited_s < 0.01:
         return Finding(
-            "kernel", "memfd, futex", "futex does not wait", "note", "ranks turn in a loop in front of each step",
+            "kernel", "memfd, futex", "futex does not wait", "note", "ranks busy-wait before each step",
             "allow the system call 'futex' in the container's seccomp profile",
         )  # fmt: skip
     return Finding("kernel", "memfd, futex", "work")
@@ -118,21 +118,23 @@ def limits() -> Iterator[Finding]:
     """What this process, and so each rank, may use."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if _is_enough(files, ENOUGH_FILES):
-        yield Finding("limits", "open files", _told(files))
+        yield Finding("limits", "open files", _describe(files))
     else:
-        means = "an agent of many ranks, or a DataLoader of many workers, runs out of them"
-        yield Finding("limits", "open files", _told(files), "note", means, "ulimit -n 65536")
+        means = "an agent with many ranks, or a DataLoader with many workers, runs out of them"
+        yield Finding("limits", "open files", _describe(files), "note", means, "ulimit -n 65536")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_rdma = Path("/sys/class/infiniband").is_dir() and any(Path("/sys/class/infiniband").iterdir())
     if has_rdma and locked != resource.RLIM_INFINITY:
         means = "RDMA cannot register its buffers"
-        yield Finding("limits", "locked memory", _told(locked, "bytes"), "note", means, "ulimit -l unlimited")
+        yield Finding("limits", "locked memory", _describe(locked, "bytes"), "note", means, "ulimit -l unlimited")
     else:
-        yield Finding("limits", "locked memory", _told(locked, "bytes"))
+        yield Finding("limits", "locked memory", _describe(locked, "bytes"))
     core, _ = resource.getrlimit(resource.RLIMIT_CORE)
     if core:
         means = "a rank that crashes writes its memory to disk first, and is only replaced when that is done"
-        yield Finding("limits", "core files", _told(core, "bytes"), "note", means, "ulimit -c 0, unless you need them")
+        yield Finding(
+            "limits", "core files", _describe(core, "bytes"), "note", means, "ulimit -c 0, unless you need them"
+        )
     else:
         yield Finding("limits", "core files", "none")
     yield from _memory()
@@ -196,7 +198,7 @@ def _own_name() -> Finding:
     thread.join(LOOK_UP_LIMIT_S)
     if known:
         return Finding("network", "host name", f"{name} is {known[0]}")
-    how = "is looked up for more than a second" if thread.is_alive() else "is not known"
+    how = "takes more than a second to resolve" if thread.is_alive() else "cannot be resolved"
     cure = f"add '127.0.0.1 {name}' to /etc/hosts"
     return Finding("network", "host name", f"{name} {how}", "note", "starting a job takes seconds longer", cure)
 
@@ -214,7 +216,7 @@ def clocks() -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """Where a run puts its status, events and logs: here, unless it is told otherwise."""
+    """Where a run puts its status, events and logs: here, unless configured otherwise."""
     cure = "start in another directory, or give --run-dir"
     try:
         with tempfile.TemporaryDirectory(prefix=".ttprun-doctor-", dir=".") as folder:
@@ -241,7 +243,7 @@ def signals() -> Iterator[Finding]:
     """A signal that is ignored is ignored in all children too."""
     ignored = [name.name for name in (signal.SIGTERM, signal.SIGUSR1) if signal.getsignal(name) is signal.SIG_IGN]
     if ignored:
-        means = "a scheduler's notice of the end is not heard"
+        means = "a scheduler's notice of the end is ignored"
         yield Finding("kernel", "signals", f"{', '.join(ignored)} ignored", "note", means, "start without 'trap \"\"'")
     else:
         yield Finding("kernel", "signals", "heard")
@@ -254,7 +256,7 @@ def _is_enough(value: int, needed: int) -> bool:
     return value == resource.RLIM_INFINITY or value >= needed
 
 
-def _told(value: int, unit: str = "") -> str:
+def _describe(value: int, unit: str = "") -> str:
     if value == resource.RLIM_INFINITY:
         return "unlimited"
     return _size(value) if unit else str(value)

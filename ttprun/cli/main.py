@@ -31,7 +31,7 @@ EXAMPLES = """\
 examples:
   ttprun --standalone --nproc-per-node 4 train.py --lr 0.1     four ranks on this machine
   ttprun --nproc-per-node 4 -m package.train                   a module instead of a file
-  ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overruled
+  ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overridden
   ttprun --allow-faults --nproc-per-node 3 train.py            then, in another terminal:
   ttprun inject-fault kill --rank 1 --phase backward           kill rank 1 in the next backward pass
   ttprun drill configs/drills/one_kill.yaml                    rehearse it, compared with an undisturbed run
@@ -41,11 +41,11 @@ commands:
   run            the same as no command; also for a script that has a command's name
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
-  recall         have ranks that have left a smaller group train again (--mindio)
-  drill          rehearse: a script under faults beside its undisturbed twin, identical or not
-  checkpoint now save a running job, and wait for that
+  recall         call back ranks that have left, so that they train again (--mindio)
+  drill          rehearse: compare a script under faults with an undisturbed run
+  checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
-  doctor         what of this machine will work, what will not, and the cure
+  doctor         what works on this machine, what does not, and the cure
   explain        what ttprun changes inside your process, and why
   guide          the handbook, topic by topic: how it works, limits, operating, ...
 
@@ -123,7 +123,7 @@ def run_command(name: str, command: Callable[..., Any], arguments: list[str]) ->
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except Exception as error:
-        # typer has click inside itself in some releases and beside itself in others, so its usage errors have no
+        # typer contains click in some releases and depends on it in others, so its usage errors have no
         # importable name; they are the exceptions that can format their message.
         describe = getattr(error, "format_message", None)
         if describe is None:

@@ -39,12 +39,12 @@ def add_options(parser: ArgumentParser) -> None:
         elif key in ("faults", "retry_on"):
             group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
         elif key not in ("user_paths", *FILE_ONLY):
-            # The text is checked by the model, as that of a variable is.
+            # The str is checked by the model, as that of a variable is.
             group.add_argument(name, dest=dest, default=SUPPRESS, metavar=metavar(key), help=text)
 
 
 def metavar(key: str) -> str:
-    """What stands for the value in the help: the words that it can be, a name, its unit, or a number."""
+    """The placeholder for the value in the help: its permitted words, a name, its unit, or N."""
     annotation = Config.model_fields[key].annotation
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))

@@ -44,14 +44,14 @@ def check_options(torchrun: Namespace) -> None:
         try:
             read(value)
         except (ValueError, RuntimeError) as error:
-            what = f"{option_name(name)}: '{value}' will not do ({one_line(error)})"
+            what = f"{option_name(name)}: '{value}' is not valid ({one_line(error)})"
             raise ConfigError(what, "see 'ttprun run --help'") from None
     for name, minimum in (("max_restarts", 0), ("node_rank", 0), ("shutdown_timeout", 0)):
         value = getattr(torchrun, name, None)
         if value is not None and value < minimum:
             raise ConfigError(f"{option_name(name)}: {value} is below {minimum}", f"give {minimum} or more")
     if not 0 < torchrun.monitor_interval < float("inf"):  # NaN neither
-        raise ConfigError(f"--monitor-interval: {torchrun.monitor_interval} is no interval", "give seconds above 0")
+        raise ConfigError(f"--monitor-interval: {torchrun.monitor_interval} is not an interval", "give seconds above 0")
     check_rendezvous_backend(torchrun.rdzv_backend)
 
 
@@ -86,10 +86,10 @@ def check_mindio(torchrun: Namespace) -> None:
     mindio.check_that_none_is_there()
     for flag in ("no_python", "run_path"):
         if getattr(torchrun, flag):
-            raise ConfigError(f"--mindio does not go with {option_name(flag)}", "leave one of them out")
+            raise ConfigError(f"--mindio cannot be combined with {option_name(flag)}", "leave one of them out")
     _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
     if max_nodes > 1:
-        raise ConfigError("--mindio on several nodes is not built yet", "use one node, or start without --mindio")
+        raise ConfigError("--mindio on several nodes is not supported yet", "use one node, or start without --mindio")
 
 
 def check_script(torchrun: Namespace) -> None:
@@ -180,7 +180,7 @@ def check_launch(launch: LaunchConfig, config: Config) -> None:
 
 
 def _read_signals(names: str) -> None:
-    for name in map(str.strip, names.split(",")):  # of one that does not exist torch warns, and goes on
+    for name in map(str.strip, names.split(",")):  # torch warns of one that does not exist, and continues
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"no process can handle {name}")
 

@@ -17,7 +17,7 @@ def recall(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for programs.")] = False,
 ) -> int:
-    """Call back the ranks without which a run trains on (--mindio, rung resize): they get processes, and are repaired.
+    """Call back ranks that are away (--mindio, rung resize): they get new processes and are repaired.
 
     Exit code: 0 they are on their way (see 'ttprun status'), 2 nobody is away, or they cannot come now.
     """

@@ -41,7 +41,7 @@ _CURE = "install a release of torch that was tried (see README), and report this
 
 
 def repair(version: str, limit_s: float = LIMIT_S) -> Iterator[Finding]:
-    """Whether a killed rank is replaced here, on this torch. Blocks for `limit_s` at most; leaves nothing behind.
+    """Whether a killed rank is replaced here, on this torch. Blocks for `limit_s` at most; nothing remains afterwards.
 
     version   of torch, for what is said
     """

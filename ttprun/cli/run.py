@@ -44,7 +44,7 @@ class Invocation:
 
     config    resolved, with a run id; `launch` holds torchrun's options as they are used
     torchrun  torchrun's options as its own `config_from_args` takes them
-    notices   what the user must be told on stderr, one line each
+    notices   what the user must read on stderr, one line each
     is_place_named   the same command has the same save directory the next time
     """
 
@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
     try:
         launch_config, entrypoint, arguments = launch_arguments(torchrun, directory)
         check_launch(launch_config, config)
-        # Escaped, since an argument may hold a line's end, or bytes that are no text.
+        # Escaped, since an argument may hold a line's end, or bytes that are not valid Unicode.
         command = shlex.join(["ttprun", *words]).encode("unicode_escape").decode("ascii")
         directory.config.write_text(f"# {command}\n{config.to_yaml()}", encoding="utf-8")
     except ConfigError:

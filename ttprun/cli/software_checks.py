@@ -1,6 +1,6 @@
 """What `ttprun doctor` makes of Python, torch and the accelerators, from what `torch_probe` says of them.
 
-Versions of drivers are read from where the vendors leave them, so that they are told also where torch cannot use them.
+Versions of drivers are read from where vendors leave them, so that they are reported even where torch cannot use them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NVIDIA = Path("/proc/driver/nvidia/version")
 ASCEND = Path("/usr/local/Ascend")
 TOOLKIT_INFO = "ascend_toolkit_install.info"
 PROBE = "import sys; sys.path.append({!r}); from ttprun.cli.torch_probe import main; main()"
-WHOLE_GROUP = "a fault of a rank restarts the whole group: ranks on devices are not repaired one by one yet"
+WHOLE_GROUP = "a fault of a rank restarts the whole group: ranks on devices are not replaced one at a time yet"
 
 
 class Probe:
@@ -46,13 +46,13 @@ class Probe:
     def read(self, limit_s: float = PROBE_LIMIT_S) -> dict[str, Any]:
         """Wait for the answer. If torch could not be imported but for a backend, what it says without it is added."""
         try:
-            told, errors = self._process.communicate(timeout=limit_s)
+            answer, errors = self._process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
             return {"error": f"it has not answered within {limit_s:.0f} s"}
         try:
-            found: dict[str, Any] = json.loads(told.splitlines()[-1])
+            found: dict[str, Any] = json.loads(answer.splitlines()[-1])
         except (IndexError, ValueError):
             last = errors.strip().splitlines()[-1:] or [f"exit code {self._process.returncode}"]
             return {"error": f"the process that imported it has ended: {last[0]}"}
@@ -78,7 +78,7 @@ def software(found: Mapping[str, Any]) -> Iterator[Finding]:
         return
     if found.get("hooks") != str(SHIM / "sitecustomize.py"):
         means = "ranks run unprotected: their Python does not load ttprun's sitecustomize"
-        cure = "see that Python minds PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
+        cure = "make sure that Python reads PYTHONPATH: no wrapper that adds -I, -E or -S, no python._pth beside it"
         yield Finding("software", "hooks", f"sitecustomize is {found.get('hooks')}", "fails", means, cure)
     else:
         yield Finding("software", "hooks", "reach a rank's Python")
@@ -91,19 +91,19 @@ def _torch(found: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("software", "torch's backends", found["autoload_error"], "fails", means, cure)
     if "error" in found:
         is_absent = "No module named 'torch'" in found["error"]
-        cure = "pip install torch" if is_absent else "see that 'python -c \"import torch\"' works"
+        cure = "pip install torch" if is_absent else "make sure that 'python -c \"import torch\"' works"
         yield Finding("software", "torch", found["error"], "fails", "nothing can run", cure)
         return
     release, untried = torch_versions.release_of(found["torch"]), torch_versions.why_untried(found["torch"])
-    told = f"{found['torch']}, imported in {found['import_s']:.1f} s"
+    version = f"{found['torch']}, imported in {found['import_s']:.1f} s"
     if release < torch_versions.OLDEST:
         needed = ".".join(map(str, torch_versions.OLDEST))
         means = "ttprun's process group does not fit it"
-        yield Finding("software", "torch", told, "fails", means, f"pip install 'torch>={needed}'")
+        yield Finding("software", "torch", version, "fails", means, f"pip install 'torch>={needed}'")
     elif untried:
-        yield Finding("software", "torch", told, "note", "it was not tried with this ttprun", "see 'repair' below")
+        yield Finding("software", "torch", version, "note", "it was not tried with this ttprun", "see 'repair' below")
     else:
-        yield Finding("software", "torch", told)
+        yield Finding("software", "torch", version)
     if "gloo" not in found["backends"]:
         means = "ranks are repaired over gloo only"
         yield Finding("software", "backends", ", ".join(found["backends"]) or "none", "fails", means,
@@ -121,17 +121,19 @@ def accelerators(found: Mapping[str, Any]) -> Iterator[Finding]:
         memory = ""
         if "total_bytes" in device:
             memory = f"{device['total_bytes'] / (1 << 30):.0f} GiB ({device['free_bytes'] / (1 << 30):.0f} free)"
-        told = ", ".join(filter(None, (device["name"], memory, versions)))
+        described = ", ".join(filter(None, (device["name"], memory, versions)))
         subject = f"{device['kind']} {device['index']}"
         if not device["is_usable"]:
             means = "; ".join(device["findings"]) or "it does not answer"
-            yield Finding("devices", subject, told, "note", means, "leave it out, or reset it; see the vendor's tool")
+            yield Finding(
+                "devices", subject, described, "note", means, "exclude it, or reset it with the vendor's tool"
+            )
         else:
-            yield Finding("devices", subject, told, "note", "; ".join((*device["findings"], WHOLE_GROUP)))
+            yield Finding("devices", subject, described, "note", "; ".join((*device["findings"], WHOLE_GROUP)))
     yield from _nvidia(found, "cuda" in kinds)
     yield from _ascend(found, "npu" in kinds)
     if not usable:
-        yield Finding("devices", "accelerators", "none that torch can use; the processor is")
+        yield Finding("devices", "accelerators", "none that torch can use; training uses the CPU")
 
 
 def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
@@ -141,7 +143,7 @@ def _nvidia(found: Mapping[str, Any], is_used: bool) -> Iterator[Finding]:
     if is_used:
         yield Finding("devices", "NVIDIA driver", driver)
         if installed("nvidia-ml-py") is None:
-            means = "Xid events and ECC errors are not told"
+            means = "Xid events and ECC errors are not reported"
             yield Finding("devices", "NVML", "pynvml is not here", "note", means, "pip install 'ttprun[cuda]'")
         return
     is_built = bool(found.get("cuda"))
@@ -184,7 +186,7 @@ def mindio_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield Finding("mindio", name, value, "ok", variable.means)
     for name, why in variables.NOT_NEEDED.items():
         if name in environment:
-            yield Finding("mindio", name, environment[name], "note", f"nothing comes of it: {why}", "unset it")
+            yield Finding("mindio", name, environment[name], "note", f"it has no effect: {why}", "unset it")
 
 
 def cann_version(environment: Mapping[str, str]) -> str | None:
@@ -202,7 +204,7 @@ def cann_version(environment: Mapping[str, str]) -> str | None:
 
 
 def first_match(path: Path, pattern: str) -> str | None:
-    """The first group of a pattern in a file, None if there is no such file or text."""
+    """The first group of a pattern in a file, None if there is no such file or match."""
     try:
         found = re.search(pattern, path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
@@ -219,5 +221,5 @@ def installed(package: str) -> str | None:
 
 
 def ttprun_version() -> str:
-    """Ours, and where it lies."""
+    """Our version, and where it is installed."""
     return f"{installed('ttprun') or 'not installed'}, in {SHIM.parent}"

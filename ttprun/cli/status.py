@@ -1,4 +1,4 @@
-"""`ttprun status`: how a run stands, from the files in its directory, so also after its end; without torch."""
+"""`ttprun status`: the state of a run, from the files in its directory, so also after its end; without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_CODES = {"starting": 0, "healthy": 0, "done": 0, "recovering": 1, "restarti
 
 def status(
     run: Annotated[str | None, typer.Argument(help="Run id or run directory; default: the newest run here.")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again until the run ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh it until the run ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document a line, for programs.")] = False,
 ) -> int:
     """Show a run's ranks, its generation and budgets, and its incidents with the time of each phase.

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from ttprun.cli.terminal import new_table
-from ttprun.observe.progress import told_bytes
+from ttprun.observe.progress import format_bytes
 from ttprun.observe.status import CheckpointStatus, IncidentStatus, ResumeStatus, RunStatus
 
 STYLES = {"healthy": "green", "done": "green", "recovering": "yellow", "restarting": "yellow", "failed": "red"}
@@ -24,13 +24,13 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
         for one in shown.incidents:
-            parts += [Text(f"incident {one.id}: {told}") for told in told_of(one)]
+            parts += [Text(f"incident {one.id}: {told}") for told in sentences_of(one)]
             if one.not_proved:
                 parts.append(Text(f"incident {one.id}: not proved: {'; '.join(one.not_proved)}"))
     return Group(*parts)
 
 
-def told_of(incident: IncidentStatus) -> list[str]:
+def sentences_of(incident: IncidentStatus) -> list[str]:
     """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
     found = [incident.reason] if incident.reason else []
     found += [f"equal: {one}" for one in incident.equal]
@@ -38,7 +38,7 @@ def told_of(incident: IncidentStatus) -> list[str]:
 
 
 def draw_headline(shown: RunStatus) -> Text:
-    """State, generation and budgets, then what a person must know besides."""
+    """State, generation and budgets, then what else a person must know."""
     facts = [f"generation {shown.generation}", f"{shown.world_size} ranks"]
     if not shown.has_ended:
         standbys = f"standbys {shown.standbys}" + (f" ({shown.standby_state})" if shown.standby_state else "")
@@ -49,13 +49,13 @@ def draw_headline(shown: RunStatus) -> Text:
         f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
     )
     if shown.away:
-        line.append(f"\n{told_away(shown)}")
+        line.append(f"\n{describe_away(shown)}")
     if shown.reason:
         line.append(f"\n{shown.reason}")
     if shown.resume is not None:
-        line.append(f"\n{told_resume(shown.resume)}")
+        line.append(f"\n{describe_resume(shown.resume)}")
     if shown.checkpoint is not None:
-        line.append(f"\n{told_checkpoint(shown.checkpoint)}")
+        line.append(f"\n{describe_checkpoint(shown.checkpoint)}")
     if shown.snapshot_step is not None and not shown.has_ended:
         line.append(f"\nsnapshot in shared memory: step {shown.snapshot_step}")
     if shown.protection != "on":
@@ -64,7 +64,7 @@ def draw_headline(shown: RunStatus) -> Text:
     return line
 
 
-def told_away(shown: RunStatus) -> str:
+def describe_away(shown: RunStatus) -> str:
     """Which ranks are away, and since when: "rank 1, 3 away since step 12, training goes on with 2 of 4 ranks"."""
     steps = {rank.step for rank in shown.ranks if rank.rank in shown.away}
     since = f" since step {', '.join(map(str, sorted(filter(None, steps))))}" if any(steps) else ""
@@ -73,24 +73,24 @@ def told_away(shown: RunStatus) -> str:
     return f"rank {', '.join(map(str, shown.away))} away{since}, {left}"
 
 
-def told_resume(one: ResumeStatus) -> str:
-    """From where the run has gone on, in a line."""
+def describe_resume(one: ResumeStatus) -> str:
+    """From where the run has resumed, in a line."""
     if one.outcome == "open":
         return f"resuming: {one.reason}"
     if one.outcome != "recovered":
         return "not resumed"
     took = "" if one.total_s is None else f" in {one.total_s:.1f} s"
-    return f"resumed from step {one.boundary}{took}" if one.boundary else f"begun anew: {one.reason}"
+    return f"resumed from step {one.boundary}{took}" if one.boundary else f"started anew: {one.reason}"
 
 
-def told_checkpoint(one: CheckpointStatus) -> str:
+def describe_checkpoint(one: CheckpointStatus) -> str:
     """The newest checkpoint in a line, or why there is none."""
     if not one.path or one.took_s is None:
         return f"no checkpoint of step {one.boundary} ({one.cause}): {one.reason}"
-    rate = f", {told_bytes(one.bytes / one.took_s)}/s" if one.took_s > 0 else ""
+    rate = f", {format_bytes(one.bytes / one.took_s)}/s" if one.took_s > 0 else ""
     wrong = f"; {one.reason}" if one.reason else ""
     return (
-        f"checkpoint of step {one.boundary} ({one.cause}): {told_bytes(one.bytes)} in {one.took_s:.2f} s{rate}{wrong}"
+        f"checkpoint of step {one.boundary} ({one.cause}): {format_bytes(one.bytes)} in {one.took_s:.2f} s{rate}{wrong}"
     )
 
 
@@ -130,7 +130,7 @@ def draw_phases(console: Console, incidents: tuple[IncidentStatus, ...]) -> Rend
 
 
 def _seconds(value: float | None) -> str:
-    """Milliseconds matter below ten seconds only; a longer text would not fit its column."""
+    """Milliseconds matter below ten seconds only; a longer str would not fit its column."""
     if value is None:
         return "-"
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"

@@ -14,7 +14,7 @@ _PIPE_COLUMNS = 100_000
 
 def open_console() -> Console:
     """A console on stdout as it is now; in a pipe it writes no control codes, whatever the environment asks for."""
-    # No markup: what we print may hold brackets of its own, such as a rank's error text.
+    # No markup: what we print may hold brackets of its own, such as a rank's error message.
     if sys.stdout.isatty():
         return Console(highlight=False, emoji=False, markup=False)
     return Console(
@@ -23,7 +23,7 @@ def open_console() -> Console:
 
 
 def new_table(console: Console, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """An empty table with these headings; those in `right` hold numbers. In a pipe: columns of text without lines."""
+    """An empty table with these headings; those in `right` hold numbers. In a pipe: plain columns without lines."""
     table = Table(box=box.ROUNDED if console.is_terminal else None, header_style="bold", pad_edge=console.is_terminal)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=not console.is_terminal)

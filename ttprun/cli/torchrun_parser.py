@@ -54,7 +54,7 @@ def build_parser() -> RunParser:
     try:
         torchrun = get_args_parser()
     except ValueError as error:  # a flag such as PET_STANDALONE must be a number
-        raise ConfigError(f"a PET_* variable is no number ({one_line(error)})", "set flags to 0 or 1") from None
+        raise ConfigError(f"a PET_* variable is not a number ({one_line(error)})", "set flags to 0 or 1") from None
     parser = RunParser(torchrun)
     add_options(parser)
     return parser
@@ -94,7 +94,7 @@ def launch_words(parser: RunParser, source: Source) -> list[str]:
         option = option_name(name)
         if isinstance(options[name], bool) != isinstance(value, bool):
             rule = "give true or false" if isinstance(options[name], bool) else "give a value, not true or false"
-            raise ConfigError(f"{where}: {value!r} will not do", rule)
+            raise ConfigError(f"{where}: {value!r} is not valid", rule)
         word = option if isinstance(value, bool) else f"{option}={_text(value)}"
         if value is False:
             continue

@@ -35,7 +35,9 @@ class CudaDevice:
         """The GPU's model."""
         torch = self._torch
         if not torch.cuda.is_available():
-            raise DeviceMissingError("torch finds no GPU; see that the driver is loaded and CUDA_VISIBLE_DEVICES right")
+            raise DeviceMissingError(
+                "torch finds no GPU; check that the driver is loaded and CUDA_VISIBLE_DEVICES is right"
+            )
         versions = {"CUDA": str(torch.version.cuda or ""), "driver": "" if self._gpu is None else self._gpu.driver()}
         if torch.distributed.is_nccl_available():
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))

@@ -240,9 +240,9 @@ def check_additions(additions: Mapping[str, str]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"'{pattern}' is no regular expression; correct it ({error})") from None
+            raise ValueError(f"'{pattern}' is not a regular expression; correct it ({error})") from None
         if fault not in list(DeviceFault):
-            raise ValueError(f"'{pattern}' is '{fault}', which is no fault; use one of {', '.join(DeviceFault)}")
+            raise ValueError(f"'{pattern}' is '{fault}', which is not a fault; use one of {', '.join(DeviceFault)}")
 
 
 def in_one_line(error: BaseException) -> str:

@@ -111,7 +111,7 @@ class NpuDevice:
             raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no reinit_process_group")
         answer = self._reinit(group=group if rebuilds_links else None, rebuild_link=rebuilds_links)
         if rebuilds_links and group is not None and answer is None:
-            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} rebuilds no group but the default one")
+            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} rebuilds only the default group")
 
     def mark_safe(self, tensor: Any) -> None:
         """Without this the use of a tensor whose memory had failed raises "unsafe data in the input tensor"."""

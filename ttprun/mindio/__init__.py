@@ -22,7 +22,7 @@ def check_that_none_is_there() -> None:
     where = "" if found is None else next(iter(found.submodule_search_locations or ()), found.origin or "")
     if found is not None and not where.startswith(PATH + os.sep):
         raise ConfigError(
-            f"--mindio: a package {PACKAGE} is installed in '{where}', and ours must not take its place",
+            f"--mindio: a package {PACKAGE} is installed in '{where}', and ttprun's own must not replace it",
             f"uninstall it ({PACKAGE}), or start without --mindio",
         )
 

@@ -41,10 +41,10 @@ VARIABLES = {
     ),
     FRAMEWORK_TYPE: Variable("0|1", "0 or 1", "1: replica_shift says who holds the same shard"),
     "TTP_STOP_CLEAN_BEFORE_DUMP": Variable(
-        "1", "1", "stop and clean handlers run before each dump", "unset it: that is not to be switched off here"
+        "1", "1", "stop and clean handlers run before each dump", "unset it: this cannot be switched off here"
     ),
     "MINDIO_FOR_MINDSPORE": Variable(
-        r"(?!(?i:true)$|1$).*", "false", "it is torch that trains", "unset it: MindSpore does not run under ttprun"
+        r"(?!(?i:true)$|1$).*", "false", "training runs on torch", "unset it: MindSpore does not run under ttprun"
     ),
 }
 
@@ -54,7 +54,7 @@ _TLS = "nothing is encrypted, since nothing leaves the machine"
 NOT_NEEDED = {
     **dict.fromkeys(("TTP_LOG_PATH", "TTP_LOG_LEVEL", "TTP_LOG_MODE", "TTP_LOG_STDOUT", "TTP_LOG_SIZE"), _LOGS),
     **dict.fromkeys(("TTP_ACCLINK_CHECK_PERIOD_HOURS", "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS"), _TLS),
-    "TTP_RETRY_TIMES": "ranks have a line to the agent from their start, and make no connection",
+    "TTP_RETRY_TIMES": "ranks are connected to the agent from their start, and open no other connection",
     "MINDIO_WAIT_MINDX_TIME": "recovery waits for no scheduler",
 }
 
@@ -70,7 +70,7 @@ def why_not(name: str, value: str) -> ConfigError | None:
 def limits(environment: Mapping[str, str]) -> dict[str, float]:
     """The time limits that follow from the environment, by the name of our setting; {} if it says nothing.
 
-    Raises ConfigError for a value that will not do; an empty one counts as not set.
+    Raises ConfigError for a value that is not valid; an empty one counts as not set.
     """
     for name in VARIABLES:
         wrong = why_not(name, environment[name]) if environment.get(name) else None

@@ -51,7 +51,7 @@ class EventLog:
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("events are not written to %s (%s); the job goes on", self._path, reason)
+            logger.warning("events are not written to %s (%s); the job continues", self._path, reason)
 
 
 def read_events(path: str | Path) -> Iterator[dict[str, object]]:

@@ -18,7 +18,7 @@ _PIPE_S = 10.0
 _LOG_S = 5.0
 
 
-def told_bytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes for people, in powers of 1000 as disks are sold: "1.2 GB"."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:
@@ -67,7 +67,7 @@ class ProgressLine:
 
     def _text(self, done: int, took_s: float) -> str:
         share = f" ({100 * done // self._of} %)" if self._of else ""
-        return f"{self._what}: {told_bytes(done)} of {told_bytes(self._of)}{share}, {told_bytes(done / took_s)}/s"
+        return f"{self._what}: {format_bytes(done)} of {format_bytes(self._of)}{share}, {format_bytes(done / took_s)}/s"
 
 
 class ProgressLog:
@@ -91,5 +91,5 @@ class ProgressLog:
         if self.is_due:
             now = time.monotonic()
             self._next_s = now + _LOG_S
-            total = f" of {told_bytes(of)}" if of else ""
-            logger.warning("%s: %s%s in %.0f s", self._what, told_bytes(done), total, now - self._began_s)
+            total = f" of {format_bytes(of)}" if of else ""
+            logger.warning("%s: %s%s in %.0f s", self._what, format_bytes(done), total, now - self._began_s)

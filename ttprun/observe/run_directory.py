@@ -148,7 +148,9 @@ class RunDirectory:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
-            raise ConfigError(f"run directory '{self.path}' belongs to a run that lives", "choose another") from None
+            raise ConfigError(
+                f"run directory '{self.path}' belongs to a run that is still alive", "choose another"
+            ) from None
         except OSError:
             pass  # a file system without locks; two runs in one directory are then the user's to avoid
 

@@ -214,7 +214,7 @@ def read_status(path: str | Path) -> RunStatus:
         status = _build(RunStatus, raw | parts)
         is_orphaned = not (status.has_ended or _is_agent_alive(status))
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no status of a run: {error}") from error
+        raise ValueError(f"{path} is not the status of a run: {error}") from error
     if not is_orphaned:
         return status
     # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
@@ -224,7 +224,7 @@ def read_status(path: str | Path) -> RunStatus:
 
 @cache
 def _warn_once(target: Path, reason: str | None) -> None:
-    logger.warning("the status is not written to %s (%s); the job goes on", target, reason)
+    logger.warning("the status is not written to %s (%s); the job continues", target, reason)
 
 
 def _tuples(raw: Mapping[str, Any], *names: str) -> dict[str, Any]:

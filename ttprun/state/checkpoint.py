@@ -103,7 +103,7 @@ def verify(checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -
             found = read_entry(checkpoint.file(name), count)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
-        return "" if found == manifest.files[name] else f"{name} is damaged: its content is not what was written"
+        return "" if found == manifest.files[name] else f"{name} is damaged: its content differs from what was written"
 
     with ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="ttprun-verify") as readers:
         try:

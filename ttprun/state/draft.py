@@ -95,8 +95,8 @@ class Draft:
             if known is not None and path.stat().st_size != known.bytes:
                 raise CannotWriteError(
                     f"no checkpoint was written to '{self.folder.parent}': {name} has {path.stat().st_size} bytes, "
-                    f"and its writer says {known.bytes}",
-                    "look at the disk and the log of its rank",
+                    f"and its writer reported {known.bytes}",
+                    "check the disk and the log of its rank",
                 )
             sync(path)
             entries[name] = known or read_entry(path)
@@ -104,7 +104,7 @@ class Draft:
         if lost:
             raise CannotWriteError(
                 f"no checkpoint was written to '{self.folder.parent}': {', '.join(lost)} is not there",
-                "look at the disk and the log of its rank",
+                "check the disk and the log of its rank",
             )
         self._at("files synced")
         return entries

@@ -39,7 +39,7 @@ class SaveDirectoryInUseError(ConfigError):
 
     def __init__(self, save_dir: Path, run_id: str | None, pid: int | None, host: str | None) -> None:
         holder = "another job" if run_id is None else f"run '{run_id}' (pid {pid} on {host})"
-        super().__init__(f"{holder} writes to '{save_dir}'", "wait for its end, or name another with --save-dir")
+        super().__init__(f"{holder} writes to '{save_dir}'", "wait until it has ended, or name another with --save-dir")
         self.run_id = run_id
         self.pid = pid
         self.host = host

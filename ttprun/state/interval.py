@@ -40,10 +40,10 @@ def parse_interval(text: str) -> Interval:
         return Interval(is_never=text == "never")
     found = _PATTERN.fullmatch(text.strip())
     if found is None or not float(found[1]):
-        raise ValueError(f"'{text}' is no interval; write 500steps, 20min, 90s, auto or never")
+        raise ValueError(f"'{text}' is not an interval; write 500steps, 20min, 90s, auto or never")
     if found[2].startswith("step"):
         if "." in found[1]:
-            raise ValueError(f"'{text}' is no whole number of steps; write 500steps")
+            raise ValueError(f"'{text}' is not a whole number of steps; write 500steps")
         return Interval(steps=int(found[1]))
     return Interval(seconds=float(found[1]) * _UNITS_S[found[2]])
 

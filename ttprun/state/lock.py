@@ -38,7 +38,7 @@ class DirectoryLock:
         except OSError as error:
             self.is_exclusive = False
             logger.warning(
-                "'%s' is on a file system without locks (%s); see to it that no other job writes there",
+                "'%s' is on a file system without locks (%s); make sure that no other job writes there",
                 save_dir,
                 error.strerror,
             )

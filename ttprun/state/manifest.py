@@ -85,9 +85,9 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise InvalidCheckpointError(f"{MANIFEST_NAME} cannot be read ({error.strerror})") from None
     except ValueError as error:  # of JSON, and of UTF-8
-        raise InvalidCheckpointError(f"{MANIFEST_NAME} is no JSON ({error})") from None
+        raise InvalidCheckpointError(f"{MANIFEST_NAME} is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise InvalidCheckpointError(f"{MANIFEST_NAME} is no JSON object")
+        raise InvalidCheckpointError(f"{MANIFEST_NAME} is not a JSON object")
     if raw.get("format") != FORMAT:
         raise InvalidCheckpointError(
             f"{MANIFEST_NAME} is of format {raw.get('format')!r}, and this ttprun reads format {FORMAT}"

@@ -49,7 +49,7 @@ def pieces_in(path: str) -> dict[str, Piece]:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if size > os.fstat(file.fileno()).st_size:
-            raise CannotReshardError(f"'{path}' is no file of tensors")
+            raise CannotReshardError(f"'{path}' is not a file of tensors")
         raw = file.read(size)
     try:
         header = json.loads(raw)

@@ -92,7 +92,7 @@ class CheckpointStore:
         Raises CannotWriteError. Needs the lock.
         """
         if self._lock is None:
-            raise RuntimeError("a checkpoint is begun without the lock of its directory")
+            raise RuntimeError("a checkpoint was begun without the lock of its directory")
         folder = self.save_dir / f".writing-step-{boundary:08d}-{self._lock.run_id}"
         try:
             _remove(folder)
@@ -187,7 +187,7 @@ class CheckpointStore:
             self._at("pointer replaced")
             self._remove_old(published)
         except OSError as error:
-            logger.warning("checkpoint '%s' is written, but tidying up failed: %s", published.path, error)
+            logger.warning("checkpoint '%s' is written, but removing old ones failed: %s", published.path, error)
 
     def _remove_old(self, published: Checkpoint) -> None:
         """Remove valid checkpoints beyond the number to keep, and those of the boundary that was just written again.

@@ -73,7 +73,7 @@ def note(checkpoint: Path, launch: str, reason: str, is_refused: bool) -> None:
         draft.replace(checkpoint / NOTE_NAME)
     except OSError as error:
         logger.warning(
-            "it cannot be noted in '%s' that this script cannot go on from it (%s): the next launch tries it again",
+            "that this script cannot resume from '%s' could not be noted there (%s): the next launch tries it again",
             *(checkpoint, error.strerror),
         )
 
@@ -84,7 +84,7 @@ def why_passed_over(checkpoint: Path, launch: str) -> str:
     if not noted or not (noted.get("is_refused") or noted.get("losses", 0) >= MOST_LOSSES):
         return ""
     again = f"remove {checkpoint / NOTE_NAME} to try it again"
-    return f"this script could not go on from it before ({noted.get('reason', '')}); {again}"
+    return f"this script could not resume from it before ({noted.get('reason', '')}); {again}"
 
 
 def refusals(checkpoint: Path) -> list[str]:

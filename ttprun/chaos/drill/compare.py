@@ -112,9 +112,11 @@ def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str
     number = 0
     for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):
         if got != expected:
-            return Comparison(what, "lines", False, f"line {number}: {_told(got)}, undisturbed {_told(expected)}")
+            return Comparison(
+                what, "lines", False, f"line {number}: {_describe(got)}, undisturbed {_describe(expected)}"
+            )
     return Comparison(what, "lines", True, f"{number} lines")
 
 
-def _told(line: str | None) -> str:
+def _describe(line: str | None) -> str:
     return "no line" if line is None else repr(line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "...")

@@ -99,12 +99,12 @@ def _follow(event: dict[str, Any], log: list[dict[str, Any]]) -> Injection:
     if noticed is None and kind == "nan":
         named = (other for other in after if other["event"] == "nan_found" and other["rank"] in (event["rank"], None))
         noticed = next(named, None)
-        effect = "" if noticed is None else f"named in step {noticed['step']}; it was not kept from the weights"
+        effect = "" if noticed is None else f"reported in step {noticed['step']}; it reached the weights"
         return replace(struck, effect=effect, detect_s=None if noticed is None else noticed["at_s"] - at_s)
     incident = None if noticed is None else _incident_at(log, noticed)
     if noticed is None or incident is None:
         has_passed = kind in PASSING and "seconds=" in event["fault"]
-        return replace(struck, effect="it passed before anybody was missed" if has_passed else "")
+        return replace(struck, effect="it ended before any rank was missed" if has_passed else "")
     return replace(
         struck,
         incident=incident["id"],

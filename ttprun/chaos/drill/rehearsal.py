@@ -80,7 +80,7 @@ def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injectio
             problems.append(f"the {name} run: {twin.problem}; see {twin.folder / 'launcher.log'}")
     if undisturbed.exit_code != 0 and not undisturbed.problem:
         log = undisturbed.folder / "launcher.log"
-        problems.append(f"the undisturbed run fails by itself (exit code {undisturbed.exit_code}); see {log}")
+        problems.append(f"the undisturbed run fails on its own (exit code {undisturbed.exit_code}); see {log}")
     if disturbed.exit_code != undisturbed.exit_code and not disturbed.problem:
         both = f"{disturbed.exit_code}, undisturbed {undisturbed.exit_code}"
         problems.append(f"the disturbed run ended with exit code {both}; see {disturbed.folder / 'launcher.log'}")
@@ -94,5 +94,7 @@ def problems_of(scenario: Scenario, disturbed: Twin, undisturbed: Twin, injectio
         elif one.incident is not None and one.outcome not in ("recovered", "restarted"):
             problems.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
         elif one.incident is not None and scenario.rungs and one.rung not in scenario.rungs:
-            problems.append(f"{one.fault}: recovered by {one.rung}, and only {', '.join(scenario.rungs)} will do")
+            problems.append(
+                f"{one.fault}: recovered by {one.rung}, and only {', '.join(scenario.rungs)} is good enough"
+            )
     return problems

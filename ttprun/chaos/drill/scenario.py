@@ -26,16 +26,16 @@ class Scenario(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     script: Text = Field(description="the training script; relative to this file")
-    arguments: list[str] = Field([], description="of the script; {folder} stands for the twin's own folder")
+    arguments: list[str] = Field([], description="of the script; {folder} is the twin's own folder")
     directory: Text | None = Field(None, description="where the script runs; default: the twin's own folder")
-    environment: dict[str, str] = Field({}, description="further variables for both twins")
+    environment: dict[str, str] = Field({}, description="additional environment variables for both twins")
     launch: dict[str, LaunchValue] = Field({"nproc_per_node": 2}, description="torchrun's options for both twins")
     ttprun: dict[str, object] = Field({}, description="settings of ttprun for the disturbed twin, as in --config")
     faults: list[str] = Field(min_length=1, description="faults to cause, each as kill:rank=1,step=5,phase=backward")
     twin: Literal["torchrun", "ttprun"] = Field("torchrun", description="what runs the undisturbed twin")
     compare: list[Text] = Field([], description="files that must be identical; relative to the twin's folder")
     compare_output: bool = Field(True, description="whether each rank's lines on stdout must be identical")
-    rungs: list[str] = Field([], description="ways to recover that are good enough, e.g. [replace]; default: any")
+    rungs: list[str] = Field([], description="kinds of recovery that are good enough, such as [replace]; default: any")
     limit_s: Seconds = Field(1800, description="seconds that each twin may take")
 
     @field_validator("faults")
@@ -66,9 +66,9 @@ def read_scenario(name: str) -> Scenario:
         why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
         raise ConfigError(f"scenario '{name}' cannot be read ({why})", "give a YAML file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"scenario '{name}' is no YAML ({one_line(error)})", "correct the file") from None
+        raise ConfigError(f"scenario '{name}' is not valid YAML ({one_line(error)})", "correct the file") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"scenario '{name}' is no mapping", "write one 'key: value' a line, as script: train.py")
+        raise ConfigError(f"scenario '{name}' is not a mapping", "write one 'key: value' a line, as script: train.py")
     scenario = _check(name, {str(key): value for key, value in content.items()})
     script = path.parent / scenario.script
     if not script.is_file():
@@ -101,7 +101,7 @@ def _check(name: str, values: dict[str, object]) -> Scenario:
             what, _, cure = str(first["ctx"]["error"]).rpartition("; ")
             raise ConfigError(f"{name}: {where}: {what}", cure) from None
         rule = first["msg"].replace("Input should", "it should").replace("String should", "it should")
-        raise ConfigError(f"{name}: {where}: {first['input']!r} will not do", f"{rule} ({about})") from None
+        raise ConfigError(f"{name}: {where}: {first['input']!r} is not valid", f"{rule} ({about})") from None
 
 
 def _check_settings(name: str, scenario: Scenario) -> None:
@@ -117,6 +117,6 @@ def command_of(scenario: Scenario, folder: Path) -> list[str]:
     return [scenario.script, *(argument.replace("{folder}", str(folder)) for argument in scenario.arguments)]
 
 
-def told_command(words: list[str]) -> str:
+def shell_line(words: list[str]) -> str:
     """A command as one would type it."""
     return shlex.join(words)
