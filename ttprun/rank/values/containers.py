@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import collections
-import ctypes
 import io
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -28,8 +27,7 @@ from ttprun.rank.values.rows import Rows, objects_in, rows_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import MAX_ITEMS, MIN_ITEMS, Kept, packed_items
 
-_SLOT = 2 * ctypes.sizeof(ctypes.c_void_p)  # bytes of a set's table for one item
-_TRIES = 32
+_OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
@@ -216,7 +214,7 @@ def record_set(tag: Tag, exact: Any) -> Handler:
             own = _own(snapshot, value, exact, depth)
             if tag is Tag.FROZENSET:
                 return [tag, nodes, *own]
-            return [tag, *number, nodes, *(own or (None, {})), _slots(value, items)]
+            return [tag, *number, nodes, *(own or (None, {}))]
         if any(node.__class__ is list and node[0] not in (Tag.SAME, Tag.WEIGHT, Tag.REFERENCE) for node in nodes):
             return [Tag.REFUSED, "is a set of objects that can change"]
         kinds = sorted(name_of(type(item)) for item in items)
@@ -230,14 +228,6 @@ def _is_found_class(value: Any, node: Any) -> bool:
     return issubclass(type(value), type) and node[0] is not Tag.SAME
 
 
-def _slots(value: set[Any], items: list[Any]) -> int:
-    """Slots of a set's table (0: as few as can be), which decide in what order its items come.
-
-    -1 if no script can count on that order, since their hashes are others in each run without ttprun.
-    """
-    return (set.__sizeof__(value) - type(value).__basicsize__) // _SLOT if all(map(_has_lasting_hash, items)) else -1
-
-
 def _has_lasting_hash(item: Any) -> bool:
     """Whether it has the same hash in each run, also in one without ttprun."""
     if item.__class__ is tuple:
@@ -248,60 +238,37 @@ def _has_lasting_hash(item: Any) -> bool:
 
 
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, or a new one; in the order of the lost rank, if one process can know another's."""
-    _, number, nodes, kind, attributes, slots = node
+    """In place, or a new one. Refuses if the items then come in another order, which depends on the set's history."""
+    _, number, nodes, kind, attributes = node
     target = _made(restore, live, number, kind, set, name)
     if target is MISSING:
         return live
     items = restore.items([], nodes, name)
-    if slots < 0:
-        if set(items) != set(_held(target, set)):
-            set.clear(target)
-            set.update(target, items)
-    elif _held(target, set) != items and not _is_put_in_order(target, items, slots):
-        return restore.refuse(
-            live, f"{name} is a set, and its order in the lost rank cannot be reached: a dict keeps it"
-        )
+    if not _is_as_recorded(_held(target, set), items):
+        set.clear(target)
+        set.update(target, items)
+        if not _is_as_recorded(_held(target, set), items):
+            return restore.refuse(live, f"{name} is a set with {_OTHER_ORDER}")
     restore_attributes(restore, target, attributes, name)
     return target
 
 
-def _is_put_in_order(target: set[Any], items: list[Any], slots: int) -> bool:
-    """Fill a set so that it gives its items in this order. Where two want one slot, it depends on which was first."""
-    order = list(items)
-    others = [object() for _ in range(slots // 4 - len(items))]  # as many as make a new table that large
-    makes_room = dict.fromkeys if 2 * len(items) < slots else list  # one by one they fill a table more than a half
-    for _ in range(_TRIES):
-        set.clear(target)
-        set.update(target, makes_room([*order, *others]))
-        for other in others:
-            set.discard(target, other)
-        found = _held(target, set)
-        if found == items:
-            return True
-        misplaced = next(item for item, there in zip(items, found, strict=True) if item != there)
-        order.remove(misplaced)
-        order.append(misplaced)
-    return False
+def _is_as_recorded(have: list[Any], items: list[Any]) -> bool:
+    return have == items if all(map(_has_lasting_hash, items)) else set(have) == set(items)
 
 
 def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """The same one if nothing has changed, else a new one; in the order of the lost rank, if a script counts on it."""
+    """The same one if nothing has changed, else a new one; as `restore_set`."""
     kind: Any = frozenset if len(node) == 2 else look_up_type(node[2], frozenset)
     items = restore.items([], node[1], name)
     if kind is None:
         return restore.refuse(live, f"{name} is a {short_name(node[2])} in the lost rank and {told(live)} here")
-    has_order = all(map(_has_lasting_hash, items))
-    have = _held(live, frozenset)
-    if type(live) is kind and frozenset(have) == frozenset(items) and (have == items or not has_order):
+    if type(live) is kind and _is_as_recorded(_held(live, frozenset), items):
         return live
-    # How large a table it gets, and so its order, depends on what it is made of.
-    made = (frozenset.__new__(kind, of(items)) for of in (list, set, dict.fromkeys))
-    found = next((one for one in made if _held(one, frozenset) == items or not has_order), None)
-    if found is None:
-        why = "its order in the lost rank cannot be reached: a dict keeps it"
-        return restore.refuse(live, f"{name} is a frozenset, and {why}")
-    return found
+    made = frozenset.__new__(kind, items)
+    if not _is_as_recorded(_held(made, frozenset), items):
+        return restore.refuse(live, f"{name} is a frozenset with {_OTHER_ORDER}")
+    return made
 
 
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:

@@ -29,7 +29,7 @@ class Tag(enum.StrEnum):
     PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
     LIST = "l"  # [tag, number, items], of other types than list also [..., type, attributes]
     TUPLE = "t"  # [tag, items], of other types than tuple also [..., type, attributes]
-    SET = "s"  # [tag, number, items, type or None, attributes, size of its table or -1]
+    SET = "s"  # [tag, number, items, type or None, attributes]
     FROZENSET = "f"  # as TUPLE
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
