@@ -1,4 +1,4 @@
-"""The demonstration: train on three ranks, kill one of them in mid-run, and end with the weights of a run left alone.
+"""The demonstration: train on three ranks, kill one of them, and end with the weights of an undisturbed run.
 
     ./scripts/demo.sh            about a minute, once everything is installed
 
@@ -26,7 +26,7 @@ RUN_LIMIT_S = 300.0
 
 
 class DemoError(Exception):
-    """Something that the demonstration promised did not happen; the message is for the person who watches."""
+    """Something that the demonstration promised did not happen; the message says what."""
 
 
 class Training:
@@ -63,7 +63,7 @@ class Training:
         return hashes[-1]
 
     def stop(self) -> None:
-        """End the run if it still lives: politely, and after 10 s by SIGKILL."""
+        """End the run if it is still alive: by SIGTERM, and after 10 s by SIGKILL."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -103,18 +103,18 @@ class EventFollower:
                 event = json.loads(line)
                 at = datetime.fromisoformat(event.pop("at"))
                 started_at = started_at or at
-                if (text := told(event)) is not None:
+                if (text := describe(event)) is not None:
                     say("event", f"{(at - started_at).total_seconds():6.2f} s  {text}")
             shown = len(complete)
             if is_last_look:
                 return
 
 
-def told(event: dict[str, Any]) -> str | None:
-    """An event in a few words; None for one that is no part of the story. The status at the end has all figures."""
+def describe(event: dict[str, Any]) -> str | None:
+    """An event in a few words; None if it is not part of the story. The status at the end has all figures."""
     match event["event"]:
         case "fault_injected":
-            return f"rank {event['rank']} gets SIGKILL in mid-step"
+            return f"rank {event['rank']} gets SIGKILL in the middle of a step"
         case "rank_exited" if event["code"] != 0:
             return f"rank {event['rank']} is gone (signal {event['signal']}), boundary {event['boundary']} is on record"
         case "rank_started" if event["is_replacement"]:
@@ -145,13 +145,13 @@ def wait_until_healthy(status: Path, training: Training) -> None:
         if status.exists() and json.loads(status.read_text())["state"] == "healthy":
             return
         if training.process.poll() is not None:
-            raise DemoError(f"the run ended with exit code {training.process.returncode} before it had begun")
+            raise DemoError(f"the run ended with exit code {training.process.returncode} before it had started")
         time.sleep(0.1)
-    raise DemoError(f"the run did not begin within {START_LIMIT_S:.0f} s")
+    raise DemoError(f"the run did not start within {START_LIMIT_S:.0f} s")
 
 
 def train_and_kill(options: argparse.Namespace, run_dir: Path, script: tuple[str, ...]) -> str:
-    """Train under ttprun, kill a rank in mid-run, show what happens; returns the hash of the weights at the end."""
+    """Train under ttprun, kill a rank, show what happens; returns the hash of the weights at the end."""
     launch = (*TTPRUN, "--nproc-per-node", str(options.ranks), "--allow-faults", "--run-dir", str(run_dir))
     kill = ("inject-fault", "kill", "--rank", str(options.rank), "--at-step", str(options.at_step))
     training = Training((*launch, *script), "ttprun")
@@ -191,7 +191,7 @@ def check_recovered(run_dir: Path) -> None:
 
 def main() -> int:
     """Run the demonstration; returns its exit code: 0 if the weights are identical, else 1."""
-    parser = argparse.ArgumentParser(prog="demo.sh", description="Kill a rank in mid-run; lose nothing.")
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Kill a rank during training; lose nothing.")
     parser.add_argument("--ranks", type=int, default=3, help="ranks to train with (default 3)")
     parser.add_argument("--rank", type=int, default=1, help="the rank that is killed (default 1)")
     parser.add_argument("--at-step", type=int, default=60, help="the step in which it is killed (default 60)")
@@ -204,7 +204,7 @@ def main() -> int:
     try:
         announce(f"1. ttprun: {options.ranks} ranks; rank {options.rank} is killed in step {options.at_step}")
         disturbed = train_and_kill(options, run_dir, script)
-        announce("2. torchrun: the same training, left alone")
+        announce("2. torchrun: the same training, undisturbed")
         undisturbed = train_undisturbed(options, script)
         announce("3. what happened to the run in which a rank was killed")
         subprocess.run((*TTPRUN, "status", str(run_dir)), timeout=30)

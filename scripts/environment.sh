@@ -1,7 +1,7 @@
 # Sourced by demo.sh, test.sh and .ci/run. Needs Python 3.11 or newer with pip, and nothing else.
 
-# prepare_venv [test]: make .venv in the current directory, or bring it up to date; nothing to do takes no time.
-# With "test" it gets the tests' tools as well. PYTHON names another interpreter than python3.
+# prepare_venv [test]: make .venv in the current directory, or bring it up to date; if nothing is to be done, it takes no time.
+# With "test" it gets the tools of the tests, too. PYTHON names another interpreter than python3.
 prepare_venv() {
     local extra=${1:-} python=${PYTHON:-python3} wanted stamp
     local stamps=(".venv/.installed-$extra" .venv/.installed-test) # the tests' environment holds everything
@@ -39,7 +39,7 @@ say_progress() {
     (
         exec 9>&- >&2
         # The sleep outlives us for a moment: it must not hold a pipe that somebody reads to its end.
-        while sleep 10 >/dev/null 2>&1; do echo "  still at it, $((SECONDS - started)) s"; done
+        while sleep 10 >/dev/null 2>&1; do echo "  still running, $((SECONDS - started)) s"; done
     ) &
     beat=$!
     trap 'kill "$beat" 2>/dev/null || true' EXIT

@@ -1,12 +1,12 @@
 """What ttprun does with tensors on a GPU: kill and recover in four styles of scripts, and the cost of a step.
 
     scripts/gpu_check.sh                      all of it, on the GPU; several ranks share one if there are fewer
-    scripts/gpu_check.sh --device cpu         the same on the processor, to see that this check itself works
+    scripts/gpu_check.sh --device cpu         the same on the CPU, to see that this check itself works
 
 Each style runs undisturbed under torchrun, and under ttprun with one rank killed in mid-step; both are deterministic,
-so their weights must be the same bit for bit. A rank that is not replaced, but restarted with all others, is told with
-its reason, and fails on the processor only. NCCL gets one rank a GPU. The step is one of GPT-2's size. Exit code:
-0 all well, 1 something was not, 2 there is no GPU. Begin with main().
+so their weights must be the same bit for bit. A rank that is not replaced, but restarted with all others, is reported
+with its reason, and fails on the CPU only. NCCL gets one rank a GPU. The step is one of GPT-2's size. Exit code:
+0 all passed, 1 something failed, 2 there is no GPU. Begin with main().
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def break_one(style: str, options: argparse.Namespace, ranks: int, root: Path, b
 def faults_of(shown: Rehearsal, is_strict: bool) -> Iterator[str]:
     """What is wrong with a rehearsal, a sentence each.
 
-    is_strict   the rank must have been replaced, and the output be the same: else that is only told
+    is_strict   the rank must have been replaced, and the output be the same: else that is only reported
     """
     yield from shown.problems
     rungs = {one.rung for one in shown.injections}
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=positive, default=2, help="that share the GPUs over gloo (default 2)")
     parser.add_argument("--only", nargs="+", default=["styles", "nccl", "step"], choices=["styles", "nccl", "step"])
-    parser.add_argument("--size", choices=["gpt2", "small"], help="of the step; default: gpt2, on the processor small")
+    parser.add_argument("--size", choices=["gpt2", "small"], help="of the step; default: gpt2, on the CPU small")
     parser.add_argument("--steps", type=positive, default=30, help="of a run that is measured (default 30)")
     parser.add_argument("--repeats", type=positive, default=3, help="runs of each launcher (default 3)")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
@@ -164,7 +164,7 @@ def main() -> int:
         print(f"gpu_check: error: {error}", file=sys.stderr)
         return 2
     print(headline(machine()))
-    print(", ".join(name_gpus(gpus)) or "on the processor", flush=True)
+    print(", ".join(name_gpus(gpus)) or "on the CPU", flush=True)
     results: list[bool] = []
     with tempfile.TemporaryDirectory(prefix="ttprun-gpu-") as scratch:
         root = (options.folder or Path(scratch)).absolute()

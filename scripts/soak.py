@@ -1,4 +1,4 @@
-"""Many random faults, and nothing may differ: kinds, ranks and moments are drawn by a seed, against three test scripts.
+"""Many random faults, and nothing may differ: a seed draws kinds, ranks and moments; three test scripts are trained.
 
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
 
@@ -51,7 +51,7 @@ class Subject:
 
     steps      optimizer steps of a run
     phases     moments that it comes by in every step
-    is_ddp     what a collective gives is not told to anybody before the step has ended
+    is_ddp     what a collective gives is used by nobody before the step has ended
     """
 
     script: str
@@ -218,12 +218,12 @@ def problems_of(twin: Twin, outcome: Outcome, ordered: int, folder: Path) -> lis
         if one.failure:
             found.append(f"{one.fault} was not injected: {one.failure}")
         elif not one.is_accounted_for:
-            found.append(f"{one.fault} struck and was not seen")
+            found.append(f"{one.fault} struck and was not noticed")
         elif one.incident is not None and one.outcome != "recovered":
             found.append(f"{one.fault}: incident {one.incident} ended as {one.outcome}")
     left = processes_of(folder / "run")
     if left:
-        found.append(f"{len(left)} processes are left: {left}")
+        found.append(f"{len(left)} processes remain: {left}")
     return found
 
 
@@ -314,7 +314,7 @@ def show(summary: dict[str, Any]) -> None:
     """The figures as lines."""
     told = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
     lines = [
-        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} seen",
+        f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} noticed",
         f"kinds      {told['by_kind']}",
         f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
     ]
@@ -339,10 +339,10 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100, help="faults in all (default 100)")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed is the same soak (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same soak (default 1)")
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each run, from 2 (default 4)")
     parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
-    parser.add_argument("--minutes", type=float, help="begin no run after so many minutes")
+    parser.add_argument("--minutes", type=float, help="start no run after this many minutes")
     parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
     parser.add_argument("--hang-timeout", type=float, help="ttprun's, in seconds, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")

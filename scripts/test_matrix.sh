@@ -2,7 +2,7 @@
 # Run tests on other releases of torch, or on other Pythons:
 #
 #   ./scripts/test_matrix.sh --torch 2.6 2.9 2.13 2.15    the smoke tests on each of these; without a number: TRIED
-#   ./scripts/test_matrix.sh                              the ordinary tests on each Python that is here (3.11 to 3.13)
+#   ./scripts/test_matrix.sh                              the ordinary tests on each Python that is installed (3.11 to 3.13)
 #   ./scripts/test_matrix.sh --torch 2.6 -- -k killed     further arguments of pytest
 #
 # Each has a virtual environment of its own under .matrix/ (5 to 8 GB each; remove what you no longer need), kept for
@@ -51,7 +51,7 @@ tried() {
     PYTHONPATH=. "${PYTHON:-python3}" -c 'from ttprun.torch_versions import TRIED; print(*TRIED)'
 }
 
-# python_of 3.12: its path, if there is such an interpreter that runs.
+# python_of 3.12: the path of such an interpreter, if there is one that runs.
 python_of() {
     local path
     for path in "python$1" ~/.pyenv/versions/"$1".*/bin/python; do
@@ -88,7 +88,7 @@ on_python() {
 }
 
 # prepare VENV PYTHON TORCH: make the environment unless it is there. Ours goes in without its bounds: a release may be
-# newer than those that were tried, and that is what is to be seen.
+# newer than those that were tried, which is what this finds out.
 prepare() {
     local venv=$1 python=$2 torch=$3 stamp needed
     stamp=$({ pwd; "$python" --version; echo "$torch"; cat pyproject.toml; } | sha256sum | cut -d ' ' -f 1)

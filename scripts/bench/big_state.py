@@ -5,7 +5,7 @@
 Parameters and AdamW's state together take `--mib` in each rank, and all ranks hold the same. A step is a small
 all-reduce, a gradient of one value, and the optimizer's own pass over the state. It can save itself as people do it, by
 torch.save in rank 0 while the others wait, or by torch.distributed.checkpoint.async_save; and it can make plain copies,
-beside which those of ttprun can be seen. Begin with main().
+with which those of ttprun can be compared. Begin with main().
 """
 
 import argparse
@@ -152,8 +152,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="existing directory for one report a rank, written at the end")
     parser.add_argument("--save", choices=["none", "torch", "async"], default="none", help="how it saves itself")
     parser.add_argument("--save-every", type=int, default=20, help="steps (default 20)")
-    parser.add_argument("--copy-every", type=int, default=0, help="a plain copy every so many steps; 0: never")
-    parser.add_argument("--copy-at", type=int, default=0, help="steps behind each multiple of --copy-every")
+    parser.add_argument("--copy-every", type=int, default=0, help="a plain copy every N steps; 0: never")
+    parser.add_argument("--copy-at", type=int, default=0, help="steps after each multiple of --copy-every")
     parser.add_argument("--save-to", type=Path, default=Path(), help="existing directory for what it saves")
     return parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""What it costs to keep a job's state: dying gasps, snapshots and resuming, beside plain torch and the bare machine.
+"""What it costs to keep a job's state: dying gasps, snapshots, resuming; plain torch; the bare machine.
 
     python scripts/bench/checkpoint.py --mib 64 --rounds 1          # a try, in two minutes
     python scripts/bench/checkpoint.py --json checkpoint.json       # 1 GiB of state on 2 ranks, three rounds
 
-Each round, one behind the other, in folders that are removed again:
+Each round does these in turn, in folders that are removed again:
     disk    dd conv=fsync writes as many bytes to the same directory
     never   ttprun --snapshot-every never; after the last step it is ended by SIGTERM: a dying gasp. Then dd once more
-    every   the same command with snapshots every 20 steps, the files dropped from the page cache before. It goes on
+    every   the same command with snapshots every 20 steps, the files dropped from the page cache before. It resumes
             from the dying gasp, so this is the time to resume; then its steps are compared with those of `never`; at
             the end comes `ttprun checkpoint now`. Two steps before each snapshot the script itself makes a plain copy
             of as many bytes of its state, all ranks at once, into shared memory that is kept as a snapshot's is (two
@@ -15,8 +15,8 @@ Each round, one behind the other, in folders that are removed again:
     torch   torchrun; the script itself calls torch.save every 20 steps, and loads the file again at the end, not cached
     async   torchrun; the script calls torch.distributed.checkpoint.async_save every 20 steps
 
-The first two saves of each kind take their memory from the system, later ones find it there: only these are told, but
-for `fresh`. Ratios are taken within a round; the table shows medians of all rounds. Begin with measure_round().
+The first two saves of each kind take their memory from the system, later ones find it there: only these are reported,
+but for `fresh`. Ratios are taken within a round; the table shows medians of all rounds. Begin with measure_round().
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ TABLE = (
     ("  seconds until it is on the disk", "torch_durable_s", 1, 2),
     ("DCP async_save: the step is longer by, ms", "async_stall_s", 1e3, 1),
     ("  share of wall time, one per 20 steps", "async_stall_share", 1, 4),
-    ("  with what goes on in the background: share of wall time", "async_wall_share", 1, 4),
+    ("  with what runs in the background: share of wall time", "async_wall_share", 1, 4),
     ("  seconds until it is on the disk", "async_durable_s", 1, 2),
     ("resume: the launch reads and hashes, s", "check_s", 1, 2),
     ("  the ranks load, s", "transfer_s", 1, 2),

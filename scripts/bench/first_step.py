@@ -1,8 +1,8 @@
-"""How long a job takes from the command to its first step: the same script under torchrun and under ttprun, in turns.
+"""How long a job takes from the command to its first step: the same script under torchrun and ttprun, in turns.
 
     python scripts/bench/first_step.py --pairs 5
 
-The order of the two launchers changes from pair to pair. On a machine with neighbours only the ratios of pairs say
+The order of the two launchers changes from pair to pair. On a machine with other load only the ratios of pairs mean
 something. The times are the script's own: it logs when it has completed a step. Begin with measure().
 """
 

@@ -1,4 +1,4 @@
-"""A training step of the size of GPT-2 (124 million parameters), for gpu_check.py; data are drawn on the processor.
+"""A training step of the size of GPT-2 (124 million parameters), for gpu_check.py; data are drawn on the CPU.
 
     torchrun --nproc-per-node 2 gpt2.py --device cuda --steps 30 --report reports
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--size", default="gpt2", choices=list(SIZES))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5, help="steps that the report leaves out")
-    parser.add_argument("--batch-size", type=int, default=4, help="texts of one rank in one step")
+    parser.add_argument("--batch-size", type=int, default=4, help="samples of one rank in one step")
     parser.add_argument("--report", type=Path, help="existing directory for one report a rank")
     args = parser.parse_args()
     dist.init_process_group(args.backend)

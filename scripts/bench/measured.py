@@ -1,4 +1,4 @@
-"""What the scripts that the benchmarks run tell of themselves: logs of steps, reports, hashes; and files on the disk.
+"""What the scripts that the benchmarks run report: logs of steps, reports, hashes; and files on the disk.
 
 Their ranks import this, so it costs no time that torch does not cost. `steplog.py` reads the logs.
 """

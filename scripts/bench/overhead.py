@@ -5,8 +5,8 @@
 Two sizes of model, with steps of about 50 ms and of about 5 ms; two ranks of one thread. The launchers take turns
 (torchrun, ttprun, torchrun, ...), and each run under ttprun is compared with the one under torchrun before it. The
 script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run
-under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Neighbours on the
-machine disturb the processor time of a step less than its wall time. Begin with measure().
+under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Other load on the
+machine disturbs the processor time of a step less than its wall time. Begin with measure().
 """
 
 from __future__ import annotations

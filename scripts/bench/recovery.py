@@ -45,9 +45,9 @@ PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_
 # Label, name, digits: what is told of each launcher.
 FIGURES = (
     ("kill to next step on all ranks, s", "next_step_s", 2),
-    ("kill to first step beyond, s", "progress_s", 2),
-    ("kill to the process's being gone, s", "gone_s", 3),
-    ("kill to the agent's knowing, s", "seen_s", 3),
+    ("kill to first new step, s", "progress_s", 2),
+    ("kill to the end of the process, s", "gone_s", 3),
+    ("kill to the agent's notice, s", "seen_s", 3),
     ("steps run again by all ranks", "run_again", 0),
     ("set-up of the job: start to first step, s", "setup_s", 2),
     ("  of it after the script's imports, s", "script_setup_s", 2),
@@ -185,7 +185,7 @@ def note_recovery(outcome: Outcome, logs: list[list[Line]], killed_at_s: float) 
     by_all = {step: max(log[step] for log in after) for step in set.intersection(*(set(log) for log in after))}
     beyond = [at_s for step, at_s in by_all.items() if step > done_before]
     if not beyond:
-        raise BenchmarkError(f"no step beyond {done_before} was done after the kill")
+        raise BenchmarkError(f"no step after {done_before} was done after the kill")
     outcome.after_step = done_before
     outcome.next_step_s = min(by_all.values()) - killed_at_s
     outcome.progress_s = min(beyond) - killed_at_s
@@ -278,7 +278,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds from a kill to the end of the run")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs' logs there; must not exist")
-    parser.add_argument("script_arguments", nargs="*", help="further arguments of train.py, behind --")
+    parser.add_argument("script_arguments", nargs="*", help="additional arguments of train.py, after --")
     options = parser.parse_args()
     before = machine()
     print(headline(before), flush=True)

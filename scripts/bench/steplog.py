@@ -1,4 +1,4 @@
-"""The logs in which train.py says when it has completed a step: one file a rank, continued when the rank is restarted.
+"""The logs in which train.py reports when it has completed a step: one file a rank, continued after a restart.
 
 Begin with `read_logs`.
 """

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 train.py --steps 110 --step-logs logs --checkpoint last.pt --report reports
 
-It saves every 50 steps, and begins behind the newest checkpoint. Each step's batch is drawn from the step's own seed,
+It saves every 50 steps, and begins after the newest checkpoint. Each step's batch is drawn from the step's own seed,
 so a run that was resumed trains on what an undisturbed one does. Begin with main().
 """
 
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of one rank in one step")
     parser.add_argument("--step-logs", type=Path, help="existing directory for one log a rank")
-    parser.add_argument("--checkpoint", type=Path, help="file to save to and to go on from")
+    parser.add_argument("--checkpoint", type=Path, help="file to save to and to resume from")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps from one checkpoint to the next")
     parser.add_argument("--report", type=Path, help="existing directory for one report of step time and memory a rank")
     parser.add_argument("--warm-up", type=int, default=10, help="steps that the report leaves out")

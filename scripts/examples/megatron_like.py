@@ -4,12 +4,12 @@
     ttprun --mindio --nproc-per-node 4 --allow-faults --fault kill:rank=1,step=20,phase=backward \\
         scripts/examples/megatron_like.py --out /tmp/megatron                        # recover: the rank is replaced
     ... scripts/examples/megatron_like.py --uce 20:1:high                            # retry: in the same process
-    ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; go on with --load
+    ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; resume with --load
     ... scripts/examples/megatron_like.py --hot-switch 20:1          # a healthy rank gets a new process, as planned
-    ttprun --mindio --rungs resize ... --fault kill:rank=3,step=20 ... --upgrade 40    # the others train on; all again
+    ttprun --mindio --rungs resize ... --fault kill:rank=3,step=20 ... --upgrade 40    # the others continue; then all
 
-Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` has its memory
-fail, and really spoils what lay there.
+Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` makes its memory
+fail, and really ruins what was there.
 """
 
 from __future__ import annotations
@@ -291,14 +291,14 @@ def register(state: State) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="megatron_like_out", help="folder for checkpoints and final.pt")
-    parser.add_argument("--load", help="folder to go on from, if there is a checkpoint in it")
+    parser.add_argument("--load", help="folder to resume from, if there is a checkpoint in it")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
     parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
-    parser.add_argument("--upgrade", type=int, help="STEP behind which ranks that have left are called back")
+    parser.add_argument("--upgrade", type=int, help="STEP after which ranks that have left are called back")
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == 0:
@@ -330,7 +330,7 @@ def uce_of(text: str) -> tuple[int, int, str]:
     """ "20:1:high" -> (20, 1, "high")"""
     step, rank, kind = text.split(":")
     if kind not in ("low", "high", "fatal"):
-        raise argparse.ArgumentTypeError(f"'{kind}' is no kind of fault; use low, high or fatal")
+        raise argparse.ArgumentTypeError(f"'{kind}' is not a kind of fault; use low, high or fatal")
     return int(step), int(rank), kind
 
 

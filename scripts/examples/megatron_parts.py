@@ -4,8 +4,8 @@ The optimizer's state is one flat piece of float32 (weights, and Adam's two aver
 two halves; inside each half the piece is cut into shards, one a rank. So rank i of the first half holds what rank i of
 the second holds: that is the copy from which a lost rank is repaired.
 
-If ranks leave, the others compute their parts of each batch too, and add up the gradients of all parts. With two
-data-parallel ranks, one of which leaves, that is the very sum that an all-reduce of two makes: no bit differs.
+If ranks leave, the others compute their parts of each batch too, and add the gradients of all parts. With two
+data-parallel ranks, one of which leaves, this is exactly the sum of an all-reduce of two: no bit differs.
 """
 
 from __future__ import annotations
