@@ -22,7 +22,7 @@ from tests.rank.values.carrying import (
     record,
 )
 from ttprun.rank import values
-from ttprun.rank.values import CannotRestoreError, Restore, versions
+from ttprun.rank.values import CannotRestoreError, Restore, unchanged
 
 
 def trained(steps: int) -> Net:
@@ -285,7 +285,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(
     change: str, has_hooks: bool, has_versions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "ARE_KEPT", versions.ARE_KEPT and has_versions)  # Python 3.13 has none
+    monkeypatch.setattr(unchanged, "ARE_TOLD", unchanged.ARE_TOLD and has_versions)
     model = _make_layered()
     if has_hooks:
         HOOKS["gradient"](model[3].inner)

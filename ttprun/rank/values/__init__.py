@@ -6,7 +6,7 @@ The rule of all: what is neither restored, nor reproduced by the replay and comp
 name.
 """
 
-from ttprun.rank.values import callables, kinds, large, modules, named, objects, rows, snapshot, unchanged
+from ttprun.rank.values import callables, kinds, large, modules, named, objects, snapshot, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.named import names_of as names_not_proved
@@ -27,9 +27,7 @@ __all__ = [
 
 def begin_boundary() -> None:
     """What was kept of values that were not met at the boundary before is forgotten."""
-    unchanged.forget_unused()
-    rows.forget_unused()
-    modules.forget_unused()
+    unchanged.begin_boundary()
 
 
 def forget() -> None:

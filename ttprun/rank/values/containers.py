@@ -11,6 +11,7 @@ from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
+from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
 from ttprun.rank.values.nodes import (
     MISSING,
     CannotRestoreError,
@@ -23,9 +24,7 @@ from ttprun.rank.values.nodes import (
 )
 from ttprun.rank.values.objects import attributes_of, restore_attributes
 from ttprun.rank.values.restore import Restore, told
-from ttprun.rank.values.rows import Rows, objects_in, rows_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import MAX_ITEMS, MIN_ITEMS, Kept, packed_items
 
 _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt one does not get back: a dict keeps it"
 Handler = Callable[[Snapshot, Any, int], Any]
@@ -67,30 +66,28 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
 
 def nodes_of_items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
     """Nodes of what an object holds, packed where they are many and have not changed; as _items."""
-    found = _items(snapshot, value, items, depth, which)
-    return found if isinstance(found, list) else found.packed
+    return _packed(_items(snapshot, value, items, depth, which))
 
 
-def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept | Rows:
+def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept:
     """Nodes of items; what is known of them, where they are many and have not changed."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
-    known = packed_items((id(value), which), items, snapshot.node_apart, snapshot.stepped)
-    return known or rows_of((id(value), which), value, items, snapshot) or snapshot.items(items, depth)
+    return kept_items(snapshot, value, items, which) or snapshot.items(items, depth)
 
 
-def _packed(found: list[Any] | Kept | Rows) -> Any:
+def _packed(found: list[Any] | Kept) -> Any:
     return found if isinstance(found, list) else found.packed
 
 
-def _long(value: Any, length: int, *parts: list[Any] | Kept | Rows) -> list[Any]:
+def _long(value: Any, length: int, *parts: list[Any] | Kept) -> list[Any]:
     """Too long to be recorded: compared by a digest."""
     digests, first = [], 0
     for part in parts:
         if isinstance(part, list):
             return [Tag.REFUSED, f"is a container of {length} items that can change"]
         digests.append(part.digest)
-        first = part.first if isinstance(part, Rows) else first
+        first = first or part.first
     return [Tag.LONG, name_of(type(value)), length, " ".join(digests), first]
 
 

@@ -11,16 +11,10 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Callable, Iterable, Sized
-from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import restore_attributes
@@ -28,7 +22,7 @@ from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import forget_gradient
-from ttprun.rank.values.versions import Versions
+from ttprun.rank.values.unchanged import ARE_TOLD, Remembered, Unchanged, version_of
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import plain
 
@@ -53,17 +47,6 @@ _CAN_SETTLE: tuple[Any, ...] = (
     types.BuiltinFunctionType,
     *(base for base, _ in BASES),
 )
-_registrations = 0
-
-
-def _note_registration(*_: Any) -> None:
-    global _registrations
-    _registrations += 1
-
-
-register_module_module_registration_hook(_note_registration)
-register_module_buffer_registration_hook(_note_registration)
-register_module_parameter_registration_hook(_note_registration)
 
 
 def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
@@ -98,51 +81,47 @@ class _Layout:
     elsewhere  ids of the other parts and tensors, which another variable has told
     moving     (path, attributes, names) to record at each boundary
     settled    (attributes, how to take their settled ones) of each part that has any
-    slots      (dictionary, name) of each tensor that no optimizer updates
+    tensors    those that no optimizer updates
     packed     the description
     """
 
     def __init__(self, root: torch.nn.Module, snapshot: Snapshot, lively: dict[str, set[str]]) -> None:
         self.root = root
-        self.version = _registrations
         self.stepped = snapshot.stepped
         self.lively = lively
         parts = list(root.named_modules())
         self.modules = [(path, part) for path, part in parts if id(part) not in snapshot.numbers]
         self.elsewhere = {id(part) for _, part in parts if id(part) in snapshot.numbers}
         self.objects: list[Any] = [part for _, part in self.modules]
-        self.slots: list[tuple[dict[str, Any], str]] = []
+        self.tensors: list[torch.Tensor] = []
         self.sharded: list[str] = []
         self._met: set[int] = set()
         self.parameters: list[torch.nn.Parameter] = []
         self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
         self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
-        self.hook_tables = _hook_tables(part for _, part in self.modules)
-        held = ((part.__dict__, part._parameters, part._buffers) for _, part in self.modules)
-        self.dictionaries = list(chain.from_iterable(held))
-        self.lengths = list(map(len, self.dictionaries))
-        self.versions = Versions([*self.dictionaries, *self.hook_tables])
-        self.structure = Versions(part._modules for _, part in self.modules)
-        self.children = self._children_now()
+        hook_tables = _hook_tables(part for _, part in self.modules)
+        self.scopes = [part.__dict__ for _, part in self.modules]
+        self.versions, self.lengths = list(map(version_of, self.scopes)), list(map(len, self.scopes))
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
         described["sharded"] = self.sharded
-        described["frozen"] = self.requires_grad()
-        described["hooks"] = self.count_hooks()
+        described["frozen"] = [parameter.requires_grad for parameter in self.parameters]
+        described["hooks"] = _count_hooks(hook_tables, self.parameters)
         described["passing"] = [
             f"{path}.{name}" if path else name
             for path, part in self.modules
             for name in part._non_persistent_buffers_set
         ]
         described["attributes"] = {path: self._attributes(path, part, snapshot) for path, part in self.modules}
-        self.tensors = [where[name] for where, name in self.slots]
         self.held = list(map(local_of, self.tensors))
         self.objects += self.tensors
         self.ids = list(map(id, self.objects))
         self.id_set = frozenset(self.ids)
-        self.frozen, self.hooks = described["frozen"], described["hooks"]
         self.values = self.settled_values()
-        self.learnt = self._learnt_without_hooks()
+        self.learnt = list(map(_HOOKED, self.parameters))
+        of_parameters = [table for _, *tables in self.learnt for table in tables if table is not None]
+        of_parts = [where for _, part in self.modules for where in (part._modules, part._parameters, part._buffers)]
+        self.structure = Unchanged([*of_parts, *hook_tables, *of_parameters])
         self.packed = pack(described)
 
     def _tensors(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> list[Any]:
@@ -157,7 +136,7 @@ class _Layout:
                     continue
                 if id(tensor) not in self._met:
                     self._met.add(id(tensor))
-                    self.slots.append((where, name))
+                    self.tensors.append(tensor)
                     full_name = f"{path}.{name}" if path else name
                     found.append([full_name, list(tensor.shape)])
                     if is_distributed(tensor):
@@ -184,53 +163,27 @@ class _Layout:
             self.moving.append((path, part.__dict__, moving))
         return found
 
-    def _children_now(self) -> list[Any]:
-        """The names and modules of what each part holds."""
-        of_each = (part._modules.items() for _, part in self.modules)
-        return list(chain.from_iterable(chain.from_iterable(of_each)))
-
-    def _has_its_children(self) -> bool:
-        now = self._children_now()
-        return len(now) == len(self.children) and all(map(is_, now, self.children))
-
-    def requires_grad(self) -> list[bool]:
-        """Of each parameter, whether it is learnt."""
-        return list(map(_requires_grad, self.parameters))
-
-    def count_hooks(self) -> list[int]:
-        """How many hooks there are on each part, by kind, and on each parameter."""
-        return _count_hooks(self.hook_tables, self.parameters)
-
-    def _learnt_without_hooks(self) -> list[Any] | None:
-        """What `_HOOKED` gives of each parameter; None if some has hooks, whose number it does not tell."""
-        found = list(map(_HOOKED, self.parameters))
-        return found if all(hooks is None for _, *of_one in found for hooks in of_one) else None
-
     def settled_values(self) -> list[Any]:
         """The settled attributes' values now."""
         return [take(attributes) for attributes, take in self.settled]
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether all is as it was; attributes that are not are recorded at each boundary from now on."""
-        if self.version != _registrations or self.stepped is not snapshot.stepped or self.structure.have_changed():
+        if self.stepped is not snapshot.stepped or not self.structure.holds():
             return False
         if not self.id_set.isdisjoint(snapshot.numbers) or not self.elsewhere <= snapshot.numbers.keys():
             return False
-        if self.versions.are_as_they_were() and list(map(_HOOKED, self.parameters)) == self.learnt:
-            return True
-        return self._holds_in_detail()
-
-    def _holds_in_detail(self) -> bool:
-        if not (self.structure.are_as_they_were() or self._has_its_children()):
+        if list(map(_HOOKED, self.parameters)) != self.learnt:
             return False
-        if list(map(len, self.dictionaries)) != self.lengths:
+        versions = list(map(version_of, self.scopes))
+        if ARE_TOLD and versions == self.versions:
+            return True
+        if list(map(len, self.scopes)) != self.lengths:
             return False
         try:
-            if any(where[name] is not tensor for (where, name), tensor in zip(self.slots, self.tensors, strict=True)):
-                return False
             if self.settled_values() == self.values:
-                self.versions.note()
-                return bool(self.requires_grad() == self.frozen and self.count_hooks() == self.hooks)
+                self.versions = versions
+                return True
         except Exception:  # an attribute is gone, or is something that cannot be compared now
             return False
         self._note_lively()
@@ -263,18 +216,9 @@ def _count_hooks(tables: Iterable[Sized], parameters: list[torch.nn.Parameter]) 
     return [*map(len, tables), *of_parameters, *of_gradients]
 
 
-_requires_grad: Any = attrgetter("requires_grad")
 # Of a parameter: whether it is learnt, and its hooks, each None if it never had any.
 _HOOKED: Any = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-# By the module's id: a layout holds its module, so one that was not asked for at the boundary before is dropped.
-_layouts: dict[int, _Layout] = {}
-_before: dict[int, _Layout] = {}
-
-
-def forget_unused() -> None:
-    """A boundary begins."""
-    global _layouts, _before
-    _before, _layouts = _layouts, {}
+_layouts: Remembered[_Layout] = Remembered()  # by the module's id: a layout holds its module
 
 
 def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
@@ -283,17 +227,16 @@ def _is_stepped(tensor: torch.Tensor, snapshot: Snapshot) -> bool:
 
 def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any:
     """A module with all its parts, those left out that were met before."""
-    layout = _layouts.get(id(value)) or _before.get(id(value))
+    layout = _layouts.get(id(value))
     if layout is None and _is_of(value, _WRAPPERS) and len(value._modules) == 1:
         (inner,) = value._modules.values()
         number = snapshot.number(value)
         wrapped = snapshot.node(inner, depth + 1)
         own = {name: snapshot.node(item, depth + 1) for name in _OF_WRAPPERS if (item := vars(value).get(name))}
         return [Tag.MODULE, number, name_of(type(value)), {"training": value.training}, {"": own}, 0, wrapped]
-    if layout is None or layout.root is not value or not layout.holds(snapshot):
-        is_known = layout is not None and layout.root is value
-        layout = _Layout(value, snapshot, layout.lively if layout is not None and is_known else {})
-    _layouts[id(value)] = layout
+    if layout is None or not layout.holds(snapshot):
+        layout = _Layout(value, snapshot, layout.lively if layout is not None else {})
+        _layouts.keep(id(value), layout)
     number = len(snapshot.numbers)
     snapshot.numbers.update(zip(layout.ids, range(number, number + len(layout.ids)), strict=True))
     snapshot.alive.append(layout)

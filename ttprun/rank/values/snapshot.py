@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from ttprun.rank.position import iterables, loops
-from ttprun.rank.values import unchanged
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
-from ttprun.rank.values.versions import Versions
+from ttprun.rank.values.unchanged import Remembered, Unchanged
 
 # Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
 _HIDDEN = """
@@ -48,7 +47,6 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
 MAX_OBJECTS = 200_000  # a second's walk
 _MAX_CHUNKS = 10
 _FRAMES = 20_000  # that a walk as deep as can be takes, at most
-_MOST_TOUCHES = 8  # boundaries between which something was assigned in a module
 # Of loops, and of what torch.compile puts beside the functions that it has compiled.
 _HIDDEN_PREFIXES = (
     loops.VARIABLE_PREFIX,
@@ -66,84 +64,63 @@ class _Scope:
     """What is known of one scope from boundaries before.
 
     fixed       variables whose very object has the same node at each boundary: functions, modules, numbers, paths, ...
-    watched     the functions and classes among them, which could be given attributes
-    sizes       how many each of those has
     packed      the nodes of `fixed`
     moving      names whose node must be asked for at each boundary
-    names       all names of the scope
-    rest        those among them that are neither hidden nor fixed
-    lasting     the scope itself if it is a module's; None if that hardly ever is as it was
+    rest        names of the scope that are neither hidden nor fixed
     """
 
-    __slots__ = (
-        *("_touches", "_versions", "fixed", "lasting", "moving", "names", "packed", "rest", "sizes", "stepped"),
-        "watched",
-    )
+    __slots__ = ("_lasting", "_names", "_sizes", "_watched", "_whole", "fixed", "moving", "packed", "rest", "stepped")
 
     def __init__(self, stepped: Any, lasting: dict[str, Any] | None) -> None:
         self.stepped = stepped
-        self.lasting = lasting
-        self._versions = Versions(() if lasting is None else (lasting,))
-        self._touches = 0
+        self._lasting = lasting
+        self._whole = Unchanged()
+        self._names: list[str] = []
+        self._watched: dict[str, Any] = {}  # the functions and classes in `fixed`, which could be given attributes
+        self._sizes: list[int] = []  # how many each of those has
         self.fixed: dict[str, Any] = {}
-        self.watched: dict[str, Any] = {}
-        self.sizes: list[int] = []
         self.moving: set[str] = set()
         self.packed = b""
-        self.names: list[str] = []
         self.rest: list[str] = []
 
-    def look_at(self, scope: Mapping[str, Any]) -> None:
+    def look_at(self, scope: dict[str, Any]) -> None:
         """Put right what is not as it was: a boundary has come."""
-        if self._is_untouched(scope) and self.names and self._sizes_now() == self.sizes:
-            return
-        names = list(scope)
-        is_named_alike = names == self.names
-        if not (is_named_alike or self.fixed.keys() <= scope.keys()) or self._has_changed(scope):
-            self._forget(scope)
+        has_sizes = self._sizes_now() == self._sizes
+        if self._lasting is scope:
+            if self._names and has_sizes and self._whole.holds():
+                return
+            self._whole = Unchanged((scope,))
+        names, fixed = list(scope), self.fixed
+        is_named_alike = names == self._names
+        is_held = is_named_alike or fixed.keys() <= scope.keys()
+        if not (has_sizes and is_held and all(map(is_, map(scope.__getitem__, fixed), fixed.values()))):
+            sizes = zip(self._watched, self._sizes, self._sizes_now(), strict=True)
+            self.moving.update(name for name, before, now in sizes if before != now)
+            self.moving.update(name for name, value in fixed.items() if scope.get(name, self) is not value)
+            self.fixed, self._watched, self._sizes = {}, {}, []  # the others can be counted on again
         elif is_named_alike:
             return
-        self.names = names
+        self._names = names
         self._tell_rest()
 
-    def _is_untouched(self, scope: Mapping[str, Any]) -> bool:
-        if self.lasting is not scope or self._versions.are_as_they_were():
-            return self.lasting is scope
-        self._versions.note()
-        self._touches += 1
-        if self._touches == _MOST_TOUCHES:
-            self.lasting = None  # it holds a training loop's variables
-        return False
-
-    def _has_changed(self, scope: Mapping[str, Any]) -> bool:
-        if not all(map(is_, map(scope.__getitem__, self.fixed), self.fixed.values())):
-            return True
-        return self._sizes_now() != self.sizes
-
     def _sizes_now(self) -> list[int]:
-        return list(map(len, map(_attributes_of, self.watched.values())))
+        return list(map(len, map(_attributes_of, self._watched.values())))
 
     def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
         """These variables can be counted on, too; what `fixed` holds then must be packed again."""
         self.fixed.update((name, scope[name]) for name in new)
-        self.watched = {name: value for name, value in self.fixed.items() if isinstance(value, FunctionType | type)}
-        self.sizes = self._sizes_now()
+        self._watched = {name: value for name, value in self.fixed.items() if isinstance(value, FunctionType | type)}
+        self._sizes = self._sizes_now()
         self._tell_rest()
 
-    def _forget(self, scope: Mapping[str, Any]) -> None:
-        """Something in `fixed` is not as it was: the others can be counted on again."""
-        self.moving.update(name for name, value in self.fixed.items() if scope.get(name, self) is not value)
-        sizes = zip(self.watched, self.sizes, self._sizes_now(), strict=True)
-        self.moving.update(name for name, before, now in sizes if before != now)
-        self.fixed = {}
-        self.watched, self.sizes = {}, []
-
     def _tell_rest(self) -> None:
-        self.rest = [name for name in self.names if name not in self.fixed and not is_hidden(name)]
+        self.rest = [name for name in self._names if name not in self.fixed and not is_hidden(name)]
 
 
 _scopes: dict[Hashable, _Scope] = {}
 _attributes_of = attrgetter("__dict__")
+# By the id of an object's dictionary: (names that have no node, nodes of the others, all settled, the dictionary).
+_attributes: Remembered[tuple[frozenset[str], dict[str, Any], Unchanged]] = Remembered()
 
 
 class Snapshot:
@@ -162,6 +139,8 @@ class Snapshot:
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
     parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
+
+    has_limit = True  # of MAX_OBJECTS
 
     def __init__(self, stepped: Mapping[int, int], followed: Iterable[int] = (), is_apart: bool = False) -> None:
         self.stepped = stepped
@@ -243,7 +222,7 @@ class Snapshot:
         known = self.numbers.get(id(value))
         if known is not None:
             return [Tag.REFERENCE, known]
-        if len(self.alive) > MAX_OBJECTS:
+        if len(self.alive) > MAX_OBJECTS and self.has_limit:
             return self._not_proved(kind, f"it comes behind the {MAX_OBJECTS:,} objects that are recorded at each step")
         try:
             return handler(self, value, depth) if depth <= MAX_DEPTH else self._deep(handler, value)
@@ -284,11 +263,13 @@ class Snapshot:
 
     def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
         """The same of a dictionary that the object holds itself: while it is as it was, nobody looks into it."""
-        known = unchanged.known_attributes(scope, without)
-        if known is None:
-            known = self.attributes(scope, depth, without)
-            unchanged.keep_attributes(scope, without, known)
-        return known
+        known = _attributes.get(id(scope))
+        if known is not None and known[0] is without and known[2].holds():
+            return known[1]
+        nodes = self.attributes(scope, depth, without)
+        if all(map(is_settled, nodes.values())):
+            _attributes.keep(id(scope), (without, nodes, Unchanged((scope,))))
+        return nodes
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from tests.rank.user_values import Meter
 from tests.rank.values.carrying import Scope, carry, is_refused
 from ttprun.rank import values
-from ttprun.rank.values import Snapshot, containers
-from ttprun.rank.values import rows as rows_module
-from ttprun.rank.values.rows import WALKS, rows_of
+from ttprun.rank.values import Snapshot, containers, long_items
+from ttprun.rank.values.long_items import WALKS, kept_items
 
 
 def make_rows(count: int = 40) -> list[Any]:
@@ -32,7 +31,7 @@ def make_rows(count: int = 40) -> list[Any]:
 @pytest.fixture
 def are_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forty rows are too many to be recorded."""
-    for module in (containers, rows_module):
+    for module in (containers, long_items):
         monkeypatch.setattr(module, "MAX_ITEMS", 30)
 
 
@@ -211,16 +210,32 @@ def test_a_long_list_of_rows_in_which_one_has_changed_is_a_mismatch() -> None:
 
 def test_rows_are_packed_once_as_long_as_nothing_has_changed() -> None:
     rows = make_rows()
-    key = (id(rows), 0)
-    first = rows_of(key, rows, rows, Snapshot({}))
+    first = kept_items(Snapshot({}), rows, rows)
     assert first is not None
-    packed = first.packed
+    packed = bytes(first.packed)
 
     values.begin_boundary()
-    again = rows_of(key, rows, rows, Snapshot({}))
+    again = kept_items(Snapshot({}), rows, rows)
 
     assert again is first
-    assert again.packed is packed
+    assert again.packed == packed
+
+
+def test_rows_that_are_added_one_by_one_are_packed_alone_and_come_back() -> None:
+    history, here = make_rows(), make_rows()
+    packed = b""
+
+    for number in range(5):
+        assert carried(history, here) == history
+        kept = kept_items(Snapshot({}), history, history)
+        assert kept is not None
+        assert kept.packed.startswith(packed)
+        packed = bytes(kept.packed)
+        history.append({"epoch": number, "first": history[number], "losses": [0.5, number]})
+
+    carried(history, here)
+    assert here == history
+    assert here[-1]["first"] is here[4]
 
 
 def test_equal_rows_in_two_processes_are_told_alike_however_many_others_there_are() -> None:

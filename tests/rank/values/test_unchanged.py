@@ -1,0 +1,104 @@
+"""Lists and dictionaries count as unchanged only if they hold the very same objects in the same order."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ttprun.rank.values import unchanged
+from ttprun.rank.values.unchanged import Remembered, Unchanged
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a value replaced": lambda one: one.update(a=2),
+    "a value replaced by an equal one": lambda one: one.update(a=float("1")),
+    "an item added": lambda one: one.setdefault("b", 1),
+    "an item taken away": lambda one: one.pop("a"),
+    "emptied": lambda one: one.clear(),
+    "two items in another order": lambda one: one.update(a=one.pop("a")),
+    "by its last item": lambda one: one.popitem(),
+}
+
+
+@pytest.fixture(params=["versions", "no versions"])
+def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With and without versions of dictionaries."""
+    monkeypatch.setattr(unchanged, "ARE_TOLD", request.param == "versions" and unchanged.ARE_TOLD)
+    return Unchanged
+
+
+@pytest.mark.parametrize("kind", [dict, collections.Counter, collections.defaultdict])
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_of_a_dictionary_is_seen(change: str, kind: Any, known: Any) -> None:
+    changed, other = kind(), {"c": 3}
+    changed["a"], changed["z"] = 1, 0
+    held = known([other, [7], changed])
+
+    assert held.holds()
+    CHANGES[change](changed)
+    assert not held.holds()
+    assert known([other, changed]).holds()
+
+
+@pytest.mark.parametrize(
+    "change", [list.clear, list.reverse, list.pop, lambda one: one.append(0), lambda one: one.__setitem__(0, True)]
+)
+def test_each_change_of_a_list_is_seen(change: Callable[[list[Any]], Any]) -> None:
+    changed, other = [1, "x", 2.5], ["y"]
+    held = Unchanged([changed, {}, other])
+
+    assert held.holds()
+    change(changed)
+    assert not held.holds()
+
+
+def test_what_moves_from_one_list_into_the_next_is_seen() -> None:
+    one, other = [1, 2], [3]
+    held = Unchanged([one, other])
+
+    other.insert(0, one.pop())
+
+    assert not held.holds()
+
+
+def test_a_dictionary_that_holds_again_what_it_held_counts_as_unchanged(known: Any) -> None:
+    swapped = {"weight": object()}
+    held = known([swapped])
+    whole = swapped["weight"]
+
+    swapped["weight"] = object()
+    assert not held.holds()
+    swapped["weight"] = whole
+
+    assert held.holds()
+
+
+def test_an_attribute_that_is_set_is_seen_each_time(known: Any) -> None:
+    held = SimpleNamespace(count=0)
+    module = torch.nn.Linear(1, 1)
+    found = []
+
+    for count in range(100):
+        of_each = [known([vars(one)]) for one in (held, module)]
+        found.append([one.holds() for one in of_each])
+        held.count = count + 1000
+        module.count = count + 1000  # type: ignore[assignment]
+        found.append([one.holds() for one in of_each])
+
+    assert found == [[True, True], [False, False]] * 100
+
+
+def test_what_is_not_asked_for_at_a_boundary_is_forgotten_at_the_next() -> None:
+    remembered: Remembered[str] = Remembered()
+    remembered.keep("a", "asked for")
+    remembered.keep("b", "not asked for")
+
+    for _ in range(3):
+        remembered.begin_boundary()
+        assert remembered.get("a") == "asked for"
+
+    assert remembered.get("b") is None

@@ -1,0 +1,213 @@
+"""The items of long containers: packed once as long as they stay as they are, and then only what was added.
+
+A vocabulary, a list of file names, the losses so far, rows as a file of JSON gives them: walking over them at each
+boundary would take longer than a step. Only what can never change is kept so, what lies in lists and dictionaries that
+are tracked (unchanged.py), and tensors that optimizers update, by where they lie. Lists and dictionaries among the
+items may be held elsewhere too, as the row at which a loop stands: they have numbers of their own, the same at each
+boundary. Begin with `kept_items`.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import xxhash
+from torch import Tensor
+
+from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unchanged import Remembered, Unchanged
+from ttprun.rank.weights.sharded import is_distributed, local_of
+
+MIN_ITEMS = 12  # below, packing anew is as fast
+MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+WALKS = 16  # boundaries for which what has changed, or cannot be kept, is walked over before it is tried once more
+_next = 1 << 24  # number of the next object in rows; above all that a snapshot gives
+
+
+class _Walk(Snapshot):
+    """Gives numbers of its own.
+
+    is_relative   they begin at 0: equal items in two processes have equal nodes
+    """
+
+    has_limit = False
+
+    def __init__(self, is_relative: bool) -> None:
+        super().__init__({}, is_apart=True)
+        self.is_relative = is_relative
+
+    def number(self, value: Any) -> int:
+        global _next
+        number = len(self.alive)
+        if not self.is_relative:
+            number, _next = _next, _next + 1
+        self.numbers[id(value)] = number
+        self.alive.append(value)
+        return number
+
+
+class Kept:
+    """What is known of the items of one container.
+
+    packed    their nodes, one behind the other
+    numbers   of the lists and dictionaries in them, by their ids
+    first     in a container of more than MAX_ITEMS, the lowest of these
+    objects   the same lists and dictionaries, in the order of their numbers
+    """
+
+    __slots__ = (
+        *("_digest", "_digest_of", "_inner", "_items", "_memory", "_stepped", "_walk", "_walks_left", "_whole"),
+        *("first", "numbers", "objects", "packed"),
+    )
+
+    def __init__(self) -> None:
+        self._walks_left = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._items: list[Any] = []
+        self._memory: list[int] = []  # where each item lies, if they are what optimizers update
+        self._stepped: Any = None
+        self._walk: _Walk | None = None
+        self._whole: Unchanged | None = None
+        self._inner = Unchanged()
+        self._digest, self._digest_of = "", -1
+        self.packed = bytearray()
+        self.numbers: dict[int, int] = {}
+        self.objects: list[Any] = []
+        self.first = 0
+
+    @property
+    def digest(self) -> str:
+        """Of `packed`, to which things are only ever added."""
+        if self._digest_of != len(self.packed):
+            self._digest, self._digest_of = xxhash.xxh3_64_hexdigest(self.packed), len(self.packed)
+        return self._digest
+
+    def take_up(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
+        """Know the nodes of these items; False if they cannot be kept, or change too often for it to be worth it."""
+        if self._walks_left and len(items) <= MAX_ITEMS:
+            self._walks_left -= 1
+            return False
+        had_rows = bool(self.objects)
+        is_as_it_was = self._is_as_it_was(items, snapshot)
+        if not is_as_it_was:
+            self._forget()
+        if is_as_it_was or not had_rows or len(items) > MAX_ITEMS:
+            if len(self._items) == len(items) or self._add(container, items, snapshot):
+                if self._whole is None and type(container) is dict:
+                    self._whole = Unchanged((container,))
+                return True
+            self._forget()
+        self._walks_left = WALKS
+        return False
+
+    def _is_as_it_was(self, items: list[Any], snapshot: Snapshot) -> bool:
+        """Whether what is known of the first items is so now."""
+        count = len(self._items)
+        if len(items) != count and (self._memory or (self.objects and len(items) > MAX_ITEMS)):
+            return False
+        if not self._inner.holds() or (self._memory and not self._is_in_place(items, snapshot)):
+            return False
+        if self._whole is not None and len(items) == count and self._whole.holds():
+            return True
+        self._whole = None
+        return count <= len(items) and all(map(is_, items, self._items))
+
+    def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
+        try:
+            return self._stepped is snapshot.stepped and _pointers(items) == self._memory
+        except (TypeError, AttributeError):  # something else than a tensor among them
+            return False
+
+    def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
+        """Take up the items behind those that are known."""
+        nodes = added = items[len(self._items) :]
+        if not set(map(type, added)) <= SETTLED:
+            if issubclass(items[0].__class__, Tensor):
+                nodes = [snapshot.node_apart(item, 1) for item in added]
+                if not all(node[0] is Tag.WEIGHT for node in nodes):
+                    return False
+                self._memory, self._stepped = _pointers(items), snapshot.stepped
+            elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
+                nodes = found
+            else:
+                return False
+        self.packed += pack_all(nodes)
+        self._items += added
+        return True
+
+    def _rows(self, container: Any, added: list[Any], is_long: bool) -> list[Any] | None:
+        global _next
+        walk = self._walk = self._walk or _Walk(is_long)
+        begin = len(walk.alive)
+        nodes = walk.items(added, 0)
+        if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
+            return None
+        new = walk.alive[begin:]
+        self._inner.add(new)
+        self.objects += new
+        if is_long:
+            self.first, _next = _next, _next + len(new)
+        self.numbers.update((id(value), self.first + walk.numbers[id(value)]) for value in new)
+        return nodes
+
+
+def _can_be_kept(node: Any) -> bool:
+    """Whether it is made of what can never change, and of lists and dictionaries."""
+    if node.__class__ is not list or is_settled(node):
+        return True
+    tag = node[0]
+    if tag is Tag.LIST:
+        return len(node) == 3 and all(map(_can_be_kept, node[2]))
+    if tag is Tag.DICT:
+        return len(node) == 4 and all(map(_can_be_kept, node[2])) and all(map(_can_be_kept, node[3]))
+    return tag is Tag.REFERENCE or (tag is Tag.TUPLE and len(node) == 2 and all(map(_can_be_kept, node[1])))
+
+
+def _pointers(tensors: list[Any]) -> list[int]:
+    """Where each lies. Raises TypeError or AttributeError if one is no tensor."""
+    if is_distributed(tensors[0]):
+        return [local_of(tensor).data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def pack_all(nodes: list[Any]) -> bytes:
+    """Nodes one behind the other: a packed list without its head of 1, 3 or 5 bytes."""
+    packed = pack(nodes)
+    return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
+
+
+_kept: Remembered[Kept] = Remembered()
+
+
+def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> Kept | None:
+    """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
+
+    which   0, and 1 for the values of a dictionary
+    """
+    first = items[0].__class__
+    if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, (tuple, list, dict, Tensor))):
+        return None
+    is_compared = snapshot.is_apart and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
+    if is_compared and first in (list, dict):
+        return None
+    kept = _kept.get((id(container), which))
+    if kept is None:
+        kept = Kept()
+        _kept.keep((id(container), which), kept)
+    if not kept.take_up(container, items, snapshot):
+        return None
+    if kept.numbers:
+        if is_compared or not snapshot.numbers.keys().isdisjoint(kept.numbers.keys()):
+            return None  # something in them has been met, and has another number
+        snapshot.numbers.update(kept.numbers)
+    return kept
+
+
+def objects_in(container: Any) -> list[Any]:
+    """The lists and dictionaries in the items of a container for which `kept_items` has just been asked."""
+    found = (_kept.get((id(container), which)) for which in (0, 1))
+    return next((kept.objects for kept in found if kept is not None), [])
