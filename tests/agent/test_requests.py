@@ -19,7 +19,7 @@ def test_who_asks_too_early_hears_who_is_not_ready() -> None:
 
     told = answer(supervisor_of(job), {"op": "checkpoint"})
 
-    assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not said hello yet"}
+    assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not reported yet"}
 
 
 def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:

@@ -1,4 +1,4 @@
-"""When the order to stand still is given: decisions, with the ranks played."""
+"""When the order to quiesce is given: decisions, with the ranks played."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def assert_saved(run: Run, cause: str, exit_code: int = 143) -> None:
     assert run.exit_code == exit_code, run.story()
     assert run.status["checkpoint"]["cause"] == cause, run.story()
     assert run.status["checkpoint"]["reason"] == "", run.story()
-    assert "its state was saved, the same command goes on from there" in run.status["reason"], run.story()
+    assert "its state was saved, the same command resumes from it" in run.status["reason"], run.story()
 
 
 def assert_resumed(run: Run, boundary: int) -> None:

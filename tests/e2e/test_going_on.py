@@ -25,7 +25,7 @@ def test_a_job_that_cannot_replace_a_rank_goes_on_by_itself_from_the_state_that_
 
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"], incident["steps_lost"]) == ("restart", "recovered", 0), run.story()
-    assert f"all go on from the state saved at step {incident['boundary']}" in incident["reason"], run.story()
+    assert f"all resume from the state saved at step {incident['boundary']}" in incident["reason"], run.story()
     assert_same_outcome(run, undisturbed(PLAIN, 2))
     assert_no_orphans(run)
 
@@ -47,7 +47,7 @@ def test_a_script_that_has_been_changed_begins_anew_says_so_and_keeps_what_was_s
 
     assert second.exit_code == 143, second.story()
     assert f"the run cannot go on from '{saved}'" in second.output, second.story()
-    assert "the script begins anew" in second.output, second.story()
+    assert "the script starts anew" in second.output, second.story()
     assert second.incidents == [], second.story()
     assert saved.exists()
     assert third.status["resume"]["boundary"] == second.status["checkpoint"]["boundary"], third.story()

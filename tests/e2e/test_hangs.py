@@ -27,12 +27,12 @@ LIMIT = ["--hang-timeout", "2"]
 
 HANGS = [
     # script, ranks, fault, how it is told
-    (WHILE_TRUE, 2, "stop:rank=1,step=12,phase=forward", "its process has been stopped by a signal"),
-    (EPOCHS, 3, "stop:rank=0,step=20,phase=backward", "its process has been stopped by a signal"),
-    (WHILE_TRUE, 2, "sleep:rank=0,step=9,phase=before_step", "its main thread stands in a call that does not return"),
-    (EPOCHS, 3, "sleep:rank=1,step=28,phase=checkpoint", "its main thread stands in a call that does not return"),
-    (WHILE_TRUE, 2, "deadlock:rank=1,step=12,phase=in_step", "a thread of it holds the GIL and does not get on"),
-    (WHILE_TRUE, 2, "skip-collective:rank=1,step=12,phase=backward", "it waits at another place than the others"),
+    (WHILE_TRUE, 2, "stop:rank=1,step=12,phase=forward", "its process was stopped by a signal"),
+    (EPOCHS, 3, "stop:rank=0,step=20,phase=backward", "its process was stopped by a signal"),
+    (WHILE_TRUE, 2, "sleep:rank=0,step=9,phase=before_step", "its main thread is in a call that does not return"),
+    (EPOCHS, 3, "sleep:rank=1,step=28,phase=checkpoint", "its main thread is in a call that does not return"),
+    (WHILE_TRUE, 2, "deadlock:rank=1,step=12,phase=in_step", "one of its threads holds the GIL and makes no progress"),
+    (WHILE_TRUE, 2, "skip-collective:rank=1,step=12,phase=backward", "it waits elsewhere than the others"),
 ]
 
 SECOND_FAULTS = [
@@ -74,7 +74,7 @@ def test_an_endless_loop_is_found_later_since_it_might_be_work(run_ttprun: RunTt
 
     assert_only_replaced(result)
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
-    assert "it works, but does not come" in result.incidents[0]["reason"]
+    assert "it works, but does not arrive" in result.incidents[0]["reason"]
     assert 9.0 < seconds_from(result, "fault_injected", "rank_hung") < 14.0
 
 
@@ -113,7 +113,7 @@ def test_a_silent_link_is_found_too_where_the_script_waits_for_each_collective_i
     assert (incident["kind"], incident["rung"], incident["outcome"]) == ("connection", "reconnect", "recovered"), (
         result.story()
     )
-    assert "all ranks stand in allreduce" in incident["reason"], result.story()
+    assert "all ranks are in allreduce" in incident["reason"], result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 3))
 
 
@@ -132,7 +132,7 @@ def test_a_rank_that_leaves_a_collective_out_and_waits_in_the_next_one_like_all_
     ("fault", "told"),
     [
         ("reset:rank=1,step=12,phase=backward", "Connection"),
-        ("silent:rank=1,step=12,phase=backward", "all ranks stand in allreduce"),
+        ("silent:rank=1,step=12,phase=backward", "all ranks are in allreduce"),
     ],
 )
 def test_a_link_that_breaks_is_mended_and_no_process_is_replaced(

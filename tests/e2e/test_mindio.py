@@ -333,7 +333,7 @@ def test_a_rest_that_would_not_hold_the_whole_state_is_not_gone_on_with_and_the_
     )
 
     assert [incident["outcome"] for incident in result.incidents] == ["recovered", "failed"], result.story()
-    assert "of a shard of ranks 0, 1, 2, 3 no copy would be left" in result.incidents[1]["reason"], result.story()
+    assert "for a shard of ranks 0, 1, 2, 3 no copy would remain" in result.incidents[1]["reason"], result.story()
     assert result.exit_code not in (0, None), result.story()
 
 
@@ -346,7 +346,7 @@ def test_a_framework_without_handlers_for_fewer_ranks_is_restarted_as_ever(
     result = run_ttprun(PAIR, 2, faults=faults, options=options, script_args=STEPS)
 
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "replacement is switched off; it began when rank 1" in result.incidents[0]["reason"], result.story()
+    assert "replacement is switched off; the cause: rank 1" in result.incidents[0]["reason"], result.story()
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
 
 

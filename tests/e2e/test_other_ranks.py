@@ -167,7 +167,7 @@ def test_scripts_of_each_style_go_on_with_another_number_of_ranks_or_say_why_not
     if why_not:
         assert second.exit_code == 93, second.story()
         assert why_not in second.status["reason"], second.story()
-        assert "--resume off begins anew" in second.status["reason"], second.story()
+        assert "--resume off starts anew" in second.status["reason"], second.story()
     else:
         assert_adapted(second, first.status["checkpoint"]["boundary"])
         shas = {

@@ -74,7 +74,7 @@ def test_a_job_all_of_whose_processes_are_signalled_saves_its_state_first(
     run = launch.finish(limit_s=15)
 
     assert run.exit_code == 143, run.story()
-    assert "its state was saved, the same command goes on from there" in run.status["reason"], run.story()
+    assert "its state was saved, the same command resumes from it" in run.status["reason"], run.story()
     assert_no_orphans(run)
 
 

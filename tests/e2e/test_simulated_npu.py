@@ -62,7 +62,7 @@ def test_a_link_that_breaks_again_at_once_costs_the_process_whose_device_says_so
 
     assert_recovered_by(result, ["reconnect", "replace"])
     assert [(incident["kind"], incident["ranks"]) for incident in result.incidents] == [("link", []), ("link", [1])]
-    assert "connecting anew has not helped" in result.incidents[1]["reason"], result.story()
+    assert "connecting again has not helped" in result.incidents[1]["reason"], result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 2))
     assert devices_of(result) == {0: ["resumed", "rebuilt"], 1: ["resumed", "made"]}
 

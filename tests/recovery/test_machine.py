@@ -175,7 +175,7 @@ def test_a_mismatch_of_running_ranks_restarts_the_group() -> None:
 
     order, record = actions
     assert order == RestartGroup(
-        "the state of the ranks cannot be trusted; it began when rank 1 found a mismatch (digests differ)"
+        "the state of the ranks cannot be trusted; the cause: rank 1 found a mismatch (digests differ)"
     )
     assert isinstance(record, RecordIncident)
     assert (record.incident.kind, record.incident.ranks) == ("mismatch", (1,))
@@ -201,7 +201,7 @@ def test_a_restart_that_nobody_ordered_is_taken_as_it_is() -> None:
     (record,) = actions
     assert isinstance(record, RecordIncident)
     assert record.incident.outcome == "restarted"
-    assert record.incident.reason.startswith("the agent restarted the whole group; it began when rank 2 was ended")
+    assert record.incident.reason.startswith("the agent restarted the whole group; the cause: rank 2 was ended")
     assert job.phase is Phase.RUNNING
 
 
@@ -302,7 +302,7 @@ def test_a_rank_that_cannot_train_with_fewer_ranks_is_named_in_the_reason() -> N
 
     assert job.phase is Phase.RESTARTING
     assert isinstance(actions[0], RestartGroup)
-    assert "the others cannot train on without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason
+    assert "the others cannot continue without rank 1: rank 1 cannot train with fewer ranks" in actions[0].reason
 
 
 def test_ranks_that_all_hold_the_same_train_on_without_the_one_that_is_lost() -> None:

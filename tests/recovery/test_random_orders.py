@@ -330,7 +330,7 @@ def test_transient_errors_and_kills_in_mid_repair_end_well_unless_none_is_left_o
     world.settle()
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
-    expected = "all ranks of the group were lost|3 attempts|it is the script's own error"
+    expected = "all ranks of the group were lost|3 attempts|this is an error of the script itself"
     assert all(re.search(expected, incident.reason) for incident in given_up)
 
 
@@ -357,7 +357,7 @@ def test_a_group_becomes_smaller_and_whole_again_and_the_rest_always_holds_a_who
     world.train()
 
     given_up = [incident for incident in world.closed if incident.outcome != "recovered"]
-    expected = "nobody would be left|all ranks of the group were lost|no copy would be left"
+    expected = "no rank would remain|all ranks of the group were lost|no copy would remain"
     assert all(re.search(expected, incident.reason) for incident in given_up)
     away = [world.processes[rank] for rank in world.job.away]
     assert not any(process.is_alive for process in away)

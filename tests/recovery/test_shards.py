@@ -97,7 +97,7 @@ def test_a_shard_of_a_lost_rank_is_saved_by_who_holds_it_too() -> None:
 
 
 def test_nothing_is_saved_if_no_copy_of_a_shard_is_left() -> None:
-    assert plan_dump(EIGHT, (0, 1, 3, 4, 5, 7), 8) == "of a shard of ranks 0, 2, 4, 6 no copy is left"
+    assert plan_dump(EIGHT, (0, 1, 3, 4, 5, 7), 8) == "for a shard of ranks 0, 2, 4, 6 no copy is left"
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ class Checkpoints:
                 *(self._store.save_dir, error.strerror),
             )
 
-    # A checkpoint of the boundary at which all survivors stand still.
+    # A checkpoint of the boundary at which all survivors are quiesced.
 
     def persist(self, order: recovery.Persist) -> None:
         """Have the ranks write their shares; the answer is StatePersisted."""

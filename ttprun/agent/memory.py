@@ -1,6 +1,6 @@
 """Memory for snapshots, taken from the system before the ranks need it.
 
-New pages cost several times what is copied into them: the ranks would stand still for it at their first two snapshots.
+New pages cost several times what is copied into them: the ranks would wait for it at their first two snapshots.
 """
 
 from __future__ import annotations

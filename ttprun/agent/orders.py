@@ -41,7 +41,7 @@ class Orders:
         getattr(self, _snake(type(action).__name__))(action)
 
     def freeze(self, action: recovery.Freeze) -> None:
-        """Tell the survivors to stand still."""
+        """Have the survivors quiesce."""
         self._supervisor.repairs.expect(action.lost)
         survivors = [self._supervisor.seats[rank].local_rank for rank in action.ranks]
         order: dict[str, Any] = {"op": "freeze", "generation": action.generation, "survivors": survivors}
@@ -175,7 +175,7 @@ class Orders:
             self._supervisor.seats[rank].tell(told)
 
     def persist(self, action: recovery.Persist) -> None:
-        """Write a checkpoint of what the survivors hold, who all stand still."""
+        """Write a checkpoint of what the survivors hold, who are all quiesced."""
         self._supervisor.repairs.persist(action)
 
     def give_up_checkpoint(self, action: recovery.GiveUpCheckpoint) -> None:
@@ -251,7 +251,7 @@ class Orders:
         elif incident.boundary:
             logger.warning("%s: went on from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
-            logger.warning("%s: no checkpoint can be used: the script begins anew", name)
+            logger.warning("%s: no checkpoint can be used: the script starts anew", name)
         if incident.outcome == "recovered":
             self._supervisor.first_failure.forget()
             for seat in self._supervisor.seats:

@@ -36,7 +36,7 @@ class Repairs(ABC):
         """How an incident stands."""
 
     def words_of_freeze(self) -> dict[str, Any]:
-        """What survivors are told, beside the order itself, when they are to stand still."""
+        """What survivors are told, beside the order itself, when they are to quiesce."""
         return {}
 
     def expect(self, lost: Sequence[int]) -> None:  # noqa: B027
@@ -65,7 +65,7 @@ class Repairs(ABC):
 
     @abstractmethod
     def persist(self, action: recovery.Persist) -> None:
-        """Have the survivors, who all stand still, write a checkpoint; the answer is StatePersisted."""
+        """Have the survivors, who are all quiesced, write a checkpoint; the answer is StatePersisted."""
 
     # Reports.
 

@@ -86,7 +86,7 @@ class Resumption:
         if of_user is not None:
             raise of_user
         if self._store.checkpoints():
-            logger.warning("no checkpoint in '%s' can be used, so the script begins anew", self._store.save_dir)
+            logger.warning("no checkpoint in '%s' can be used, so the script starts anew", self._store.save_dir)
         return ()
 
     def _candidates(self) -> list[Checkpoint]:

@@ -1,4 +1,4 @@
-"""When all ranks are made to stand still for a checkpoint: at a boundary that a run can go on from, if one comes soon.
+"""When all ranks are made to quiesce for a checkpoint: at a boundary from which a run can resume, if one comes soon.
 
 What the script may go backward through is in no record (see `open_boundaries`), so a checkpoint of an open
 boundary is mostly refused by the launch that should go on from it. The ranks then train on up to the next one that is
@@ -21,7 +21,7 @@ LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 
 
 class Standing:
-    """Orders to stand still that are held back."""
+    """Orders to quiesce that are held back."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor

@@ -117,7 +117,7 @@ class Supervisor:
             transfer_s=config.transfer_timeout_s,
             resume_s=config.resume_timeout_s,
             persist_s=config.persist_timeout_s,
-            # Whoever must come to its next collective to stand still needs more time.
+            # Whoever must come to its next collective to quiesce needs more time.
             halt_s=config.freeze_timeout_s if config.mindio else recovery.Limits().halt_s,
         )
         rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()

@@ -18,7 +18,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Freeze(Action):
-    """Tell the survivors to stand still and to answer with RankFrozen; those that stand still already answer again.
+    """Have the survivors quiesce and answer with RankFrozen; those already quiesced answer again.
 
     ranks        survivors
     generation   that is being made
@@ -109,7 +109,7 @@ class LoadState(Action):
 
 @dataclass(frozen=True, slots=True)
 class Persist(Action):
-    """Write a checkpoint of the boundary at which all survivors stand still; the answer is StatePersisted.
+    """Write a checkpoint of the boundary at which all survivors are quiesced; the answer is StatePersisted.
 
     ranks     survivors; each writes a part of what they all hold
     cause     for the checkpoint's manifest

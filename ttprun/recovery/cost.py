@@ -9,7 +9,7 @@ from ttprun.recovery.ladder import may_persist, may_rewind
 def cost_of_a_loss(job: Job) -> str:
     """A clause that goes on from "if a rank is lost, ", for a job no rank of which can be replaced."""
     if may_rewind(job):
-        return f"all ranks go back to the snapshot of step {job.snapshot}, and the steps since are lost"
+        return f"all ranks go back to the snapshot of step {job.snapshot}, and the steps since then are lost"
     settings = job.settings
     is_limited = settings.max_restarts is not None
     if "restart" in settings.rungs and (not is_limited or job.restarts < (settings.max_restarts or 0)):

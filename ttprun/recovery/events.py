@@ -165,7 +165,7 @@ class RankExited(RankEvent):
     def sentence(self) -> str:
         """The fault for an operator."""
         if self.device_fault:
-            how = f"ended with a fault of its device ({self.device_fault})"
+            how = f"ended with a device fault ({self.device_fault})"
         elif self.is_script_error:
             how = "ended with an uncaught exception"
         elif self.signal is not None:
@@ -202,7 +202,7 @@ class RankFaulted(RankEvent):
     @property
     def sentence(self) -> str:
         """The fault for an operator."""
-        what = f"a fault of its device ({self.device_fault})" if self.device_fault else "a transient error"
+        what = f"a device fault ({self.device_fault})" if self.device_fault else "a transient error"
         return f"rank {self.rank} met {what} at boundary {self.boundary}{_cause(self.reason)}"
 
 
@@ -301,7 +301,7 @@ class ReplacementAsked(Event):
     def sentence(self) -> str:
         """What was asked, for an operator."""
         ranks = ", ".join(map(str, self.ranks))
-        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as planned ({self.reason})"
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {ranks} had to be replaced as requested ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,7 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
     member = job.members[event.rank]
     is_replacement = member.life is Life.LOST
     if event.is_finish and is_replacement:
-        why = f"the replacement of rank {event.rank} came to the end of the script before it had caught up"
+        why = f"the replacement of rank {event.rank} reached the end of the script before it had caught up"
         return restart_group(job, event.at_s, why, is_replayable=False)
     if event.is_finish and member.has_reissued:
         return end_resuming(mark_finished(job, event), event.at_s)
@@ -154,7 +154,7 @@ def is_known(job: Job, event: Loss) -> bool:
 def fail_for_good(job: Job, event: Loss) -> Result:
     """The script has failed in a new process as it had in the old one."""
     where = f"rank {event.rank} at boundary {event.boundary}"
-    why = f"the script fails in {where} again: it is the script's own error"
+    why = f"the script fails in {where} again: this is an error of the script itself"
     return fail_job(job, event.at_s, why, has_progress=False, rung="fail")
 
 
@@ -183,7 +183,7 @@ def on_exit_while_draining(job: Job, event: RankExited) -> Result:
 
 def end_drain(job: Job, at_s: float) -> Result:
     """The last rank that could finish is gone."""
-    why = f"{name_ranks(job.lost)} did not finish, and no other rank runs any more"
+    why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
     return restart_group(job, at_s, why) if job.lost else finish_job(job, at_s)
 
 
@@ -340,7 +340,7 @@ def let_others_finish(job: Job, event: RankExited) -> Result:
     """The group is about to be built again, and a rank has finished without waiting for it."""
     job = mark_finished(job, event)
     if job.incident is None and job.survivors:
-        fault = f"rank {event.rank} finished while all stood still for a checkpoint"
+        fault = f"rank {event.rank} finished while all waited for a checkpoint"
         job = open_incident(job, event.at_s, "exit 0", fault, detect_s=0.0)
     return drain(job, event.at_s, f"rank {event.rank} has finished, and the group cannot be built again without it")
 

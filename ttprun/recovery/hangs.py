@@ -32,11 +32,11 @@ class Way(StrEnum):
     One that is WAITING does not, though its main thread answers heartbeats: it runs the loop in which it waits.
     """
 
-    STOPPED = "its process has been stopped by a signal"
-    HELD = "a thread of it holds the GIL and does not get on"
-    IDLE = "its main thread stands in a call that does not return"
-    ASTRAY = "it waits at another place than the others"
-    BUSY = "it works, but does not come"
+    STOPPED = "its process was stopped by a signal"
+    HELD = "one of its threads holds the GIL and makes no progress"
+    IDLE = "its main thread is in a call that does not return"
+    ASTRAY = "it waits elsewhere than the others"
+    BUSY = "it works, but does not arrive"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Hung:
     @property
     def reason(self) -> str:
         """For an operator."""
-        told = f"{self.way}; it is {self.sight.where}, and has not got on for {self.for_s:.1f} s"
+        told = f"{self.way}; it is {self.sight.where}, and has made no progress for {self.for_s:.1f} s"
         if self.awaited is None:
             return told
         left_out = self.sight.is_waiting and self.sight.meetings < self.awaited.meetings
-        how = ", which it has left out" if left_out else ""
+        how = ", which it has skipped" if left_out else ""
         return f"{told}, while rank {self.awaited.rank} waits {self.awaited.where}{how}"
 
 
@@ -75,7 +75,7 @@ class Stalled:
     @property
     def reason(self) -> str:
         """For an operator."""
-        return f"all ranks stand {self.where}, and nothing has moved for {self.for_s:.1f} s"
+        return f"all ranks are {self.where}, and none has made progress for {self.for_s:.1f} s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,10 +129,10 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
     if why_hopeless:
         return fail_job(job, event.at_s, why_hopeless, has_progress=False, rung="fail")
     if "reconnect" not in job.settings.rungs:
-        return restart_group(job, event.at_s, "connecting anew is switched off (rungs)")
+        return restart_group(job, event.at_s, "connecting again is switched off (rungs)")
     if times > job.settings.max_reconnects:
         where = f"at boundary {event.boundary}"
-        why = f"the connections broke {times} times {where}, so that building them anew does not help"
+        why = f"the connections broke {times} times {where}, so building them again does not help"
         return restart_group(job, event.at_s, why)
     return begin_attempt(job, event.at_s)
 
@@ -148,7 +148,7 @@ def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
         boundary=event.boundary,
         detected_after_s=event.detected_after_s,
         device_fault=event.device_fault,
-        reason=f"connecting anew has not helped: {event.reason}",
+        reason=f"connecting again has not helped: {event.reason}",
     )
     job, actions = answer_fault(job, lost)
     return job, (KillRank(member.rank, lost.sentence), *actions)

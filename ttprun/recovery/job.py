@@ -28,7 +28,7 @@ class Phase(StrEnum):
     REPLAYING = "REPLAYING"  # replacements run the script up to the boundary
     TRANSFERRING = "TRANSFERRING"  # the source sends its state, or all load that of a snapshot
     RESUMING = "RESUMING"  # all connect, and issue their journals
-    PERSISTING = "PERSISTING"  # living ranks stand still and write a checkpoint
+    PERSISTING = "PERSISTING"  # living ranks quiesce and write a checkpoint
     DRAINING = "DRAINING"  # no repair is possible; ranks that can finish may do so
     RESTARTING = "RESTARTING"  # the agent restarts the whole group
     DONE = "DONE"
@@ -61,7 +61,7 @@ class Limits:
     transfer_s: float = 300.0
     resume_s: float = 300.0  # at boundary 0 replay_s more: the replacement must start up first
     drain_s: float = 300.0
-    halt_s: float = 10.0  # to stand still for a checkpoint, before who does not is given up
+    halt_s: float = 10.0  # to quiesce for a checkpoint, before who does not is abandoned
     persist_s: float = 600.0
 
 
@@ -321,7 +321,7 @@ class Job:
 
     @property
     def standing(self) -> tuple[int, ...]:
-        """Survivors that stand still."""
+        """Survivors that are quiesced."""
         return tuple(member.rank for member in self.members if member.frozen is not None)
 
     def source_of(self, rank: int) -> int | None:

@@ -46,7 +46,7 @@ UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebui
 def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
     """The job with a new incident, in which no rank is lost yet.
 
-    fault   a sentence that goes on from "it began when"
+    fault   a sentence that completes "the cause:"
     """
     job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s))
     return count_as_incident(job, at_s, kind)
@@ -172,7 +172,7 @@ def restart_group(
                     saved replays it too, and finds no lost rank's step to compare with
     """
     if job.incident is None:
-        job = open_incident(job, at_s, "checkpoint", "all stood still for a checkpoint", detect_s=0.0)
+        job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
     if job.rewind_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
     snapshot = job.snapshot
@@ -192,7 +192,7 @@ def why_not_alone(job: Job) -> str:
     if job.snapshot is not None:
         return f"going back to its step {job.snapshot} is switched off (rungs)"
     if any(member.has_joined for member in job.replacements):
-        return "nothing of its state is left, and it cannot begin anew: the others made a process group with it before"
+        return "nothing of its state is left, and it cannot start anew: the others made a process group with it before"
     return "nothing of its state is left"
 
 
@@ -217,7 +217,7 @@ def begin_anew(job: Job, at_s: float, why: str) -> Result:
     why   for the operator; "" if it had not taken a step
     """
     if steps_reached(job):
-        why = f"{why or why_not_alone(job)}; it begins anew"
+        why = f"{why or why_not_alone(job)}; it starts anew"
     return go_back(job, at_s, Saved(0, place=""), reason_of(job, why))
 
 
@@ -232,26 +232,26 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     boundary, place = job.rewind_to, job.rewind_place
     job = replace(job, rewind_to=None, rewind_place="")
     if not boundary:
-        return leave_group(job, at_s, f"beginning anew failed: {why}")
+        return leave_group(job, at_s, f"starting anew failed: {why}")
     if not place:
         job, why = replace(job, snapshot=None), f"going back to the snapshot of step {boundary} failed: {why}"
         return begin_anew(job, at_s, why) if may_begin_anew(job) else leave_group(job, at_s, why)
     note = NoteUnusable(place, why, is_refusal)
     job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
-    why = f"the run cannot go on from the checkpoint of step {boundary}: {why}"
+    why = f"the run cannot resume from the checkpoint of step {boundary}: {why}"
     told = why if job.is_resumed or job.incident is None else f"{job.incident.reason}; {why}"
     if not is_refusal:
         why = f"{why}; its state is still saved: {place}"
         job, actions = fail_job(job, at_s, why, rung="fail")
     elif job.saved:
         to = job.saved[0]
-        job, actions = go_back(job, at_s, to, f"{told}; all go on from the one of step {to.boundary}")
+        job, actions = go_back(job, at_s, to, f"{told}; all resume from the one of step {to.boundary}")
     elif job.is_resumed and job.settings.begins_anew:
         to = Saved(0, place="")
-        job, actions = go_back(job, at_s, to, f"{told}; no other can be used, so the script begins anew")
+        job, actions = go_back(job, at_s, to, f"{told}; no other can be used, so the script starts anew")
     elif job.is_resumed:
         job, actions = fail_job(
-            job, at_s, f"{why}; --resume auto takes another, --resume off begins anew", has_progress=False, rung="fail"
+            job, at_s, f"{why}; --resume auto takes another, --resume off starts anew", has_progress=False, rung="fail"
         )
     else:
         job, actions = leave_group(job, at_s, why)
@@ -339,7 +339,7 @@ def why_no_rewind(job: Job) -> str:
     times = job.rewinds.count(cause)
     if times < job.settings.max_rewinds:
         return ""
-    return f"all ranks went back to step {job.snapshot} {times} times, and the same happens again ({cause.kind})"
+    return f"all ranks went back to step {job.snapshot} {times} times, and the same fault comes back ({cause.kind})"
 
 
 def what_sends_back(job: Job) -> Fault:
@@ -359,9 +359,9 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     assert boundary is not None
     job = replace(job, generation=job.generation + 1)
     is_alone = job.settings.is_alone
-    where = f"all ranks go back to step {boundary}" if boundary else "all ranks begin anew"
+    where = f"all ranks go back to step {boundary}" if boundary else "all ranks start anew"
     if is_alone:
-        where = f"it goes back to step {boundary}" if boundary else "it begins anew"
+        where = f"it goes back to step {boundary}" if boundary else "it starts anew"
     present = [member for member in job.members if not is_alone or member.life is not Life.AWAY]
     kills = tuple(KillRank(member.rank, where) for member in present if member.pid is not None)
     unasked = [member.rank for member in present if member.pid is not None or member.spawn_asked_at_s is None]
@@ -401,7 +401,7 @@ def end_job(job: Job, at_s: float) -> Result:
     if ending.goes_on and job.saved and not job.finished:
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
-            why = f"{ending.why}; all go on from the state saved at step {newest.boundary}"
+            why = f"{ending.why}; all resume from the state saved at step {newest.boundary}"
             return go_back(job, at_s, newest, why)
         why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
@@ -425,19 +425,19 @@ def why_not_saved(job: Job) -> str:
     if "persist" not in job.settings.rungs:
         return "saving is switched off (rungs)"
     if job.are_alone:
-        return "the ranks train without a process group, each for itself, and stand at no common step"
+        return "the ranks train without a process group, each for itself, and have no common step"
     if job.unprotected_reason:
         return job.unprotected_reason
     if job.incident is not None and job.incident.kind == MismatchFound.kind:
         return "the ranks hold state that contradicts each other's"
     if job.finished or not job.survivors:
-        return f"{name_ranks(job.finished or job.lost)} trains no more"
+        return f"{name_ranks(job.finished or job.lost)} no longer trains"
     silent = tuple(rank for rank in job.survivors if not job.members[rank].is_protected)
-    return f"the hooks of {name_ranks(silent)} have not said hello yet" if silent else ""
+    return f"the hooks of {name_ranks(silent)} have not reported yet" if silent else ""
 
 
 def begin_persisting(job: Job, at_s: float) -> Result:
-    """Rung "persist": the living ranks stand still, and then write what they hold.
+    """Rung "persist": the living ranks quiesce, and then write what they hold.
 
     If the job goes on afterwards no rank is lost; if it ends, the places of lost ranks are not taken any more.
     """
@@ -445,7 +445,7 @@ def begin_persisting(job: Job, at_s: float) -> Result:
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
     job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
-    kills = (KillRank(member.rank, "the job ends, and it has not caught up") for member in useless)
+    kills = (KillRank(member.rank, "the job ends before it has caught up") for member in useless)
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)
     return enter(job, Phase.PERSISTING, at_s, (freeze, *kills, deadline))
@@ -461,7 +461,7 @@ def reason_of(job: Job, why: str) -> str:
     if not why:
         return job.incident.reason
     if job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
-        return f"{why}; it began when {job.incident.reason}"
+        return f"{why}; the cause: {job.incident.reason}"
     return f"{why}; {job.incident.reason}"
 
 

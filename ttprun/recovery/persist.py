@@ -1,6 +1,6 @@
 """Handlers of what becomes of a job's state beside its ranks: snapshots, checkpoints, and going on from one.
 
-PERSISTING: all living ranks stand still at one boundary, as for a repair; then each writes a part of what they hold,
+PERSISTING: all living ranks quiesce at one boundary, as for a repair; then each writes a part of what they hold,
 and the agent makes a checkpoint of it. If the job goes on they connect anew and issue their journals, as if a link had
 broken; so a checkpoint can be had at any moment. If the job ends because somebody has asked, and the script handles the
 signal that tells it so, it goes on all the same, to do what it does then.
@@ -112,14 +112,14 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
 def what_was_saved(job: Job, event: StatePersisted) -> str:
     """What can become of the checkpoint that was written, for the operator."""
     if event.why_unusable:
-        return f"what the ranks hold was saved, but no run can go on from it ({event.why_unusable}): {event.place}"
+        return f"what the ranks hold was saved, but no run can resume from it ({event.why_unusable}): {event.place}"
     if job.ending is not None and not job.ending.is_replayable:
-        return f"its state was saved, but a replay of this script comes out otherwise, so none goes on: {event.place}"
+        return f"its state was saved, but a replay of this script differs from the run, so none resumes: {event.place}"
     if job.ending is not None and job.ending.is_restart:
         return f"its state was saved: {event.place}"
     if job.settings.same_command_goes_on:
-        return f"its state was saved, the same command goes on from there: {event.place}"
-    return f"its state was saved, and this goes on from there: --resume {event.place}"
+        return f"its state was saved, the same command resumes from it: {event.place}"
+    return f"its state was saved; to resume from it: --resume {event.place}"
 
 
 def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
@@ -152,7 +152,7 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
     stands_at = job.source.boundary if job.source is not None and not is_anyone_moving(job) else None
     if job.ending is not None and (job.ending.is_fault or job.lost or stands_at is None or not is_handled):
         return end_job(job, at_s)
-    if stands_at is None:  # a rank cannot write, and others do not stand still yet
+    if stands_at is None:  # a rank cannot write, and others are not quiesced yet
         return begin_attempt(open_incident(job, at_s, "mismatch", why_not, detect_s=0.0), at_s)
     actions = (Resume(job.survivors, job.generation, stands_at), deadline_of(job, Phase.RESUMING))
     return enter(job, Phase.RESUMING, at_s, actions)
@@ -190,7 +190,7 @@ def on_started_to_persist(job: Job, event: RankStarted) -> Result:
 
 
 def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
-    """Who does not stand still by now will not: if the job ends the others write without it.
+    """Who is not quiesced by now will not be: if the job ends the others write without it.
 
     Else it is an incident: all connections have been cut, so nobody can go on before all have stood still.
     """
@@ -200,7 +200,7 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
     if event.name != HALT or job.persists_at is not None or not late:
         return unchanged(job, event)
     guilty = tuple(rank for rank in late if rank in event.silent) or late
-    why_not = f"rank {', '.join(map(str, guilty))} did not come to a stand within {job.settings.limits.halt_s:.0f} s"
+    why_not = f"rank {', '.join(map(str, guilty))} did not quiesce within {job.settings.limits.halt_s:.0f} s"
     if job.ending is None:
         incident = open_incident(job, event.at_s, "hang", why_not, detect_s=0.0)
         return giving_up(job, why_not, begin_attempt(incident, event.at_s))

@@ -23,12 +23,12 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
     ranks   at least one
     """
     if job.are_alone:
-        return "the ranks train without a process group, so a new process would have nobody to get its state from"
+        return "the ranks train without a process group, so a new process could get its state from no rank"
     strangers = tuple(rank for rank in ranks if rank not in job.survivors)
     if job.phase is not Phase.RUNNING:
         return f"the job is {job.phase}"
     if strangers or job.finished:
-        return f"{name_ranks(strangers or job.finished)} trains no more"
+        return f"{name_ranks(strangers or job.finished)} no longer trains"
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
     left = tuple(rank for rank in job.survivors if rank not in ranks)
@@ -54,7 +54,7 @@ def why_not_upgradable(job: Job) -> str:
     if job.phase is not Phase.RUNNING:
         return f"the job is {job.phase}"
     if job.finished:
-        return f"{name_ranks(job.finished)} trains no more"
+        return f"{name_ranks(job.finished)} no longer trains"
     return why_not_protected(job, needs_process=False)
 
 

@@ -73,7 +73,7 @@ def on_frozen(job: Job, event: RankFrozen) -> Result:
 
 
 def end_freezing(job: Job, at_s: float) -> Result:
-    """Once all survivors stand still: replay, or at boundary 0 run the replacements live from the top.
+    """Once all survivors are quiesced: replay, or at boundary 0 run the replacements live from the top.
 
     If no rank is lost there is nothing to repair but the connections.
 
@@ -105,14 +105,14 @@ def why_survivors_disagree(job: Job) -> str:
     frozen = [member.frozen for member in job.members if member.frozen is not None]
     if len({answer.boundary for answer in frozen}) > 1:
         places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
-        return f"the survivors stand at different boundaries: {places}"
+        return f"the survivors are at different boundaries: {places}"
     for ranks in job.alike(job.standing):
         of_alike = [answer for answer in frozen if answer.rank in ranks]
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
             return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
     alone = tuple(answer.rank for answer in frozen if answer.boundary > 0 and not answer.has_group)
-    return f"{name_ranks(alone)} trained without a process group, so there is nobody to repair from" if alone else ""
+    return f"{name_ranks(alone)} trained without a process group, so no rank can repair it" if alone else ""
 
 
 def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
@@ -143,7 +143,7 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     if target is None or member.life is not Life.LOST or not member.has_orders:
         return unchanged(job, event)
     if event.boundary != target:
-        why = f"rank {event.rank} replayed up to boundary {event.boundary}, and not to {target}"
+        why = f"rank {event.rank} replayed up to boundary {event.boundary} instead of {target}"
         return restart_group(job, event.at_s, why, is_replayable=False)
     job = job.with_member(event.rank, has_replayed=True)
     if not all(replacement.has_replayed for replacement in job.replacements):
@@ -322,7 +322,7 @@ def what_is_missing(job: Job, member: Member) -> str:
         case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"
         case Phase.PERSISTING if not is_replacement and member.frozen is None:
-            return "to stand still"
+            return "to quiesce"
         case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_rebuilt:
             return "to connect"
         case Phase.RESUMING if member.life is not Life.FINISHED and not member.has_reissued:

@@ -129,7 +129,7 @@ class Divergence:
     @property
     def sentence(self) -> str:
         """For an operator."""
-        when = f"at boundary {self.boundary}; at boundary {self.agreed_at} they were alike"
+        when = f"at boundary {self.boundary}; at boundary {self.agreed_at} they were equal"
         if not self.ranks:
             return f"the ranks hold different weights {when}, and no majority says which are right"
         return f"its weights differ from those of the other ranks {when}"

@@ -32,7 +32,7 @@ def give_up_replacing(job: Job, at_s: float, why: str, is_refusal: bool = True, 
         return restart_group(job, at_s, why, is_refusal, is_replayable=is_replayable)
     why_not = why_not_without(job, job.lost)
     if why_not:
-        why = f"{why}; the others cannot train on without {name_ranks(job.lost)}: {why_not}"
+        why = f"{why}; the others cannot continue without {name_ranks(job.lost)}: {why_not}"
         return restart_group(job, at_s, why)
     return begin_shrinking(job, at_s, why)
 
@@ -73,9 +73,9 @@ def why_not_without(job: Job, lost: Collection[int]) -> str:
     leaving = who_would_leave(job, lost)
     rest = tuple(rank for rank in range(len(job.members)) if rank not in leaving)
     if not rest:
-        return f"{name_ranks(leaving)} would have to leave, and nobody would be left"
+        return f"{name_ranks(leaving)} would have to leave, and no rank would remain"
     missing = next((group for group in replica_groups(job) if group.whole_copy(rest) is None), None)
-    return f"of a shard of {name_ranks(missing.ranks)} no copy would be left" if missing is not None else ""
+    return f"for a shard of {name_ranks(missing.ranks)} no copy would remain" if missing is not None else ""
 
 
 def who_would_leave(job: Job, lost: Collection[int]) -> tuple[int, ...]:
@@ -133,6 +133,6 @@ def unless_away(handler: Callable[[Job, RankStarted], Result]) -> Callable[[Job,
         if job.members[event.rank].life is not Life.AWAY:
             return handler(job, event)
         job = job.with_member(event.rank, spawn_asked_at_s=None)
-        return job, (KillRank(event.rank, "its rank has left, and the others train on without it"),)
+        return job, (KillRank(event.rank, "its rank has left, and the others continue without it"),)
 
     return on_started

@@ -180,7 +180,7 @@ def plan_dump(
     for kind, group in sorted(of_all, key=lambda found: (found[0], found[1].ranks)):
         chosen = group.whole_copy(living)
         if chosen is None:
-            return f"of a shard of ranks {', '.join(map(str, group.ranks))} no copy is left"
+            return f"for a shard of ranks {', '.join(map(str, group.ranks))} no copy is left"
         for rank in chosen:
             saves.setdefault(rank, []).append((kind, chosen))
     return saves

@@ -73,9 +73,9 @@ class Sight:
     def where(self) -> str:
         """Its place in words: "in allreduce, number 3 of step 12"."""
         if self.doing is Doing.CONNECTING:
-            return f"for its process group to be connected, in step {self.boundary}"
+            return f"for its process group to connect, in step {self.boundary}"
         if self.doing is Doing.COMMITTING:
-            return f"in front of its optimizer step {self.boundary}"
+            return f"before its optimizer step {self.boundary}"
         if self.doing in IN_COLLECTIVE:
             return f"in {self.operation}, number {self.meetings} of step {self.boundary}"
         return f"{self.doing}, in step {self.boundary}"
