@@ -17,7 +17,7 @@ FLOORS = {
     "elastic_resume": {"agent", "errors", "protocol", "rank", "state"},
     "chaos": {"agent", "config", "device", "errors", "observe", "protocol", "rank", "text_hashes"},
     "shim": {"rank"},
-    "mindio": {"errors", "rank"},
+    "mindio": {"errors", "protocol", "rank"},
     "state": {"__version__", "errors"},
     "agent": {
         "chaos",

@@ -16,6 +16,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.checkpoints import ENDED_NAME, Checkpoints
 from ttprun.agent.snapshots import Shelf
+from ttprun.protocol.from_rank import Dumped, Share, SnapshotTaken
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
 
@@ -47,10 +48,16 @@ class FakeSupervisor:
 @pytest.fixture
 def shelf() -> Iterator[Shelf]:
     """A snapshot of one rank that holds nothing."""
-    told = {"share": 0, "header": [], "model": {}, "bytes": 0, "records_bytes": 0}
-    made = Shelf([os.memfd_create("records")], [os.memfd_create("share")], boundary=20, told={0: told})
+    made = Shelf([os.memfd_create("records")], [os.memfd_create("share")], boundary=20)
+    note_sizes(made, records=0, share=0)
     yield made
     made.close()
+
+
+def note_sizes(shelf: Shelf, records: int, share: int) -> None:
+    """The only rank has written so many bytes."""
+    written = Share(0, bytes=share, xxh3="", header_xxh3="h", digests={}, apart="")
+    shelf.told[0] = SnapshotTaken(number=1, boundary=20, share=written, records_bytes=records)
 
 
 def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
@@ -64,9 +71,9 @@ def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothin
 ) -> None:
     supervisor = FakeSupervisor(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
-    for fd, name in ((shelf.records[0], "records_bytes"), (shelf.shares[0], "bytes")):
+    for fd in (shelf.records[0], shelf.shares[0]):
         os.pwrite(fd, b"told" + bytes(100), 0)
-        shelf.told[0][name] = 4
+    note_sizes(shelf, records=4, share=4)
 
     write(Checkpoints(supervisor, store), shelf)  # type: ignore[arg-type]
 
@@ -81,7 +88,7 @@ def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_
     supervisor = FakeSupervisor(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
     checkpoints = Checkpoints(supervisor, store)  # type: ignore[arg-type]
-    shelf.told[0]["bytes"] = 4
+    note_sizes(shelf, records=0, share=4)
 
     write(checkpoints, shelf)
 
@@ -156,11 +163,12 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_m
     checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
     checkpoints.persist(persist_order(2))
     folder = Path(supervisor.told[0]["path"]).parent
-    failed = {"generation": 1, "why_not": "rank 1: the disk is full", "is_handled": False}
+    failed = Dumped(1, "rank 1: the disk is full", is_handled=False)
 
     checkpoints.take_dumped(supervisor.seats[1], failed)  # type: ignore[arg-type]
     early = (list(supervisor.advanced), folder.exists())
-    written = {"generation": 1, "why_not": "", "is_handled": True, "header_xxh3": "h", "share": 0}
+    share = Share(0, bytes=0, xxh3="", header_xxh3="h", digests={}, apart="")
+    written = Dumped(1, "", is_handled=True, share=share)
     checkpoints.take_dumped(supervisor.seats[0], written)  # type: ignore[arg-type]
 
     assert early == ([], True)

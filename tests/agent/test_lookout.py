@@ -22,6 +22,7 @@ from ttprun.agent.lookout import Lookout, state_of
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.seat import Seat
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import Broken
 from ttprun.recovery import Settings, new_job
 from ttprun.recovery.hangs import Hung, Way
 from ttprun.recovery.sights import Doing, Sight
@@ -256,7 +257,7 @@ def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
 ) -> None:
     supervisor: Any = FakeSupervisor()
     seat: Any = SimpleNamespace(rank=1)
-    told = {"generation": 0, "reason": "allreduce: it broke", "after_s": 1.0, "device_fault": fault}
+    told = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
 
     BlindLookout(supervisor).take_broken(seat, told)
 

@@ -16,6 +16,7 @@ from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
 from ttprun.agent import preloads as preloads_module
 from ttprun.agent.preloads import Plan, Preloaded, Preloads, plan_of
 from ttprun.agent.processes import Standby
+from ttprun.protocol.from_rank import Imported
 
 SAY = "import os\nopen(os.path.join({folder!r}, 'imported'), 'a').write(f'{{__name__}}\\n')\n"
 
@@ -35,11 +36,11 @@ class Site:
         (self.folder / f"{name}.py").write_text(SAY.format(folder=str(self.folder)) + source)
         self.names.append(name)
 
-    def report(self, changes: dict[str, dict[str, str]] | None = None) -> dict[str, Any]:
+    def report(self, changes: dict[str, dict[str, str]] | None = None) -> Imported:
         """What a rank would say that has imported all of them."""
         changes = changes or {}
-        modules = [[name, str(self.folder / f"{name}.py"), changes.get(name, {})] for name in self.names]
-        return {"op": "imported", "modules": modules, "directory": os.getcwd()}
+        modules = [(name, str(self.folder / f"{name}.py"), {**changes.get(name, {})}) for name in self.names]
+        return Imported(modules, os.getcwd())
 
     def settle(self, **changes: dict[str, str]) -> Preloaded | None:
         """The copy that can be used in the end, after as many rounds as it takes."""
@@ -203,8 +204,8 @@ def test_a_copy_that_is_killed_is_made_again_and_blames_no_module(site: Site) ->
     assert site.preloads.refused == {}
 
 
-def report(*modules: list[Any], directory: str | None = None) -> dict[str, Any]:
-    return {"modules": list(modules), "directory": directory or os.getcwd()}
+def report(*modules: tuple[str, str, dict[str, str | None]], directory: str | None = None) -> Imported:
+    return Imported(list(modules), directory or os.getcwd())
 
 
 def start(rank: int, *arguments: str) -> dict[str, Any]:
@@ -212,10 +213,11 @@ def start(rank: int, *arguments: str) -> dict[str, Any]:
 
 
 def test_only_what_all_ranks_have_imported_from_the_same_file_is_imported_and_their_own_variables_are_watched() -> None:
-    logger, shared, moved = ["wandb", "/w", {}], ["numpy", "/n", {"SEED": "1", "HOME": "/r"}], ["yaml", "/a", {}]
-    theirs = ["numpy", "/n", {"SEED": "2", "HOME": "/r"}]
+    logger, moved = ("wandb", "/w", {}), ("yaml", "/a", {})
+    shared = ("numpy", "/n", {"SEED": "1", "HOME": "/r"})
+    theirs = ("numpy", "/n", {"SEED": "2", "HOME": "/r"})
 
-    plan = plan_of([report(logger, shared, moved), report(theirs, ["yaml", "/b", {}])], [start(0), start(1)])
+    plan = plan_of([report(logger, shared, moved), report(theirs, ("yaml", "/b", {}))], [start(0), start(1)])
 
     assert isinstance(plan, Plan)
     assert plan.modules == (("wandb", "", {}), ("numpy", "/n", {"HOME": "/r"}), ("yaml", "", {}))

@@ -10,12 +10,13 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
+from ttprun.protocol.channel import KNOWN
+from ttprun.protocol.codec import decode
 
 N_RANKS = 3
-SCRIPT_ERROR = {
-    "op": "script_error", "error": "no file", "traceback": "no file caf\udce9\n", "detail": "", "device_fault": "",
-}  # fmt: skip
+SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
 
 
 class FakeHandler:
@@ -80,8 +81,8 @@ def reports(supervisor: FakeSupervisor) -> Reports:
 def hold(reports: Reports, supervisor: FakeSupervisor, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
     for seat, digest in zip(supervisor.seats, digests, strict=True):
-        held = {"w": [digest, "gradient"]}
-        reports.take(seat, {"op": "held", "boundary": boundary, "is_full": boundary == 1, "held": held, "names": {}})
+        held = {"w": (digest, "gradient")}
+        reports.take(seat, from_rank.Held(boundary, is_full=boundary == 1, held=held, names={}))
 
 
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(
@@ -93,7 +94,7 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
     told_once, training = list(line.told), supervisor.job
 
     supervisor.advance(recovery.CheckpointAsked(at_s=1.0))
-    reports.take(odd, {"op": "aside"})
+    reports.take(odd, from_rank.SteppedAside())
     survivors = supervisor.job.survivors
     supervisor.job = training  # the checkpoint is there, and all go on
     hold(reports, supervisor, 4, "aba")
@@ -107,20 +108,20 @@ def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_the
     supervisor: FakeSupervisor, reports: Reports
 ) -> None:
     teller, seat, line = supervisor.seats[1], supervisor.seats[0], supervisor.handlers[0]
-    put = {"op": "put", "key": "port 1", "value": ""}
-    reports.take(teller, put | {"generation": 0})
+    put = from_rank.Put(1, "port 1", "")
+    reports.take(teller, from_rank.Put(0, "port 1", ""))
     line.told.clear()
 
     seat.leave(-9, supervisor.board, lambda number, pid: "")
     supervisor.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
-    reports.take(teller, put | {"generation": 1})
-    reports.take(seat, put | {"generation": 1})  # of its own, for the others
+    reports.take(teller, put)
+    reports.take(seat, put)  # of its own, for the others
     before = list(line.told)
-    reports.take(seat, {"op": "present", "pid": 200, "main_thread": 1})
+    reports.take(seat, from_rank.Present(pid=200, main_thread=1))
 
     assert supervisor.job.generation == 1
     assert before == []
-    assert line.told == [put | {"generation": 1}]
+    assert line.told == [put]
 
 
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
@@ -145,3 +146,19 @@ def test_a_traceback_that_nobody_reads_does_no_harm(supervisor: FakeSupervisor, 
         os.close(writer)
 
     assert supervisor.seats[0].script_error == "no file"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[]", b'{"op": "Freeze"}', b'{"op": "Frozen"}', b'{"op": "Frozen", "generation": 1, "boundary": "2"}'],
+)
+def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
+    supervisor: FakeSupervisor, reports: Reports, caplog: pytest.LogCaptureFixture, line: bytes
+) -> None:
+    job = supervisor.job
+
+    reports.take(supervisor.seats[1], decode(line, KNOWN))
+
+    assert supervisor.job == job
+    (record,) = caplog.records
+    assert record.message.startswith("a message of rank 1 is ignored: ")

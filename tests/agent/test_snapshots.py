@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from ttprun import recovery
 from ttprun.agent import snapshots as module
 from ttprun.agent.snapshots import Shelf, Snapshots, path_of
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import Share, SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights.checkpoint_shards import version_of
 from ttprun.recovery.replicas import UNKNOWN, Replicas
@@ -112,12 +114,17 @@ class Job:
         """A rank has put its part of the snapshot that is asked for where it belongs."""
         shelf = self.snapshots.shelves[self.asked % 2]
         os.pwrite(shelf.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
-        told = {
-            "number": self.asked, "boundary": boundary, "why_not": "", "share": rank, "bytes": 10, "records_bytes": 5,
-            "header_xxh3": "h", "header": [], "took_s": 0.25, "digests": {"w": "same"},
-            "apart": version_of(self.supervisor.job.replicas.parted),
-        }  # fmt: skip
-        self.snapshots.take(self.supervisor.seats[rank], told | differing)  # type: ignore[arg-type]
+        apart = version_of(self.supervisor.job.replicas.parted)
+        share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, apart=apart)
+        share = replace(share, **differing)
+        self.report(rank, SnapshotTaken(self.asked, boundary, "", share, records_bytes=5, took_s=0.25))
+
+    def fail(self, rank: int, boundary: int, why_not: str) -> None:
+        """A rank could not do so."""
+        self.report(rank, SnapshotTaken(self.asked, boundary, why_not))
+
+    def report(self, rank: int, taken: SnapshotTaken) -> None:
+        self.snapshots.take(self.supervisor.seats[rank], taken)  # type: ignore[arg-type]
 
     def take(self, boundary: int) -> None:
         """All ranks take part."""
@@ -250,7 +257,7 @@ def test_the_newest_complete_one_is_never_written_over(job: Callable[[str], Job]
         one.take(boundary)
 
     one.look()
-    one.tell(0, 80, why_not="rank 0: no")
+    one.fail(0, 80, "rank 0: no")
 
     assert one.snapshots.newest is not None
     assert one.snapshots.newest.boundary == 60
@@ -361,7 +368,7 @@ def test_for_want_of_memory_it_is_said_once_and_tried_again_at_each_interval(
     for number in (1, 2, 3):
         one.now_s += 90
         assert one.look() == number
-        one.tell(0, 100 * number, why_not=NO_ROOM)
+        one.fail(0, 100 * number, NO_ROOM)
         one.now_s += 89
         assert one.look() == number
         one.now_s -= 89
@@ -440,8 +447,9 @@ def test_what_a_rank_says_of_an_older_snapshot_is_void(job: Callable[[str], Job]
     one.take(20)
     one.look()
 
-    one.tell(0, 20, number=1)
-    one.tell(1, 20, number=1)
+    share = Share(0, bytes=10, xxh3="", header_xxh3="h", digests={}, apart="")
+    for rank in range(RANKS):
+        one.report(rank, SnapshotTaken(1, 20, "", share))
 
     assert one.snapshots.newest is not None
     assert (one.snapshots.newest.boundary, len(one.events("snapshot_taken"))) == (20, 1)

@@ -36,7 +36,7 @@ class FakeSupervisor:
         self.seats = [seat]
         self.reported: list[str] = []
         self.logged: list[str] = []
-        self.reports = SimpleNamespace(take=lambda seat, message: self.reported.append(message["reason"]))
+        self.reports = SimpleNamespace(take=lambda seat, message: self.reported.append(message.reason))
 
     def log(self, event: str, **fields: object) -> None:
         self.logged.append(event)

@@ -10,8 +10,9 @@ import pytest
 from ttprun.agent import watch
 from ttprun.agent.reports import Reports
 from ttprun.agent.watch import Watch
+from ttprun.protocol import from_rank
 
-MODULES = {"op": "modules", "modules": ["torch.fx"], "files": []}
+MODULES = from_rank.ModulesOfTorch(["torch.fx"], [])
 
 
 class FakeStandbys:
@@ -33,7 +34,7 @@ class FakeStandbys:
 
 @pytest.fixture
 def supervisor() -> Any:
-    seat = SimpleNamespace(is_protected=True, handler=SimpleNamespace(start={"env": {}}))
+    seat = SimpleNamespace(rank=0, is_protected=True, handler=SimpleNamespace(start={"env": {}}))
     found = SimpleNamespace(standbys=FakeStandbys(), seats=[seat, seat], job=SimpleNamespace(incident=None))
     found.watch = Watch(found)  # type: ignore[arg-type]
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ttprun.protocol import channel
+from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.presence import Presence
@@ -41,7 +41,7 @@ def up_to_frozen(line: Channel) -> list[channel.Message]:
     found = []
     for message in line.messages():
         found.append(message)
-        if message["op"] == "frozen":
+        if isinstance(message, from_rank.Frozen):
             break
     return found
 
@@ -51,8 +51,7 @@ def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
 
     ours.send({"op": "freeze", "generation": 2, "lost": [0], "survivors": [1]})
 
-    frozen = {"op": "frozen", "generation": 2, "boundary": 0, "digest": "", "has_group": False, "journal": {}}
-    assert next(ours.messages()) == frozen
+    assert next(ours.messages()) == from_rank.Frozen(2, boundary=0)
     assert presence.generation == 2
     assert [board.get(rank, Field.HELD) for rank in range(2)] == [0, 2]
 
@@ -64,9 +63,7 @@ def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
     ours.send({"op": "freeze", "generation": 3})
 
     said = up_to_frozen(ours)
-    assert [(message["op"], message["generation"]) for message in said] == [
-        ("rebuilt", 2), ("reissued", 2), ("frozen", 3),
-    ]  # fmt: skip
+    assert said == [from_rank.Rebuilt(2), from_rank.Reissued(2), from_rank.Frozen(3, boundary=0)]
     assert presence.may_start.is_set()
 
 
@@ -77,7 +74,7 @@ def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has
     ours.send({"op": "freeze", "generation": 3})
 
     said = up_to_frozen(ours)
-    assert [message["op"] for message in said] == ["rebuilt", "frozen"]
+    assert said == [from_rank.Rebuilt(2), from_rank.Frozen(3, boundary=0)]
     assert presence.order["expected"] == {"world": ["broadcast"]}
 
 
@@ -93,15 +90,15 @@ def test_a_replacement_may_start_when_it_knows_where_to_go(lines: Any, order: ch
 
 def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
     ours, presence, _ = lines
-    heard: queue.Queue[int] = queue.Queue()
+    heard: queue.Queue[str] = queue.Queue()
     for number in range(3):
-        ours.send({"op": "put", "n": number})
+        ours.send(from_rank.Put(1, str(number), ""))
     ours.send({"op": "freeze", "generation": 2})
     next(ours.messages())
 
-    presence.hand_over(lambda message: heard.put(message["n"]))
+    presence.hand_over(lambda message: heard.put(message.key))
     early = heard.qsize()
-    ours.send({"op": "put", "n": 3})
+    ours.send(from_rank.Put(1, "3", ""))
 
-    assert [heard.get(timeout=LIMIT_S) for _ in range(4)] == [0, 1, 2, 3]
+    assert [heard.get(timeout=LIMIT_S) for _ in range(4)] == ["0", "1", "2", "3"]
     assert early == 3

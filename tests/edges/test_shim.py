@@ -144,7 +144,7 @@ def welcomed(
         text=True, capture_output=True, timeout=60, check=False,
     )  # fmt: skip
     theirs.close()
-    ops = [message["op"] for message in ours.messages()]
+    ops = [type(message).__name__ for message in ours.messages()]
     ours.close()
     os.close(board_fd)
     os.close(record_fd)
@@ -156,7 +156,7 @@ def test_a_rank_greets_the_agent_and_imports_no_torch(tmp_path: Path) -> None:
     done, ops = welcomed("import sys; print('torch' in sys.modules, 'numpy' in sys.modules)", tmp_path)
 
     assert (done.stdout, done.stderr) == ("False False\n", "")
-    assert ops == ["present"]
+    assert ops == ["Present"]
 
 
 @pytest.mark.parametrize("flag", ["-E", "-I", "-S"])
@@ -172,7 +172,7 @@ def test_a_child_of_a_rank_is_no_rank(tmp_path: Path) -> None:
     done, ops = welcomed(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])", tmp_path)
 
     assert done.stdout == "False False\n"
-    assert ops == ["present"]
+    assert ops == ["Present"]
 
 
 CHILDS_DESCRIPTORS = """
@@ -196,7 +196,7 @@ def test_the_agent_hears_what_ended_the_script(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr
-    assert ops == ["present", "script_error"]
+    assert ops == ["Present", "ScriptError"]
 
 
 def test_a_rank_whose_agent_has_died_before_it_started_ends(tmp_path: Path) -> None:

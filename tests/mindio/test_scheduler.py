@@ -11,6 +11,7 @@ from ttprun import recovery
 from ttprun.agent.schedulers import Scheduler
 from ttprun.config import Config
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import SchedulerAsked
 from ttprun.recovery import Incident, Phase
 
 OPENED = Incident(
@@ -112,7 +113,7 @@ def test_without_a_scheduler_nobody_is_told(supervisor: FakeSupervisor) -> None:
 
 
 def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    scheduler.notified({"what": "stop", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("stop", {1: 1}))
 
     (event,) = supervisor.events
     assert isinstance(event, recovery.RankHung)
@@ -122,7 +123,7 @@ def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(supervisor: FakeSupe
 def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_process(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "stop", "ranks": {"1": 0}})
+    scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
     assert supervisor.events == []
     assert supervisor.seats[1].told == [{"op": "uce", "generation": 0}]
@@ -131,14 +132,14 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
 def test_a_fault_that_is_known_already_is_no_news(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
     supervisor.job = supervisor.job.with_member(1, life=recovery.Life.LOST)
 
-    scheduler.notified({"what": "stop", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("stop", {1: 1}))
 
     assert supervisor.events == []
 
 
 @pytest.mark.parametrize("what", ["dump", "exit"])
 def test_the_scheduler_can_end_the_job(supervisor: FakeSupervisor, scheduler: Scheduler, what: str) -> None:
-    scheduler.notified({"what": what})
+    scheduler.notified(SchedulerAsked(what))
 
     assert [type(event) for event in supervisor.events] == [recovery.StopAsked]
 
@@ -146,18 +147,18 @@ def test_the_scheduler_can_end_the_job(supervisor: FakeSupervisor, scheduler: Sc
 def all_wait(supervisor: FakeSupervisor, scheduler: Scheduler, number: int) -> None:
     """Each rank says that it waits."""
     for seat in supervisor.seats:
-        scheduler.pause.take(seat, {"op": "paused", "number": number})  # type: ignore[arg-type]
+        scheduler.pause.take(seat, number)  # type: ignore[arg-type]
 
 
 def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "pause", "timeout_s": None})
+    scheduler.notified(SchedulerAsked("pause", timeout_s=None))
     asked = supervisor.board.get(0, Field.PAUSE_ASKED)
     was_paused_at_once = scheduler.is_paused
     all_wait(supervisor, scheduler, asked)
     was_paused = scheduler.is_paused
-    scheduler.notified({"what": "continue"})
+    scheduler.notified(SchedulerAsked("continue"))
 
     assert (asked, was_paused_at_once, was_paused) == (1, False, True)
     assert not scheduler.is_paused
@@ -168,7 +169,7 @@ def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(
 def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_told(
     supervisor: FakeSupervisor, scheduler: Scheduler, timeout_s: float | None, why: str
 ) -> None:
-    scheduler.notified({"what": "pause", "timeout_s": timeout_s})
+    scheduler.notified(SchedulerAsked("pause", timeout_s=timeout_s))
     all_wait(supervisor, scheduler, number=1)
     scheduler.pause.look()
 
@@ -182,7 +183,7 @@ def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_told(
 def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
     all_wait(supervisor, scheduler, number=9)  # what is said of another pause counts for nothing
     before = list(supervisor.events)
     all_wait(supervisor, scheduler, number=1)
@@ -194,8 +195,8 @@ def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(
 
 
 def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
-    scheduler.notified({"what": "stop switch"})
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
+    scheduler.notified(SchedulerAsked("stop switch"))
     all_wait(supervisor, scheduler, number=1)
 
     assert supervisor.events == []
@@ -206,8 +207,8 @@ def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, 
 def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
-    scheduler.pause.take(supervisor.seats[0], {"op": "paused", "number": 1})  # type: ignore[arg-type]
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
+    scheduler.pause.take(supervisor.seats[0], 1)  # type: ignore[arg-type]
     scheduler.pause.look()
 
     ((code, reason, _, _),) = [told["arguments"] for told in supervisor.seats[0].told]
@@ -218,7 +219,7 @@ def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
 def test_a_switch_that_has_begun_is_not_ended_by_the_limit_for_coming_together(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
     all_wait(supervisor, scheduler, number=1)
     scheduler.pause.look()
 
@@ -227,7 +228,7 @@ def test_a_switch_that_has_begun_is_not_ended_by_the_limit_for_coming_together(
 
 
 def test_a_switch_is_dropped_for_a_fault_that_comes_first(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
     scheduler.note_incident(OPENED)
 
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
@@ -243,7 +244,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
     else:
         supervisor.why_not_repairable = "no other rank holds the state of rank 1"
 
-    scheduler.notified({"what": "hot switch", "ranks": {"1": 1}})
+    scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
 
     ((code, reason, _, strategy),) = [told["arguments"] for told in supervisor.seats[0].told]
     assert (code, strategy) == (404, "migration")
@@ -275,7 +276,7 @@ def test_ranks_that_are_away_are_called_back_with_what_the_scheduler_gives(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
     leave(supervisor, 1)
-    scheduler.notified({"what": "upgrade", "params": '{"scale-out-strategy": "DP", "x": 1}'})
+    scheduler.notified(SchedulerAsked("upgrade", params='{"scale-out-strategy": "DP", "x": 1}'))
 
     (event,) = supervisor.events
     assert isinstance(event, recovery.UpgradeAsked)
@@ -286,7 +287,7 @@ def test_ranks_that_are_away_are_called_back_with_what_the_scheduler_gives(
 def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(
     supervisor: FakeSupervisor, scheduler: Scheduler
 ) -> None:
-    scheduler.notified({"what": "upgrade", "params": ""})
+    scheduler.notified(SchedulerAsked("upgrade", params=""))
 
     assert supervisor.events == []
     assert supervisor.logged[-1][0] == "upgrade_refused"
@@ -314,7 +315,7 @@ def test_nobody_is_called_back_to_a_training_that_is_over(supervisor: FakeSuperv
 
 
 def test_a_downgrade_is_left_to_the_state_machine(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    scheduler.notified({"what": "downgrade", "params": ""})
+    scheduler.notified(SchedulerAsked("downgrade", params=""))
 
     assert [type(event) for event in supervisor.events] == [recovery.DowngradeAsked]
     assert scheduler.params("downgrade") == '{"scale-in-strategy": "DP"}'
@@ -323,7 +324,7 @@ def test_a_downgrade_is_left_to_the_state_machine(supervisor: FakeSupervisor, sc
 @pytest.mark.parametrize("what", ["pause", "hot switch"])
 def test_while_ranks_are_away_nobody_is_paused(supervisor: FakeSupervisor, scheduler: Scheduler, what: str) -> None:
     leave(supervisor, 1)
-    scheduler.notified({"what": what, "ranks": {"0": 1}, "timeout_s": None})
+    scheduler.notified(SchedulerAsked(what, {0: 1}, timeout_s=None))
 
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
     assert supervisor.events == []

@@ -75,7 +75,7 @@ def test_a_shift_counts_for_a_framework_of_the_kind_that_uses_it(
     framework_ttp.tft_set_optimizer_replica(0, REPLICAS)
 
     (sent,) = session.channel.sent  # type: ignore[attr-defined]
-    assert sent["groups"][0]["shift"] == shift
+    assert sent.groups[0].shift == shift
 
 
 def test_no_variable_is_both_heeded_and_not() -> None:

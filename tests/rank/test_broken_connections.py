@@ -32,6 +32,7 @@ from tests.rank.collectives import (
 )
 from tests.rank.training import losses_and_weights
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.protocol import from_rank
 from ttprun.rank.session import current
 
 
@@ -106,7 +107,7 @@ def be_held_up(rank: int, name: str) -> None:
 
 def mend(agent: FakeAgent, name: str, times: int = 1) -> None:
     """In the scenario: what a broken link brings about while rank 0 waits."""
-    agent.wait_for(0, "note", text=f"waiting {name}")
+    agent.wait_for(0, from_rank.Note, text=f"waiting {name}")
     agent.pause()
     for _ in range(times):
         agent.break_connections()

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
+from ttprun.protocol import from_rank
 from ttprun.rank import moments
 from ttprun.rank.checks.verification import nan_in
 from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
@@ -347,7 +348,7 @@ def lie_in_wait(training: Training, rank: int, moment: str) -> None:
 
 def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent) -> None:
     for rank in ranks:
-        agent.wait_for(rank, "note", text="here")
+        agent.wait_for(rank, from_rank.Note, text="here")
     agent.pause()
     for line in agent.lines:
         line.send({"op": "freeze", "generation": 2, "lost": [], "survivors": [0, 1]})
@@ -355,7 +356,7 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
     for rank in ranks:
         agent.tell_value(rank, "go on")
     for rank in range(2):
-        agent.wait_for(rank, "frozen", generation=2)
+        agent.wait_for(rank, from_rank.Frozen, generation=2)
     agent.resume()
 
 
@@ -387,8 +388,8 @@ def lose_a_result(rank: int) -> None:
 
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
-    told = agent.wait_for(0, "mismatch")
-    assert "was written over while it was given to the others" in told["reason"]
+    told = agent.wait_for(0, from_rank.Mismatch)
+    assert "was written over while it was given to the others" in told.reason
     raise InterruptedError
 
 

@@ -16,6 +16,7 @@ from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.device import registry
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
+from ttprun.protocol import from_rank
 from ttprun.rank.comm import on_device
 from ttprun.rank.session import current
 
@@ -87,14 +88,14 @@ def stops(rank: int, way: str, breaks: Queue | None) -> str:
 def let_it_come(way: str, agent: FakeAgent) -> None:
     """Rank 0 comes to the all-reduce once it is under way in rank 1; a future hears of nothing before that."""
     if way != "refused":
-        agent.wait_for(1, "note", text="broken")
+        agent.wait_for(1, from_rank.Note, text="broken")
     if way == "of a future":
         agent.tell_value(0, "go")
 
 
 def mend(way: str, fault: str, agent: FakeAgent) -> None:
     let_it_come(way, agent)
-    assert agent.wait_for(1, "broken")["device_fault"] == fault
+    assert agent.wait_for(1, from_rank.Broken).device_fault == fault
     agent.break_connections()
     agent.resume()
     agent.tell_value(0, "go")
@@ -144,7 +145,7 @@ def waits(rank: int, is_of_future: bool) -> tuple[list[float], dict[str, Any]]:
 
 
 def stop_and_go_on(agent: FakeAgent) -> None:
-    agent.wait_for(0, "note", text="waits")
+    agent.wait_for(0, from_rank.Note, text="waits")
     agent.pause()
     agent.break_connections()
     agent.resume()
@@ -187,15 +188,15 @@ def steps(rank: int) -> list[bool]:
 
 def stop_in_a_step(agent: FakeAgent) -> None:
     for rank in range(2):
-        agent.wait_for(rank, "note", text="steps")
+        agent.wait_for(rank, from_rank.Note, text="steps")
     agent.generation += 1
     agent.tell_all(op="freeze", generation=agent.generation, lost=[], survivors=[0, 1])
     for rank in range(2):
-        agent.wait_for(rank, "note", text="still steps")
+        agent.wait_for(rank, from_rank.Note, text="still steps")
         agent.pause()
         agent.tell_value(rank, "go")
     for rank in range(2):
-        agent.wait_for(rank, "frozen", generation=agent.generation)
+        agent.wait_for(rank, from_rank.Frozen, generation=agent.generation)
     agent.resume()
 
 
@@ -259,7 +260,7 @@ def is_second_life() -> bool:
 
 
 def lose(agent: FakeAgent) -> None:
-    agent.wait_for(1, "note", text="set up")
+    agent.wait_for(1, from_rank.Note, text="set up")
     agent.kill(1)
     replace_lost(agent)
 
@@ -267,7 +268,7 @@ def lose(agent: FakeAgent) -> None:
 def replace_lost(agent: FakeAgent) -> None:
     (report,) = agent.freeze(lost=[1])
     agent.replace(1)
-    agent.resume(expected={name: group["issued"] for name, group in report["journal"].items()})
+    agent.resume(expected={name: group.issued for name, group in report.journal.items()})
 
 
 def test_a_lost_process_is_answered_by_a_rebuild_in_place_of_the_survivors_communicator() -> None:
@@ -291,11 +292,11 @@ def fails_to_stop(rank: int) -> tuple[list[float], dict[str, Any], bool]:
 
 
 def freeze_all(agent: FakeAgent) -> None:
-    agent.wait_for(1, "note", text="set up")
+    agent.wait_for(1, from_rank.Note, text="set up")
     agent.generation += 1
     for line in agent.lines:
         line.send({"op": "freeze", "generation": agent.generation, "lost": [], "survivors": [0, 1]})
-    assert agent.wait_for(1, "script_error")["device_fault"] == "device-lost"
+    assert agent.wait_for(1, from_rank.ScriptError).device_fault == "device-lost"
     _, status = os.waitpid(agent.pids[1], 0)
     assert os.waitstatus_to_exitcode(status) == 1
     replace_lost(agent)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.protocol import from_rank
 from ttprun.rank.replay.recovery import Recovery
 
 OWN = {"owners": {}, "writers": [0]}
@@ -22,7 +23,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     recovery._on_dump({"op": "dump", "generation": 4, "path": str(path), "share": 0, "of": 1, **OWN})
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
-    assert channel.sent == [{"op": "dumped", "generation": 4, "why_not": why_not, "is_handled": False}]
+    assert channel.sent == [from_rank.Dumped(4, why_not, is_handled=False)]
     channel.close()
 
 
@@ -47,5 +48,5 @@ def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then
     recovery._on_dump(order)
     signal.signal(signal.Signals[name], old)
 
-    assert [message["is_handled"] for message in channel.sent] == [False, True]
+    assert [message.is_handled for message in channel.sent] == [False, True]
     channel.close()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel, make_session
+from ttprun.protocol import from_rank
 from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.records.evidence import BATCH, ENTRIES, INPUT, LOSS, REGION_BYTES, Evidence, is_close, sampled
@@ -117,8 +118,8 @@ def replacement() -> Iterator[Replacement]:
 
 
 def told(channel: FakeChannel) -> tuple[list[str], list[str]]:
-    (message,) = [message for message in channel.sent if message["op"] == "compared"]
-    return message["equal"], message["unproved"]
+    (message,) = [message for message in channel.sent if isinstance(message, from_rank.Compared)]
+    return message.equal, message.unproved
 
 
 def test_equal_inputs_are_told_once_all_that_the_lost_rank_gave_has_been_compared(replacement: Replacement) -> None:
@@ -143,7 +144,7 @@ def test_another_input_is_refused_before_anybody_gets_it(replacement: Replacemen
     with pytest.raises(MismatchError, match="number 1 of step 5"):
         proof.note(session, INPUT, "world", [torch.ones(40) * 2])
 
-    assert [message["op"] for message in channel.sent] == ["mismatch"]
+    assert [type(message) for message in channel.sent] == [from_rank.Mismatch]
 
 
 @pytest.mark.usefixtures("at_once")

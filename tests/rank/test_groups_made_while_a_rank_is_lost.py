@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
+from ttprun.protocol import from_rank
 from ttprun.rank.comm import connection
 from ttprun.rank.session import current
 
@@ -129,22 +130,22 @@ def replace_with(agent: FakeAgent, rank: int, survivor: int = 0) -> None:
     agent.kill(rank)
     frozen = agent.freeze(lost=[rank])[survivor]
     agent.replace(rank)
-    agent.resume({name: group["issued"] for name, group in frozen["journal"].items()})
+    agent.resume({name: group.issued for name, group in frozen.journal.items()})
 
 
 def lose_and_go_on_at_once(agent: FakeAgent, moment: str) -> None:
-    agent.wait_for(0, "note", text=f"held {moment}")
-    agent.wait_for(1, "note", text="lost")
+    agent.wait_for(0, from_rank.Note, text=f"held {moment}")
+    agent.wait_for(1, from_rank.Note, text="lost")
     agent.tell_value(0, f"go {moment}")
     replace_with(agent, 1)
 
 
 def lose_and_go_on_late(agent: FakeAgent, moment: str) -> None:
     """Rank 0 has been told to resume before it notices anything."""
-    agent.wait_for(0, "note", text=f"held {moment}")
-    agent.wait_for(1, "note", text="lost")
+    agent.wait_for(0, from_rank.Note, text=f"held {moment}")
+    agent.wait_for(1, from_rank.Note, text="lost")
     replace_with(agent, 1)
-    agent.wait_for(1, "rebuilt", generation=agent.generation)
+    agent.wait_for(1, from_rank.Rebuilt, generation=agent.generation)
     agent.tell_value(0, f"go {moment}")
 
 
@@ -185,8 +186,8 @@ def use_two_groups(rank: int) -> list[Any]:
 
 
 def lose_behind_two_groups(agent: FakeAgent) -> None:
-    agent.wait_for(0, "note", text="waiting")
-    agent.wait_for(1, "note", text="lost")
+    agent.wait_for(0, from_rank.Note, text="waiting")
+    agent.wait_for(1, from_rank.Note, text="lost")
     replace_with(agent, 1)
 
 
@@ -211,8 +212,8 @@ def be_ahead(rank: int) -> list[Any]:
 
 
 def lose_the_one_behind(agent: FakeAgent) -> None:
-    agent.wait_for(0, "note", text=f"held {WHILE_IT_WAITS}")
-    agent.wait_for(2, "note", text="lost")
+    agent.wait_for(0, from_rank.Note, text=f"held {WHILE_IT_WAITS}")
+    agent.wait_for(2, from_rank.Note, text="lost")
     replace_with(agent, 2)
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
+from ttprun.protocol import from_rank
 from ttprun.rank import values
 from ttprun.rank.step import hindrances
 from ttprun.rank.values.nodes import Tag
@@ -109,7 +110,7 @@ def _reports_of_what_comes_and_goes() -> tuple[int, str, str]:
     session = make_session(channel=line)
     for boundary in range(100):
         session.note_hindrance(boundary, "a queue" if boundary % 2 else "")
-    return len(line.sent), line.sent[-1]["reason"], session.hindrance
+    return len(line.sent), line.sent[-1].reason, session.hindrance
 
 
 def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: Path) -> None:
@@ -122,6 +123,8 @@ def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: 
     found = run_under_shim([str(script)], tmp_path, world_size=2, local_world_size=2)
 
     assert (found.code, found.printed) == (0, "")
-    reported = [(message["boundary"], message["reason"]) for message in found.messages if message["op"] == "hindered"]
+    reported = [
+        (message.boundary, message.reason) for message in found.messages if isinstance(message, from_rank.Hindered)
+    ]
     assert [boundary for boundary, _ in reported] == [1]
     assert "without a process group" in reported[0][1]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank.scripts import run_under_shim
+from ttprun.protocol import from_rank
 
 LOOK = "import torch.distributed as dist\nprint(hasattr(dist.init_process_group, '__wrapped__'))\n"
 WAYS = {
@@ -23,4 +24,4 @@ def test_the_hooks_speak_once_whatever_way_torch_is_imported(way: str, tmp_path:
     found = run_under_shim([str(tmp_path / "script.py")], tmp_path)
 
     assert (found.code, found.printed) == (0, "True\n")
-    assert [message["op"] for message in found.messages].count("protected") == 1
+    assert found.messages.count(from_rank.Protected()) == 1

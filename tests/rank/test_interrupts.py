@@ -113,7 +113,7 @@ def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[st
     held_signals.wait_for_end = wait  # type: ignore[assignment]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     printed = shown(RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated."))
-    return [*map(repr, printed), *(message["op"] for message in line.sent)]
+    return [*map(repr, printed), *(type(message).__name__ for message in line.sent)]
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.rank.fakes import FakeChannel, make_session
 from tests.rank.processes import run_alone
+from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
@@ -38,8 +39,8 @@ class Refused(MismatchError):
 
 class RefusingChannel(FakeChannel):
     def send(self, message: Message, fds: Any = ()) -> None:
-        if message["op"] == "mismatch":
-            raise Refused(message["reason"])
+        if isinstance(message, from_rank.Mismatch):
+            raise Refused(message.reason)
 
 
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:

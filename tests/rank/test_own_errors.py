@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
+from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
 from ttprun.rank.comm.results import Answers
@@ -81,6 +82,6 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
     replay._output.end(0, 0)
 
     (told,) = session.channel.sent  # type: ignore[attr-defined]
-    assert told["op"] == "mismatch"
-    assert told["reason"] == "the variables of the lost rank cannot be put in: KeyError(1)"
+    assert isinstance(told, from_rank.Mismatch)
+    assert told.reason == "the variables of the lost rank cannot be put in: KeyError(1)"
     session.channel.close()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
 from tests.rank.scripts import run_under_shim
+from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.bootstrap.patches import PATCHES, Patch, replacement_for
 
@@ -195,7 +196,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
     found = run_under_shim([str(script)], tmp_path)
 
     assert (found.code, found.printed) == (0, "ran\n")
-    notes = [message["text"] for message in found.messages if message["op"] == "note"]
+    notes = [message.text for message in found.messages if isinstance(message, from_rank.Note)]
     assert notes == ["not protected on this torch version: torch.not_there"]
 
 
@@ -210,7 +211,7 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     found = run_under_shim([str(script)], tmp_path)
 
     assert (found.code, found.printed) == (0, "torch.Size([1])\n")
-    reasons = [message["reason"] for message in found.messages if message["op"] == "unprotected"]
+    reasons = [message.reason for message in found.messages if isinstance(message, from_rank.Unprotected)]
     assert len(reasons) == 1
     assert "ttprun.rank.nothing" in reasons[0]
 

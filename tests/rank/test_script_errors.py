@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import OPTIONS, FakeChannel, become, make_session
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
@@ -40,8 +41,8 @@ def told_of(error: Exception, session: Session) -> str:
     install.tell_before(lambda *told: None)(type(error), error, error.__traceback__)
     channel = session.channel
     assert isinstance(channel, FakeChannel)
-    (message,) = [one for one in channel.sent if one["op"] == "script_error"]
-    return str(message["error"])
+    (message,) = [one for one in channel.sent if isinstance(one, from_rank.ScriptError)]
+    return message.error
 
 
 def test_an_error_of_the_script_is_told_as_it_is(session: Session) -> None:

@@ -133,12 +133,12 @@ def test_what_some_ranks_have_written_any_other_number_of_ranks_reads_exactly(
         with world(rank, new) as mesh:
             train(mesh, 1)
             before = held(replicated.describe()[1])
-            checkpoint_shards.load(told[0]["header"], files)
+            checkpoint_shards.load(told[0].header, files)
             got = held(replicated.describe()[1])
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in got), rank
         assert not all(torch.equal(before[key], expected[key]) for key in got)
-    assert len({one["header_xxh3"] for one in told}) == 1
+    assert len({one.header_xxh3 for one in told}) == 1
 
 
 def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: Path) -> None:
@@ -148,13 +148,13 @@ def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: 
     with world(0, 2) as mesh:
         train(mesh, 1)
         with pytest.raises(NotRepairableError, match=r"is not whole in the checkpoint|is in none of"):
-            checkpoint_shards.load(told[0]["header"], files[:1])
+            checkpoint_shards.load(told[0].header, files[:1])
 
 
 def test_what_a_lost_rank_held_is_told_by_those_that_are_left(tmp_path: Path) -> None:
     told = written_by(4, tmp_path / "saved", ranks=[0, 2])
 
-    missing = what_is_missing(held_of(told[0]["held"]), [0, 2])
+    missing = what_is_missing(held_of(told[0].held), [0, 2])
 
     assert missing == [
         "optimizer.0/0.0/weight rows 3:6 (rank 1)",

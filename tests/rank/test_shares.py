@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
@@ -50,7 +51,7 @@ def write_all(folder: Path) -> tuple[list[Any], list[str]]:
     """(header, paths) of a checkpoint's shares."""
     paths = [str(folder / checkpoint_shards.file_of(share)) for share in range(SHARES)]
     told = [checkpoint_shards.write(path, share, SHARES, None) for share, path in enumerate(paths)]
-    return told[0]["header"], paths
+    return told[0].header, paths
 
 
 def disturb(trained: Trained) -> None:
@@ -115,9 +116,9 @@ def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_told(tmp_path: 
     held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
     assert sorted(held) == sorted(state())
     for one in told:
-        entry = read_entry(tmp_path / str(one["share"]))
-        assert (one["bytes"], one["xxh3"]) == (entry.bytes, entry.xxh3)
-    assert len({one["header_xxh3"] for one in told}) == 1
+        entry = read_entry(tmp_path / str(one.share))
+        assert (one.bytes, one.xxh3) == (entry.bytes, entry.xxh3)
+    assert len({one.header_xxh3 for one in told}) == 1
 
 
 def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
@@ -128,7 +129,7 @@ def test_a_model_in_the_script_s_variables_is_named_with_its_buffers(
 
     told = checkpoint_shards.write(str(tmp_path / "first"), 0, 1, None)
 
-    places = told["model"]["net"]
+    places = told.model["net"]
     assert places.keys() == model.state_dict().keys()
     assert places["1.running_mean"][1] == "net/1.running_mean"
     assert places["0.weight"][1] in state()
@@ -175,7 +176,7 @@ def test_of_what_not_all_ranks_hold_alike_the_first_holder_writes_its_own_and_ea
             next(iter(trained[0].parameters())).fill_(float(rank // 2))
         expected[rank] = state()
         paths.append(str(tmp_path / checkpoint_shards.file_of(rank)))
-        header = checkpoint_shards.write(paths[-1], rank, 4, None, owned(rank))["header"]
+        header = checkpoint_shards.write(paths[-1], rank, 4, None, owned(rank)).header
     keys = sorted(key for path in paths for key in load_file(path) if "@" in key)
 
     for rank in (1, 3):
@@ -214,10 +215,10 @@ def test_a_snapshot_holds_what_a_checkpoint_would_and_can_be_loaded(tmp_path: Pa
     for share, (fd, path) in enumerate(memories):
         checkpoint_shards.write(str(tmp_path / "disk"), share, SHARES, None)
         assert Path(path).read_bytes() == (tmp_path / "disk").read_bytes()
-        assert told[share]["bytes"] == os.fstat(fd).st_size
+        assert told[share].bytes == os.fstat(fd).st_size
     disturb(trained)
 
-    checkpoint_shards.load(told[0]["header"], [path for _, path in memories])
+    checkpoint_shards.load(told[0].header, [path for _, path in memories])
 
     assert all(torch.equal(tensor, expected[key]) for key, tensor in state().items())
 
@@ -322,5 +323,5 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
 
     assert board.get(0, Field.SNAPSHOT_AT) == 0
     (told,) = channel.sent
-    assert (told["op"], told["number"], told["boundary"]) == ("snapshot", 1, 40)
-    assert told["why_not"] == "it takes 0 MiB of shared memory, and less than that is free"
+    why_not = "it takes 0 MiB of shared memory, and less than that is free"
+    assert told == from_rank.SnapshotTaken(1, 40, why_not)

@@ -82,7 +82,7 @@ def asked(error: Exception) -> tuple[bool, str, bool, list[str]]:
     """Whether the rank is kept, the fault, whether its device is to be made ready, and what the agent is told."""
     presence: Any = FakePresence(OPTIONS)
     session, diagnosis, device = rerun._session_to_leave(error, presence)
-    return session is not None, diagnosis.name, device is not None, [note["text"] for note in presence.channel.sent]
+    return session is not None, diagnosis.name, device is not None, [note.text for note in presence.channel.sent]
 
 
 def test_a_device_is_stopped_and_says_which_memory_has_failed(device: SimulatedNpu) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.rank.fakes import FakeChannel
-from ttprun.protocol import channel
+from ttprun.protocol import channel, from_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
 from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
@@ -113,7 +113,7 @@ def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no
     with pytest.raises(RuntimeError, match="has not ended the job within 0 s"):
         verifier.look(8, OPTIMIZER, None, are_new=False)
 
-    assert [told["op"] for told in agent.read_available()] == ["nan"]
+    assert [type(told) for told in agent.read_available()] == [from_rank.NanFound]
     agent.close()
     rank.close()
 
@@ -132,7 +132,7 @@ def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_o
     odd_s = time.monotonic()
 
     assert odd_s - not_odd_s >= 0.3
-    assert agent.read_available() == [{"op": "aside"}]
+    assert agent.read_available() == [from_rank.SteppedAside()]
     agent.close()
     rank.close()
 
@@ -144,7 +144,7 @@ class Told:
         self.agent, self.rank = channel.pair()
 
     def looks(self) -> list[tuple[int, bool]]:
-        return [(told["boundary"], told["is_full"]) for told in self.agent.read_available()]
+        return [(told.boundary, told.is_full) for told in self.agent.read_available()]
 
     def close(self) -> None:
         self.agent.close()
@@ -197,10 +197,10 @@ def test_weights_that_cannot_be_hashed_are_told_once_and_no_recovery_counts_as_p
     verifier.look(4, OPTIMIZER, None, are_new=False)
     told = agent.read_available()
 
-    assert [message["op"] for message in told] == ["note", "note"]
-    assert "MemoryError: no room" in told[0]["text"]
-    assert "the ranks' weights are not compared" in told[0]["text"]
-    assert "at step 2 the recovery is not proved" in told[1]["text"]
+    assert [type(message) for message in told] == [from_rank.Note] * 2
+    assert "MemoryError: no room" in told[0].text
+    assert "the ranks' weights are not compared" in told[0].text
+    assert "at step 2 the recovery is not proved" in told[1].text
     agent.close()
     rank.close()
 
@@ -213,7 +213,7 @@ def test_a_nan_that_the_weights_held_before_the_step_is_blamed_on_no_rank() -> N
     verifier.look(8, torch.optim.SGD([nan.clone().requires_grad_()]), None, are_new=False)
 
     (told,) = agent.read_available()
-    assert not told["is_own"]
-    assert told["where"] == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
+    assert not told.is_own
+    assert told.where == "allreduce number 0 of the step, 4 of 4 elements; the weights held it before this step"
     agent.close()
     rank.close()

@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.rank.fakes import OPTIONS, RECORD_BYTES
 from tests.rank.processes import run_alone
 from ttprun.agent.replays import givers_of
-from ttprun.protocol import channel
+from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message
 from ttprun.rank.bootstrap import hooks, install
@@ -28,6 +28,7 @@ from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.position import frames
 from ttprun.rank.records.recorder import Recorder
 
+M = TypeVar("M")
 Scenario = Callable[["FakeAgent"], None]
 LIMIT_S = 25.0
 _FOR_EVER = 1 << 30  # a generation that does not end
@@ -46,7 +47,7 @@ class FakeAgent:
         self.messages: list[tuple[int, Message]] = []
         self.generation = 1
         self.boundary = 0
-        self._puts: list[tuple[int, Message]] = []
+        self._puts: list[tuple[int, from_rank.Put]] = []
         self._relaying = threading.Lock()
         self._news = threading.Condition()
         for rank in range(size):
@@ -58,14 +59,14 @@ class FakeAgent:
 
     def _listen(self, rank: int) -> None:
         for message in self.lines[rank].messages():
-            if message["op"] == "put":
+            if isinstance(message, from_rank.Put):
                 with self._relaying:
                     self._puts.append((rank, message))
                     for other, line in enumerate(self.lines):
                         if other != rank:
                             line.send(message)
             else:
-                if message["op"] == "unprotected":  # as the real agent does
+                if isinstance(message, from_rank.Unprotected):  # as the real agent does
                     for other, line in enumerate(self.lines):
                         if other != rank:
                             line.send(message)
@@ -73,15 +74,17 @@ class FakeAgent:
                     self.messages.append((rank, message))
                     self._news.notify_all()
 
-    def wait_for(self, rank: int, op: str, **fields: Any) -> Message:
-        """The first message of a rank with this `op` and these fields, which may have come already."""
+    def wait_for(self, rank: int, kind: type[M], **fields: Any) -> M:
+        """The first message of a rank of this kind and with these fields, which may have come already."""
 
-        def find() -> Message | None:
-            wanted = {"op": op} | fields
-            return next((m for r, m in self.messages if r == rank and wanted.items() <= m.items()), None)
+        def find() -> M | None:
+            of_kind = (m for r, m in self.messages if r == rank and isinstance(m, kind))
+            return next((m for m in of_kind if fields.items() <= vars(m).items()), None)
 
         with self._news:
-            assert self._news.wait_for(lambda: find() is not None, LIMIT_S), f"no {op} {fields} in {self.messages}"
+            assert self._news.wait_for(lambda: find() is not None, LIMIT_S), (
+                f"no {kind.__name__} {fields} in {self.messages}"
+            )
             found = find()
         assert found is not None
         return found
@@ -90,22 +93,23 @@ class FakeAgent:
         for line in self.lines:
             line.send(message)
 
-    def break_connections(self) -> list[Message]:
+    def break_connections(self) -> list[from_rank.Frozen]:
         """A new generation: every rank stops and breaks its connections; returns their reports."""
         return self.freeze(lost=[])
 
-    def freeze(self, lost: list[int]) -> list[Message]:
+    def freeze(self, lost: list[int]) -> list[from_rank.Frozen]:
         """The same without those that are lost."""
         self.generation += 1
         survivors = [rank for rank in range(len(self.lines)) if rank not in lost]
         for rank in survivors:
             self.lines[rank].send({"op": "freeze", "generation": self.generation, "lost": lost, "survivors": survivors})
-        return [self.wait_for(rank, "frozen", generation=self.generation) for rank in survivors]
+        return [self.wait_for(rank, from_rank.Frozen, generation=self.generation) for rank in survivors]
 
     def resume(self, expected: dict[str, list[str]] | None = None) -> None:
         """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
         order = {"op": "resume", "generation": self.generation, "boundary": self.boundary, "skip_lines": [0, 0]}
-        journals = {rank: m["journal"] for rank, m in self.messages if wanted(m, "frozen", self.generation)}
+        reports = ((rank, m) for rank, m in self.messages if isinstance(m, from_rank.Frozen))
+        journals = {rank: m.journal for rank, m in reports if m.generation == self.generation}
         given = [[name, number, rank] for (name, number), rank in givers_of(journals).items()]
         self.tell_all(**order, expected=expected or {}, given=given)
 
@@ -119,23 +123,18 @@ class FakeAgent:
         with self._relaying:
             self.pids[rank], self.lines[rank] = self._start(rank, self.generation, True)
             for teller, put in self._puts:
-                if teller != rank and put["generation"] >= self.generation:
+                if teller != rank and put.generation >= self.generation:
                     self.lines[rank].send(put)
         threading.Thread(target=self._listen, args=(rank,), daemon=True).start()
 
     def tell_value(self, rank: int, key: str) -> None:
         """End a rank's `wait_for(key)`."""
-        self.lines[rank].send({"op": "put", "generation": _FOR_EVER, "key": key, "value": ""})
+        self.lines[rank].send(from_rank.Put(_FOR_EVER, key, ""))
 
     @staticmethod
     def pause() -> None:
         """Let a rank that has said that it will wait come to its waiting."""
         time.sleep(0.05)
-
-
-def wanted(message: Message, op: str, generation: int) -> bool:
-    """Whether it is this message of this generation."""
-    return bool(message["op"] == op and message["generation"] == generation)
 
 
 def wait_for(key: str) -> None:
@@ -153,7 +152,7 @@ def say(text: str) -> None:
 
     session = current()
     assert session is not None
-    session.channel.send({"op": "note", "text": text})
+    session.channel.send(from_rank.Note(text))
 
 
 def run_world(

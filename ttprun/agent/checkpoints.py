@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.snapshots import Shelf
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import Dumped, Share
 
 logger = logging.getLogger("ttprun")
 
@@ -60,7 +60,12 @@ class _Writing:
     order: recovery.Persist
     waiting: set[int]
     began_s: float
-    told: dict[int, Message] = field(default_factory=dict)
+    told: dict[int, Dumped] = field(default_factory=dict)
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        """What each rank has written, by rank, of those that could."""
+        return {rank: told.share for rank, told in self.told.items() if told.share is not None}
 
 
 @dataclass(frozen=True)
@@ -172,32 +177,32 @@ class Checkpoints:
             path = str(draft.path(file_of(share)))
             self._supervisor.seats[rank].tell(told | {"path": path, "share": share, "of": len(order.ranks)})
 
-    def take_dumped(self, seat: Seat, message: Message) -> None:
+    def take_dumped(self, seat: Seat, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
         writing = self._writing
-        if writing is None or message["generation"] != writing.order.generation:
+        if writing is None or message.generation != writing.order.generation:
             return
         writing.waiting.discard(seat.rank)
         writing.told[seat.rank] = message
         if writing.waiting:
             return
         self._writing = None
-        why_not = next((told["why_not"] for told in writing.told.values() if told["why_not"]), "")
+        why_not = next((told.why_not for told in writing.told.values() if told.why_not), "")
         why_not = why_not or self._why_not_alike(writing)
-        if not why_not and len({told["header_xxh3"] for told in writing.told.values()}) > 1:
+        if not why_not and len({share.header_xxh3 for share in writing.shares.values()}) > 1:
             why_not = "the ranks hold different parameters"
         if why_not:
             writing.draft.discard()
-            self._fail(writing.order, why_not, is_handled=any(told["is_handled"] for told in writing.told.values()))
+            self._fail(writing.order, why_not, is_handled=any(told.is_handled for told in writing.told.values()))
             return
         boundary = writing.order.boundary
         replicas = self._supervisor.job.replicas
-        first = next(told for told in writing.told.values() if told["share"] == 0)
+        first = next(share for share in writing.shares.values() if share.share == 0)
         parts, missing = self._rank_parts(boundary)
-        missing += what_is_missing(held_of(first["held"]), writing.order.ranks)
+        missing += what_is_missing(held_of(first.held), writing.order.ranks)
         missing += self._held_by_nobody(replicas, writing.order.ranks)
-        for told in writing.told.values():
-            writing.draft.record(file_of(told["share"]), FileEntry(bytes=told["bytes"], xxh3=told["xxh3"]))
+        for share in writing.shares.values():
+            writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))
 
         def done(written: _Written) -> None:
             checkpoint, place, why_not = written.checkpoint, "", written.why_not
@@ -205,10 +210,10 @@ class Checkpoints:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
                 why_not = f"it would lack {in_short(missing)}; what there is lies in {checkpoint.path}"
-            is_handled = any(told["is_handled"] for told in writing.told.values())
+            is_handled = any(told.is_handled for told in writing.told.values())
             self._tell_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
-        headers = {rank: told["header"] for rank, told in writing.told.items()} if replicas.parted else {}
+        headers = {rank: share.header for rank, share in writing.shares.items()} if replicas.parted else {}
         for rank in range(len(self._supervisor.seats)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.told)), None)
             if rank not in headers and peer is not None:
@@ -218,7 +223,7 @@ class Checkpoints:
 
     def _why_not_alike(self, writing: _Writing) -> str:
         """Why what replicas have shared out among them is not one state; "" if it is."""
-        digests = {rank: told["digests"] for rank, told in writing.told.items()}
+        digests = {rank: share.digests for rank, share in writing.shares.items()}
         keys = self._supervisor.job.replicas.contradicted_by(digests)
         names = self._supervisor.reports.names_of(keys)
         return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
@@ -276,9 +281,8 @@ class Checkpoints:
         def finish(written: _Written) -> None:
             done()
 
-        told = shelf.told
-        parts = [(rank, _reader_of(fd, told[rank]["records_bytes"])) for rank, fd in enumerate(shelf.records)]
-        shares = [(rank, _reader_of(fd, told[rank]["bytes"])) for rank, fd in enumerate(shelf.shares)]
+        parts = [(rank, _reader_of(fd, shelf.told[rank].records_bytes)) for rank, fd in enumerate(shelf.records)]
+        shares = [(rank, _reader_of(fd, shelf.written[rank].bytes)) for rank, fd in enumerate(shelf.shares)]
         apart = _Apart(shelf.headers, shelf.replicas)
         self._submit(draft, parts, shelf.first, apart, "periodic", [], time.monotonic(), finish, shares)
 
@@ -288,7 +292,7 @@ class Checkpoints:
         self,
         draft: Draft,
         parts: Iterable[tuple[int, Any]],
-        first: Message,
+        first: Share,
         apart: _Apart,
         cause: str,
         missing: list[str],
@@ -307,8 +311,7 @@ class Checkpoints:
         start = self._supervisor.seats[0].handler.start
         words = command_of(start)
         script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
-        model = {name: {key: tuple(found) for key, found in keys.items()} for name, keys in first["model"].items()}
-        description = Description(world_size=len(self._supervisor.seats), cause=cause, script=script, model=model)
+        description = Description(world_size=len(self._supervisor.seats), cause=cause, script=script, model=first.model)
 
         def work() -> None:
             checkpoint, why_not, why_unusable = None, "", ""
@@ -317,7 +320,7 @@ class Checkpoints:
                     draft.add(file_of(share), content)
                 for rank, part in parts:
                     draft.add(rank_file(rank), part)
-                state = {"header": first["header"], "arguments": words, **apart.fields}
+                state = {"header": first.header, "arguments": words, **apart.fields}
                 draft.add(STATE_FILE, msgpack.packb(state))
                 checkpoint = draft.keep_incomplete(description, missing) if missing else draft.commit(description)
                 if checkpoint.is_valid:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from ttprun import recovery
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.codes import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
@@ -21,7 +22,6 @@ from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, pl
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
 
 logger = logging.getLogger("ttprun")
 
@@ -67,31 +67,36 @@ class Frameworks(Repairs):
         self._save_step = 0
         self._renames = -1
 
-    def take(self, seat: Seat, message: Message) -> None:
-        """A rank tells of its framework."""
-        match message["op"]:
-            case "replicas":
+    def take(self, seat: Seat, message: from_rank.OfFramework) -> None:
+        """A rank reports of its framework."""
+        match message:
+            case from_rank.ReplicasDeclared(groups=groups):
                 self.replicas[seat.rank] = [
-                    ReplicaGroup(tuple(group["ranks"]), group["copies"], group["shift"]) for group in message["groups"]
+                    ReplicaGroup(tuple(group.ranks), group.copies, group.shift) for group in groups
                 ]
                 self._declare(seat.rank)
-            case "data_parallel":
-                self.batches[seat.rank] = tuple(message["ranks"])
+            case from_rank.DataParallelDeclared(ranks=ranks):
+                self.batches[seat.rank] = tuple(ranks)
                 self._declare(seat.rank)
-            case "elastic":
+            case from_rank.ElasticDeclared():
                 self.elastic.add(seat.rank)
                 self._declare(seat.rank)
-            case "scheduler":
+            case from_rank.SchedulerRegistered():
                 self.scheduler.register(seat)
-            case "paused":
-                self.scheduler.pause.take(seat, message)
-            case "notified":
+            case from_rank.SchedulerAsked():
                 self.scheduler.notified(message)
-            case "replayed":
-                self.losses[seat.rank] = _LOSSES[message["part"]]
-                seat.journal = message["journal"]
-            case "dumped" | "renamed":
-                self._take_dumped(seat, message)
+            case from_rank.Paused(number=number):
+                self.scheduler.pause.take(seat, number)
+            case from_rank.Prepared(part=part, journal=journal):
+                self.losses[seat.rank] = _LOSSES[part]
+                seat.journal = journal
+            case from_rank.SavedByFramework(generation=generation):
+                self._take_saved(seat, generation)
+            case from_rank.Renamed(generation=generation):
+                if generation == self._supervisor.job.generation:
+                    self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
+            case _:
+                assert_never(message)
 
     @property
     def is_paused(self) -> bool:
@@ -166,7 +171,7 @@ class Frameworks(Repairs):
         for seat in self._supervisor.seats:
             for name, group in seat.journal.items():
                 held.setdefault(name, set()).add(seat.rank)
-                members.setdefault(name, set()).update(group["ranks"])
+                members.setdefault(name, set()).update(group.ranks)
         return sorted(name for name, ranks in members.items() if ranks == held[name])
 
     def call_back(self, reason: str) -> str:
@@ -259,13 +264,9 @@ class Frameworks(Repairs):
             order = {"op": "dump", "generation": action.generation, "step": action.boundary, "save_info": info}
             self._supervisor.seats[rank].tell(order)
 
-    def _take_dumped(self, seat: Seat, message: Message) -> None:
-        """A rank has written its part, or the last one has made a checkpoint of them."""
-        generation = message["generation"]
+    def _take_saved(self, seat: Seat, generation: int) -> None:
+        """A rank has written its part: after the last one, a checkpoint is made of them."""
         if generation != self._supervisor.job.generation:
-            return
-        if message["op"] == "renamed":
-            self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
             return
         self._saving.discard(seat.rank)
         if not self._saving:

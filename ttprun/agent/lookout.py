@@ -24,7 +24,7 @@ from ttprun.recovery.sights import Doing, Sight
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import Broken
 
 logger = logging.getLogger("ttprun")
 
@@ -131,27 +131,27 @@ class Lookout:
             return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
         return ""
 
-    def take_broken(self, seat: Seat, message: Message) -> None:
+    def take_broken(self, seat: Seat, message: Broken) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
         supervisor, now = self._supervisor, time.monotonic()
-        told = {key: message[key] for key in ("generation", "reason", "device_fault")}
+        generation, fault = message.generation, message.device_fault
+        told = {"generation": generation, "reason": message.reason, "device_fault": fault}
         supervisor.log("connection_broken", rank=seat.rank, **told)
-        if message["generation"] != supervisor.job.generation:
+        if generation != supervisor.job.generation:
             return
         is_leaving = any(other.is_finished or supervisor.board_row(other)[Field.LEAVING] for other in supervisor.seats)
         if is_leaving:
             return
         self._watch.look(now, self._sights())
-        is_time_out = "imed out" in message["reason"] or message["device_fault"] == DeviceFault.COLLECTIVE_TIMEOUT
+        is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
         is_running = supervisor.job.phase is recovery.Phase.RUNNING
         laggards = self._watch.laggards() if is_time_out and is_running else ()
         for sight in laggards:
             self._report(self._watch.why_absent(now, sight.rank))
         if not laggards:
-            reason = f"rank {seat.rank}: {message['reason']}"
-            fault = message["device_fault"]
+            reason = f"rank {seat.rank}: {message.reason}"
             rank = seat.rank if fault == DeviceFault.LINK else None  # a suspect or a time-out says nothing of this one
-            self._break(self._boundary(), message["after_s"], reason, rank, fault)
+            self._break(self._boundary(), message.after_s, reason, rank, fault)
 
     def _boundary(self) -> int:
         board, away = self._supervisor.board, self._supervisor.job.away

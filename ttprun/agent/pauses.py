@@ -11,7 +11,6 @@ from ttprun.protocol.board import LEADER, Field
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
 
 
 class Pause:
@@ -56,9 +55,9 @@ class Pause:
             self.begin_group()
             self._supervisor.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
-    def take(self, seat: Seat, message: Message) -> None:
+    def take(self, seat: Seat, number: int) -> None:
         """A rank waits."""
-        if not self.is_asked or message["number"] != self._number:
+        if not self.is_asked or number != self._number:
             return
         self._waiting.add(seat.rank)
         if self.is_complete and self._then is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from ttprun.agent import priority
 from ttprun.agent.processes import Copy, Standby, command_of, kill_session
-from ttprun.protocol.channel import Message
+from ttprun.protocol.from_rank import Imported, Ready
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
 MAX_ROUNDS = 6
@@ -58,7 +58,7 @@ class Plan:
         return Plan(left, self.own, self.arguments)
 
 
-def plan_of(reports: Sequence[Message], starts: Sequence[dict[str, Any]]) -> Plan | str:
+def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Plan | str:
     """What all ranks of this node have imported; or why a standby must not import it.
 
     reports   of each local rank, the leader's first
@@ -67,7 +67,7 @@ def plan_of(reports: Sequence[Message], starts: Sequence[dict[str, Any]]) -> Pla
     arguments = [command_of(start) for start in starts]
     if any(other != arguments[0] for other in arguments):
         return "the ranks have different arguments"
-    if any(report["directory"] != os.getcwd() for report in reports):
+    if any(report.directory != os.getcwd() for report in reports):
         return "the script changes its working directory"
     environments = [start["env"] for start in starts]
     names = set().union(*environments)
@@ -76,19 +76,19 @@ def plan_of(reports: Sequence[Message], starts: Sequence[dict[str, Any]]) -> Pla
     changed = set().union(*histories)
     own |= {name for name in changed if any(other.get(name) != histories[0].get(name) for other in histories)}
     own |= _OWN
-    common = set.intersection(*({(name, file) for name, file, _ in report["modules"]} for report in reports))
+    common = set.intersection(*({(name, file) for name, file, _ in report.modules} for report in reports))
     modules = tuple(
         (name, file if (name, file) in common else "", {key: changes[key] for key in changes if key not in own})
-        for name, file, changes in reports[0]["modules"]
+        for name, file, changes in reports[0].modules
     )
     is_module = arguments[0][:1] == ["-m"]
     return Plan(modules, tuple(sorted(own)), arguments[0][1:] if is_module else arguments[0])
 
 
-def _history(report: Message) -> dict[str, list[str | None]]:
+def _history(report: Imported) -> dict[str, list[str | None]]:
     """The values that a rank's script has given to each variable, one after the other."""
     found: dict[str, list[str | None]] = defaultdict(list)
-    for _, _, changes in report["modules"]:
+    for _, _, changes in report.modules:
         for name, value in changes.items():
             found[name].append(value)
     return dict(found)
@@ -120,10 +120,10 @@ class Preloaded(Standby):
             file.flush()
             self.channel.send({"op": "preload"}, [fd, self._notebook])
 
-    def take(self, message: Message) -> None:
+    def take(self, message: Ready) -> None:
         """It has imported all."""
         super().take(message)
-        self.refused = message["refused"]
+        self.refused = message.refused
 
     def running(self) -> list[str]:
         """The modules whose code runs, the innermost last."""
@@ -151,7 +151,7 @@ class Preloads:
 
     def __init__(self) -> None:
         self.why_not = ""
-        self._reports: dict[int, Message] = {}
+        self._reports: dict[int, Imported] = {}
         self._plan: Plan | None = None
         self._refused: dict[str, str] = {}
         self._rounds = 0
@@ -164,7 +164,7 @@ class Preloads:
         self._current = None
         self._reports, self._plan, self.why_not, self._rounds = {}, None, "", 0
 
-    def note(self, local_rank: int, message: Message, starts: Sequence[dict[str, Any]]) -> None:
+    def note(self, local_rank: int, message: Imported, starts: Sequence[dict[str, Any]]) -> None:
         """A rank has told after its first step what it has imported; a replacement's report changes nothing."""
         if self._plan is not None or self.why_not:
             return

@@ -19,8 +19,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from ttprun import text_hashes
 from ttprun.agent import priority
 from ttprun.agent.adopted import AdoptedProcess, adopting
-from ttprun.protocol import channel
-from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol import channel, from_rank
+from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
 SHIM = str(Path(__file__).resolve().parent.parent / "shim")
@@ -170,13 +170,14 @@ class Standby:
     def read(self) -> None:
         """It has said that it is ready. Raises EOFError if it is gone."""
         for message in self.channel.read_available():
-            self.take(message)
+            if isinstance(message, from_rank.Ready):
+                self.take(message)
 
-    def take(self, message: Message) -> None:
+    def take(self, message: from_rank.Ready) -> None:
         """What it says when it is ready."""
         self._answers_due -= 1
         self.has_started = True
-        self.is_copyable = message["is_copyable"]
+        self.is_copyable = message.is_copyable
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have it import modules, and compile the user's; it is not ready until it says so again."""
@@ -193,7 +194,7 @@ class Standby:
         try:
             with adopting():
                 self.channel.send({"op": "copy"}, [theirs.fileno()])
-                pid = self._answer(_COPY_LIMIT_S)["pid"]
+                pid = self._pid_of_copy(_COPY_LIMIT_S)
             priority.restore(pid)
             return Copy(AdoptedProcess(pid), ours)
         except (OSError, EOFError):
@@ -203,13 +204,16 @@ class Standby:
         finally:
             theirs.close()
 
-    def _answer(self, limit_s: float) -> Message:
+    def _pid_of_copy(self, limit_s: float) -> int:
+        """Wait for its answer. Raises OSError, EOFError, or TimeoutError, which is one, after so many seconds."""
         answered = select.poll()
         answered.register(self.channel.sock, select.POLLIN)
         if not answered.poll(limit_s * 1000):
             raise TimeoutError("the standby does not answer")
         answer, _ = self.channel.receive_with_fds()
-        return answer
+        if not isinstance(answer, from_rank.Copied):
+            raise OSError(f"the standby has answered with {answer}")
+        return answer.pid
 
     def end(self) -> None:
         """Kill it."""

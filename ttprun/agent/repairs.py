@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ttprun import recovery
     from ttprun.agent.seat import Seat
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import OfFramework
 
 
 class Repairs(ABC):
@@ -69,6 +69,5 @@ class Repairs(ABC):
 
     # Reports.
 
-    @abstractmethod
-    def take(self, seat: Seat, message: Message) -> None:
-        """A rank tells what its way of repair alone is concerned with."""
+    def take(self, seat: Seat, message: OfFramework) -> None:  # noqa: B027
+        """A rank reports what only a framework's way of repair is concerned with."""

@@ -7,15 +7,14 @@ A replacement runs the script up to the boundary that the survivors hold, and ge
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ttprun import recovery
 from ttprun.agent.repairs import Repairs
 
 if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import GroupJournal
 
 
 _MARKS = ("weights", "held", "stepped")  # what replicas have alike in their records of a boundary
@@ -90,27 +89,22 @@ class Replays(Repairs):
         """Write a checkpoint of what the survivors hold."""
         self._supervisor.checkpoints.persist(action)
 
-    def take(self, seat: Seat, message: Message) -> None:
-        """A rank has written its share of a checkpoint."""
-        if message["op"] == "dumped":
-            self._supervisor.checkpoints.take_dumped(seat, message)
 
-
-def expected_of(rank: int, journals: list[dict[str, Any]]) -> dict[str, list[str]]:
+def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
     """The collectives, by group, that a replacement of `rank` has to issue: those of the survivor that is farthest."""
     expected: dict[str, list[str]] = {}
     for journal in journals:
         for name, group in journal.items():
-            if rank in group["ranks"] and len(group["issued"]) > len(expected.get(name, [])):
-                expected[name] = group["issued"]
+            if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
+                expected[name] = group.issued
     return expected
 
 
-def givers_of(journals: dict[int, dict[str, Any]]) -> dict[tuple[str, int], int]:
+def givers_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:
     """(group, number of a collective) -> the lowest of the ranks that have its result and no input any more."""
     givers: dict[tuple[str, int], int] = {}
     for rank, journal in sorted(journals.items()):
         for name, group in journal.items():
-            for number in group["results"]:
+            for number in group.results:
                 givers.setdefault((name, number), rank)
     return givers

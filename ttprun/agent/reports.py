@@ -1,4 +1,4 @@
-"""What ranks tell the agent: passed on, noted, or made into events of the state machine. Begin with `Reports.take`."""
+"""What ranks report: passed on, noted, or made into events of the state machine. Begin with `Reports.take`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.failures import Failure
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
+from ttprun.protocol.codec import Refused
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.journals import find_difference
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
@@ -26,16 +28,6 @@ logger = logging.getLogger("ttprun")
 
 LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 
-_REPORTS: dict[str, Any] = {
-    "frozen": recovery.RankFrozen,
-    "replayed": recovery.RankReplayed,
-    "state_sent": recovery.StateSent,
-    "repaired": recovery.RankRepaired,
-    "rebuilt": recovery.RankRebuilt,
-    "reissued": recovery.RankReissued,
-    "mismatch": recovery.MismatchFound,
-}
-
 
 class Reports:
     """Takes the messages of the ranks that a supervisor looks after."""
@@ -45,74 +37,138 @@ class Reports:
         self._looks = Looks(world_size=1)
         self._names: dict[str, str] = {}  # of parameters, for people
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
-        self._told: list[tuple[int, Message]] = []  # what each rank has told all others in the present generation
+        self._told: list[tuple[int, from_rank.Put]] = []  # what each rank has told all others in the present generation
         self._nan_step = -2
         self._announced: set[str] = set()
         self._has_announced_end = False
 
     def take(self, seat: Seat, message: Message) -> None:
         """A message has come from the process of a seat."""
-        op = message["op"]
-        if op == "put":
-            self._pass_on(seat, message)
-        elif op == "ready":
-            pass  # a standby that was needed before it was ready
-        elif op == "modules":
-            self._supervisor.standbys.warm_up(message["modules"], message["files"])
-            self._supervisor.watch.start_standbys()
-        elif op == "imported":
-            starts = [other.handler.start for other in self._supervisor.seats]
-            self._supervisor.standbys.preloads.note(seat.local_rank, message, starts)
-        elif op == "present":
-            seat.main_thread = message["main_thread"]
-            seat.greet()
-            self.tell_owners(seat)
-            for teller, put in self._told:
-                if teller != seat.rank:
-                    seat.tell_news(put)
-            self._supervisor.watch.greeted(seat)
-            self._supervisor.injections.greeted(seat)
-        elif op == "broken":
-            self._supervisor.lookout.take_broken(seat, message)
-        elif op == "script_error":
-            if message["traceback"] and not any(other.script_error for other in self._supervisor.seats):
-                with contextlib.suppress(OSError):  # whoever read it has gone
-                    os.write(2, message["traceback"].encode(errors="backslashreplace"))
-            seat.script_error = message["error"]
-            seat.device_fault = message["device_fault"]
-            seat.traceback = "" if message["traceback"] else message["detail"]
-            self._supervisor.log("script_error", rank=seat.rank, error=message["error"], traceback=message["detail"])
-        elif op == "faulted":
-            self._on_faulted(seat, message)
-        elif op == "fault_struck":
-            self._supervisor.injections.struck(seat, message)
-        elif op == "fault_failed":
-            self._supervisor.injections.failed(seat, message)
-        elif op == "snapshot_size":
-            self._supervisor.snapshots.share_bytes = message["bytes"]
-        elif op == "snapshot":
-            self._supervisor.snapshots.take(seat, message)
-        elif op in ("dumped", "renamed", "replicas", "data_parallel", "elastic", "scheduler", "notified", "paused"):
-            self._supervisor.repairs.take(seat, message)
-        elif op == "held":
-            self._compare(seat, message)
-        elif op == "compared":
-            self._note_compared(seat.rank, message["equal"], message["unproved"])
-        elif op == "aside":
-            self._on_aside(seat)
-        elif op == "nan":
-            self._on_nan(seat, message)
-        elif op == "device":
-            told = {key: value for key, value in message.items() if key != "op"}
-            self._supervisor.log("device_ready", rank=seat.rank, **told)
-        elif op == "not_proved":
-            self._supervisor.log("not_proved", rank=seat.rank, names=message["names"])
-            self._supervisor.status.not_proved.take(seat.rank, tuple(message["names"]))
-        elif op == "note":
-            self._supervisor.log("note", rank=seat.rank, text=message["text"])
-            logger.warning("rank %d: %s", seat.rank, message["text"])
-        else:
-            self._on_report(seat, op, message)
+        supervisor = self._supervisor
+        at_s, rank = time.monotonic(), seat.rank
+        match message:
+            case from_rank.Put():
+                self._pass_on(seat, message)
+            case from_rank.Ready():
+                pass  # a standby that was needed before it was ready
+            case from_rank.ModulesOfTorch(modules=modules, files=files):
+                supervisor.standbys.warm_up(modules, files)
+                supervisor.watch.start_standbys()
+            case from_rank.Imported():
+                starts = [other.handler.start for other in supervisor.seats]
+                supervisor.standbys.preloads.note(seat.local_rank, message, starts)
+            case from_rank.Present():
+                self._on_present(seat, message)
+            case from_rank.Protected():
+                seat.is_protected = True
+                supervisor.advance(recovery.RankProtected(at_s=at_s, rank=rank))
+            case from_rank.Unprotected(reason=reason):
+                self._on_unprotected(seat, reason)
+            case from_rank.Hindered():
+                self._on_hindered(seat, message)
+            case from_rank.HoldsAlone(reason=reason):
+                self._on_holds_alone(seat, reason)
+            case from_rank.ScriptError():
+                self._on_script_error(seat, message)
+            case from_rank.Faulted():
+                self._on_faulted(seat, message)
+            case from_rank.Broken():
+                supervisor.lookout.take_broken(seat, message)
+            case from_rank.Frozen():
+                self._on_frozen(seat, message)
+            case from_rank.Replayed(generation=generation, boundary=boundary):
+                supervisor.log("rank_replayed", rank=rank, **vars(message))
+                replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
+                supervisor.advance(replayed)
+            case from_rank.Prepared(generation=generation, boundary=boundary):
+                supervisor.repairs.take(seat, message)
+                supervisor.log("rank_replayed", rank=rank, generation=generation, boundary=boundary, setup_s=0.0)
+                replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
+                supervisor.advance(replayed)
+            case from_rank.StateSent(generation=generation, digest=digest):
+                sent = recovery.StateSent(at_s=at_s, rank=rank, generation=generation, digest=digest)
+                supervisor.advance(sent)
+            case from_rank.Repaired(generation=generation, digest=digest, loaded=loaded):
+                repaired = recovery.RankRepaired(
+                    at_s=at_s, rank=rank, generation=generation, digest=digest, boundary=loaded or None
+                )
+                supervisor.advance(repaired)
+            case from_rank.Rebuilt(generation=generation):
+                supervisor.advance(recovery.RankRebuilt(at_s=at_s, rank=rank, generation=generation))
+            case from_rank.Reissued(generation=generation):
+                supervisor.advance(recovery.RankReissued(at_s=at_s, rank=rank, generation=generation))
+            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail):
+                if detail:
+                    supervisor.log("mismatch_detail", rank=rank, detail=detail)
+                supervisor.advance(recovery.MismatchFound(at_s=at_s, rank=rank, generation=generation, reason=reason))
+            case from_rank.Compared(equal=equal, unproved=unproved):
+                self._note_compared(rank, equal, unproved)
+            case from_rank.DeviceReady(counters=counters):
+                told = {key: value for key, value in vars(message).items() if key != "counters"}
+                supervisor.log("device_ready", rank=rank, **told, **counters)
+            case from_rank.Held():
+                self._compare(seat, message)
+            case from_rank.SteppedAside():
+                self._on_aside(seat)
+            case from_rank.NanFound():
+                self._on_nan(seat, message)
+            case from_rank.SnapshotSize(bytes=share_bytes):
+                supervisor.snapshots.share_bytes = share_bytes
+            case from_rank.SnapshotTaken():
+                supervisor.snapshots.take(seat, message)
+            case from_rank.Dumped():
+                supervisor.checkpoints.take_dumped(seat, message)
+            case from_rank.FaultStruck():
+                supervisor.injections.struck(seat, message)
+            case from_rank.FaultFailed():
+                supervisor.injections.failed(seat, message)
+            case from_rank.NotProved(names=names):
+                supervisor.log("not_proved", rank=rank, names=names)
+                supervisor.status.not_proved.take(rank, names)
+            case from_rank.Note(text=text):
+                supervisor.log("note", rank=rank, text=text)
+                logger.warning("rank %d: %s", rank, text)
+            case (
+                from_rank.ReplicasDeclared()
+                | from_rank.DataParallelDeclared()
+                | from_rank.ElasticDeclared()
+                | from_rank.SchedulerRegistered()
+                | from_rank.SchedulerAsked()
+                | from_rank.Paused()
+                | from_rank.SavedByFramework()
+                | from_rank.Renamed()
+            ):
+                supervisor.repairs.take(seat, message)
+            case Refused(reason=reason):
+                self._refuse(seat, reason)
+            case _:
+                self._refuse(seat, f"{type(message).__name__} is no message of a rank")
+
+    def _refuse(self, seat: Seat, reason: str) -> None:
+        """A rank has sent what is no message, which has no effect: what should have come instead has its deadline."""
+        self._supervisor.log("message_refused", rank=seat.rank, reason=reason)
+        logger.warning("a message of rank %d is ignored: %s", seat.rank, reason)
+
+    def _on_present(self, seat: Seat, message: from_rank.Present) -> None:
+        """A process has greeted: it is sent what it has missed."""
+        seat.main_thread = message.main_thread
+        seat.greet()
+        self.tell_owners(seat)
+        for sender, put in self._told:
+            if sender != seat.rank:
+                seat.tell_news(put)
+        self._supervisor.watch.greeted(seat)
+        self._supervisor.injections.greeted(seat)
+
+    def _on_script_error(self, seat: Seat, message: from_rank.ScriptError) -> None:
+        """An exception ends a script; before the first step its traceback is printed here, once."""
+        if message.traceback and not any(other.script_error for other in self._supervisor.seats):
+            with contextlib.suppress(OSError):  # whoever read it has gone
+                os.write(2, message.traceback.encode(errors="backslashreplace"))
+        seat.script_error = message.error
+        seat.device_fault = message.device_fault
+        seat.traceback = "" if message.traceback else message.detail
+        self._supervisor.log("script_error", rank=seat.rank, error=message.error, traceback=message.detail)
 
     def begin_group(self, world_size: int) -> None:
         """All ranks are new: nothing is known of their weights."""
@@ -131,12 +187,11 @@ class Reports:
         self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
         self._looks = replace(self._looks, agreed_at=boundary, reported={})
 
-    def _compare(self, seat: Seat, message: Message) -> None:
+    def _compare(self, seat: Seat, message: from_rank.Held) -> None:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
-        held = {key: (weights, rest) for key, (weights, rest) in message["held"].items()}
-        self._names |= message["names"]
-        self._looks, look = before.told(seat.rank, message["boundary"], held, message["is_full"])
+        self._names |= message.names
+        self._looks, look = before.told(seat.rank, message.boundary, message.held, message.is_full)
         if look is None:
             return
         if look.parted and self._is_proof(look):
@@ -271,20 +326,20 @@ class Reports:
         if not seat.is_lost:  # it came while a checkpoint was written, say: the next comparison finds it again
             seat.divergence = ""
 
-    def _on_faulted(self, seat: Seat, message: Message) -> None:
+    def _on_faulted(self, seat: Seat, message: from_rank.Faulted) -> None:
         """A transient error has ended the script of a rank, which waits for orders."""
         supervisor = self._supervisor
         seat.fault(supervisor.board)
         self.tell_owners(seat)
-        failure = Failure(seat.rank, seat.pid, 1, message["error"], message["detail"])
+        failure = Failure(seat.rank, seat.pid, 1, message.error, message.detail)
         supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
         event = recovery.RankFaulted(
             at_s=time.monotonic(),
             rank=seat.rank,
             pid=seat.pid,
             boundary=seat.lost_boundary,
-            device_fault=message["device_fault"],
-            reason=message["error"],
+            device_fault=message.device_fault,
+            reason=message.error,
         )
         supervisor.log(
             "rank_faulted",
@@ -293,95 +348,84 @@ class Reports:
             boundary=event.boundary,
             kind=event.kind,
             reason=event.reason,
-            traceback=message["detail"],
+            traceback=message.detail,
             at_s=event.at_s,
         )
         supervisor.advance(event)
 
-    def _on_nan(self, seat: Seat, message: Message) -> None:
+    def _on_nan(self, seat: Seat, message: from_rank.NanFound) -> None:
         """A rank has found a NaN, in its own gradient or in reduced ones. Told to stop, it waits before the step."""
-        is_spread = message["step"] == self._nan_step + 1  # through the weights, which the first one has reached
-        is_known = message["step"] == self._nan_step
-        self._nan_step = message["step"]
+        is_spread = message.step == self._nan_step + 1  # through the weights, which the first one has reached
+        is_known = message.step == self._nan_step
+        self._nan_step = message.step
         if is_spread:
             return
         is_stop = self._supervisor.config.on_nan == "stop"
-        step, where = message["step"], message["where"]
-        if message["is_own"]:
+        step, where = message.step, message.where
+        if message.is_own:
             told = f"rank {seat.rank} has NaN in its own gradient in step {step} ({where})"
         elif is_known:
             return
         else:
             told = f"the reduced gradients hold NaN in step {step} ({where}); whose it was, only --on-nan stop can say"
-        self._supervisor.log("nan_found", rank=seat.rank if message["is_own"] else None, step=step, where=where)
+        self._supervisor.log("nan_found", rank=seat.rank if message.is_own else None, step=step, where=where)
         if is_stop:
             reason = f"{told}; no rank has taken the step (on_nan: stop)"
             self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
             logger.warning("%s; training goes on (on_nan: warn)", told)
 
-    def _pass_on(self, seat: Seat, put: Message) -> None:
+    def _pass_on(self, seat: Seat, put: from_rank.Put) -> None:
         """Pass on what a rank tells all others; one that has no process now hears it when it has greeted."""
-        seat.told_in = put["generation"]
+        seat.told_in = put.generation
         present = self._supervisor.job.generation
-        self._told = [told for told in [*self._told, (seat.rank, put)] if told[1]["generation"] >= present]
+        self._told = [told for told in [*self._told, (seat.rank, put)] if told[1].generation >= present]
         for other in self._supervisor.seats:
             if other is not seat:
                 other.tell_news(put)
 
-    def _on_report(self, seat: Seat, op: str, message: Message) -> None:
-        """A message that is an event of the state machine."""
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "rank": seat.rank}
-        if op == "unprotected":
-            self._supervisor.log("rank_unprotected", rank=seat.rank, reason=message["reason"])
-            is_first = not self._supervisor.job.unprotected_reason
-            for other in self._supervisor.seats:
-                if other is not seat:
-                    other.tell({"op": "unprotected", "reason": message["reason"]})
-            self._supervisor.advance(recovery.RankUnprotected(**fields, reason=message["reason"]))
-            if is_first:
-                self._announce(seat, message["reason"])
-            return
-        if op == "hindered":
-            self._on_hindered(seat, message)
-            return
-        if op == "holds_alone":
-            if not self._supervisor.job.unreplicated_reason:
-                self._supervisor.snapshots.take_one_at_once()
-                self._supervisor.log("rank_holds_alone", rank=seat.rank, reason=message["reason"])
-            is_first = not self._supervisor.job.unreplicated_reason
-            self._supervisor.advance(recovery.RankHoldsAlone(**fields, reason=message["reason"]))
-            if is_first:
-                self._announce(seat, message["reason"])
-            return
-        if op == "protected":
-            seat.is_protected = True
-            self._supervisor.advance(recovery.RankProtected(**fields))
-            return
-        fields["generation"] = message["generation"]
-        if op == "frozen":
-            seat.journal = message["journal"]
-            self._reset_lost_rows(seat, message["boundary"])
-            fields |= {key: message[key] for key in ("boundary", "digest", "has_group")}
-            self._compare_journals(seat, message["generation"])
-        elif op == "replayed":
-            fields["boundary"] = message["boundary"]
-            self._supervisor.repairs.take(seat, message)
-            told = {key: message[key] for key in ("generation", "boundary", "setup_s")}
-            self._supervisor.log("rank_replayed", rank=seat.rank, **told)
-        elif op in ("state_sent", "repaired"):
-            fields["digest"] = message["digest"]
-            if op == "repaired" and message.get("loaded"):
-                fields["boundary"] = message["loaded"]
-        elif op == "mismatch":
-            fields["reason"] = message["reason"]
-            if message.get("detail"):
-                self._supervisor.log("mismatch_detail", rank=seat.rank, detail=message["detail"])
-        self._supervisor.advance(_REPORTS[op](**fields))
+    def _on_unprotected(self, seat: Seat, reason: str) -> None:
+        """No rank can be repaired any more."""
+        supervisor = self._supervisor
+        supervisor.log("rank_unprotected", rank=seat.rank, reason=reason)
+        is_first = not supervisor.job.unprotected_reason
+        for other in supervisor.seats:
+            if other is not seat:
+                other.tell(from_rank.Unprotected(reason))
+        supervisor.advance(recovery.RankUnprotected(at_s=time.monotonic(), rank=seat.rank, reason=reason))
+        if is_first:
+            self._announce(seat, reason)
 
-    def _on_hindered(self, seat: Seat, message: Message) -> None:
+    def _on_holds_alone(self, seat: Seat, reason: str) -> None:
+        """No rank can be repaired from another one."""
+        supervisor = self._supervisor
+        is_first = not supervisor.job.unreplicated_reason
+        if is_first:
+            supervisor.snapshots.take_one_at_once()
+            supervisor.log("rank_holds_alone", rank=seat.rank, reason=reason)
+        supervisor.advance(recovery.RankHoldsAlone(at_s=time.monotonic(), rank=seat.rank, reason=reason))
+        if is_first:
+            self._announce(seat, reason)
+
+    def _on_frozen(self, seat: Seat, message: from_rank.Frozen) -> None:
+        """A survivor has quiesced at a boundary."""
+        seat.journal = message.journal
+        self._reset_lost_rows(seat, message.boundary)
+        self._compare_journals(seat, message.generation)
+        self._supervisor.advance(
+            recovery.RankFrozen(
+                at_s=time.monotonic(),
+                rank=seat.rank,
+                generation=message.generation,
+                boundary=message.boundary,
+                digest=message.digest,
+                has_group=message.has_group,
+            )
+        )
+
+    def _on_hindered(self, seat: Seat, message: from_rank.Hindered) -> None:
         """Where a rank stands now cannot be replayed, or can be again."""
-        supervisor, why, boundary = self._supervisor, message["reason"], message["boundary"]
+        supervisor, why, boundary = self._supervisor, message.reason, message.boundary
         supervisor.log("rank_hindered", rank=seat.rank, boundary=boundary, reason=why)
         was_hindered = bool(supervisor.job.hindrance)
         supervisor.advance(recovery.RankHindered(at_s=time.monotonic(), rank=seat.rank, reason=why))
@@ -408,7 +452,7 @@ class Reports:
             return
         seats = [self._supervisor.seats[rank] for rank in job.survivors]
         issued = {
-            seat.rank: {name: group["issued"] for name, group in seat.journal.items()} for seat in seats if seat.journal
+            seat.rank: {name: group.issued for name, group in seat.journal.items()} for seat in seats if seat.journal
         }
         found = find_difference(issued)
         if found is None:

@@ -18,7 +18,7 @@ from ttprun.protocol.board import Field
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import SchedulerAsked
 
 logger = logging.getLogger("ttprun")
 
@@ -65,28 +65,28 @@ class Scheduler:
 
     # What it asks for.
 
-    def notified(self, message: Message) -> None:
+    def notified(self, message: SchedulerAsked) -> None:
         """It has asked for something."""
         supervisor = self._supervisor
-        supervisor.log("scheduler_notified", what=message["what"], ranks=message.get("ranks"))
-        match message["what"]:
+        supervisor.log("scheduler_notified", what=message.what, ranks=message.ranks)
+        match message.what:
             case "stop":
-                for rank, kind in message["ranks"].items():
-                    self._lose(int(rank), int(kind))
+                for rank, kind in message.ranks.items():
+                    self._lose(rank, kind)
             case "pause":
                 is_possible = not supervisor.job.away and supervisor.job.phase is recovery.Phase.RUNNING
                 if not self.pause.is_asked and is_possible:
-                    self._pause(message["timeout_s"])
+                    self._pause(message.timeout_s)
             case "continue":
                 self.pause.end()
             case "hot switch":
-                self._prepare_switch(tuple(sorted(map(int, message["ranks"]))))
+                self._prepare_switch(tuple(sorted(message.ranks)))
             case "stop switch":
                 self._drop_switch("the scheduler has taken it back (stop switch)")
             case "downgrade" | "upgrade":
-                self._resize(message["what"], message["params"])
+                self._resize(message.what, message.params)
             case "dump" | "exit":
-                reason = f"the scheduler has asked for it ({message['what']})"
+                reason = f"the scheduler has asked for it ({message.what})"
                 supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
     def _pause(self, asked_s: float | None) -> None:

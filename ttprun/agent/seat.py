@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, kill_session
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Message
+from ttprun.protocol.from_rank import GroupJournal
 from ttprun.recovery.events import RankExited
 
 
@@ -59,7 +59,7 @@ class Seat:
     traceback: str = ""
     main_thread: int = 0
     told_in: int = -1
-    journal: dict[str, Any] = field(default_factory=dict)
+    journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""
     lost_boundary: int = 0
 

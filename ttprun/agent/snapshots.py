@@ -25,7 +25,7 @@ from ttprun.state.interval import best_interval_s, parse_interval
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
+    from ttprun.protocol.from_rank import Share, SnapshotTaken
 
 logger = logging.getLogger("ttprun")
 
@@ -49,25 +49,30 @@ class Shelf:
     records: list[int] = field(default_factory=list)
     shares: list[int] = field(default_factory=list)
     boundary: int = 0
-    told: dict[int, Message] = field(default_factory=dict)
+    told: dict[int, SnapshotTaken] = field(default_factory=dict)
     replicas: Replicas = UNKNOWN
     is_asked: bool = False
     is_read: bool = False
 
     @property
-    def first(self) -> Message:
-        """What the rank with the first share has told."""
-        return next(told for told in self.told.values() if told["share"] == 0)
+    def written(self) -> dict[int, Share]:
+        """The ranks' shares, by local rank."""
+        return {rank: told.share for rank, told in self.told.items() if told.share is not None}
+
+    @property
+    def first(self) -> Share:
+        """The first share, which has what only one rank writes."""
+        return next(share for share in self.written.values() if share.share == 0)
 
     @property
     def size_bytes(self) -> int:
         """Of the whole snapshot."""
-        return sum(told["bytes"] + told["records_bytes"] for told in self.told.values())
+        return sum(told.records_bytes + self.written[rank].bytes for rank, told in self.told.items())
 
     @property
     def headers(self) -> dict[int, list[Any]]:
         """By rank, what they hold; empty if all hold the same."""
-        return {rank: told["header"] for rank, told in self.told.items()} if self.replicas.parted else {}
+        return {rank: share.header for rank, share in self.written.items()} if self.replicas.parted else {}
 
     def as_stored(self) -> Stored:
         """What ranks can go back to. They read it through this process, which holds the descriptors."""
@@ -76,7 +81,7 @@ class Shelf:
             self.boundary,
             "shared memory",
             (),
-            self.first["header"],
+            self.first.header,
             files,
             self._rank_part,
             headers=self.headers,
@@ -205,13 +210,13 @@ class Snapshots:
         number = self._number + 1
         return number + 1 if self.newest is self.shelves[number % _SHELVES] else number
 
-    def take(self, seat: Seat, message: Message) -> None:
+    def take(self, seat: Seat, message: SnapshotTaken) -> None:
         """A rank has written its part of a snapshot, or could not."""
-        if message["number"] != self._number or not self._is_pending:
+        if message.number != self._number or not self._is_pending:
             return
-        if message["why_not"]:
+        if message.share is None:
             self._is_pending, self._last_s = False, time.monotonic()
-            self._tell(message["boundary"], message["why_not"], "no snapshot was taken")
+            self._tell(message.boundary, message.why_not, "no snapshot was taken")
             return
         shelf = self.shelves[self._number % _SHELVES]
         shelf.told[seat.local_rank] = message
@@ -219,7 +224,7 @@ class Snapshots:
             return
         self._is_pending = False
         self._last_s = time.monotonic()
-        shelf.boundary = message["boundary"]
+        shelf.boundary = message.boundary
         shelf.replicas = self._supervisor.job.replicas
         if self._lacks_something(shelf):
             self._is_wanted = True
@@ -234,7 +239,7 @@ class Snapshots:
             self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
             return
         self._is_wanted = False
-        self._cost_s = max(told["took_s"] for told in shelf.told.values())
+        self._cost_s = max(told.took_s for told in shelf.told.values())
         self.newest, self._told = shelf, ""
         self._supervisor.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=self._cost_s, number=self._number
@@ -255,7 +260,7 @@ class Snapshots:
     def _lacks_something(self, shelf: Shelf) -> bool:
         """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
         reports, replicas = self._supervisor.reports, self._supervisor.job.replicas
-        if {told["apart"] for told in shelf.told.values()} != {version_of(replicas.parted)}:
+        if {share.apart for share in shelf.written.values()} != {version_of(replicas.parted)}:
             for seat in self._supervisor.seats:
                 reports.tell_owners(seat)
             return True
@@ -263,7 +268,7 @@ class Snapshots:
 
     def _why_not_alike(self, shelf: Shelf) -> str:
         """Why what replicas have shared out among them is not one state: it is looked at in full, which tells more."""
-        digests = {rank: told["digests"] for rank, told in shelf.told.items()}
+        digests = {rank: share.digests for rank, share in shelf.written.items()}
         keys, reports = shelf.replicas.contradicted_by(digests), self._supervisor.reports
         if not keys:
             return ""
@@ -272,9 +277,9 @@ class Snapshots:
 
     def _why_not_complete(self, shelf: Shelf) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""
-        if len({told["boundary"] for told in shelf.told.values()}) > 1:
+        if len({told.boundary for told in shelf.told.values()}) > 1:
             return "the ranks have taken it at different steps"
-        if len({told["header_xxh3"] for told in shelf.told.values()}) > 1:
+        if len({share.header_xxh3 for share in shelf.written.values()}) > 1:
             return "the ranks hold different parameters, of which there is no replica"
         return ""
 

@@ -11,6 +11,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import unhooked
 
 if TYPE_CHECKING:
@@ -94,4 +95,4 @@ class Unseen:
             return
         self._reported.add(seat.pid)
         self._suspects.pop(seat.pid, None)
-        self._supervisor.reports.take(seat, {"op": "unprotected", "reason": why})
+        self._supervisor.reports.take(seat, from_rank.Unprotected(why))

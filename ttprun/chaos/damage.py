@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttprun.chaos.faults import DEVICE_KINDS, Fault
+from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
 from ttprun.rank.process import held_signals
 
@@ -79,7 +80,7 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
             else:
                 detail = _break_something(session, fault)
         except Exception as error:  # the script is not to suffer from a fault that could not be caused
-            channel.send({"op": "fault_failed", "number": armed.number, "reason": str(error), "phase": phase})
+            channel.send(from_rank.FaultFailed(armed.number, str(error)))
         else:
             tell(channel, armed, phase, step, detail)
         if meets is not None:
@@ -88,16 +89,7 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
 
 def tell(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
     """Tell the agent that a fault has struck; the clock is the same in all processes of the machine."""
-    channel.send(
-        {
-            "op": "fault_struck",
-            "number": armed.number,
-            "phase": phase,
-            "step": step,
-            "at_s": time.monotonic(),
-            "detail": detail,
-        }
-    )
+    channel.send(from_rank.FaultStruck(armed.number, phase, step, at_s=time.monotonic(), detail=detail))
 
 
 # What ends or stops the process, or its main thread.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ttprun.agent.processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.chaos.schedule import Strike, strikes
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
 
@@ -95,17 +96,17 @@ class Injections:
         for message in self.waiting_in(seat.rank):
             seat.handler.channel.send(message)
 
-    def struck(self, seat: Seat, message: Message) -> None:
+    def struck(self, seat: Seat, message: from_rank.FaultStruck) -> None:
         """A rank says that a fault has struck it; some are for the agent to carry out at this moment."""
-        if message["number"] not in self._armed:
+        if message.number not in self._armed:
             return
-        fault, order = self._armed.pop(message["number"])
-        told = {key: message[key] for key in ("phase", "step", "at_s")}
-        self._log_strike(message["number"], fault, seat, message["detail"], **told)
+        fault, order = self._armed.pop(message.number)
+        when = {"phase": message.phase, "step": message.step, "at_s": message.at_s}
+        self._log_strike(message.number, fault, seat, message.detail, **when)
         if fault.kind == "term":
             self._signal(seat, fault)
         elif fault.kind in AGENT_KINDS:
-            self._strike_agent(message["number"], fault)
+            self._strike_agent(message.number, fault)
         elif fault.kind == "stop":
             self._wake_later(seat.pid, fault)
         if fault.kind == "preempt":
@@ -120,11 +121,11 @@ class Injections:
             self._preempted.handler.channel.send({"op": "fault_done"})
             self._preempted = None
 
-    def failed(self, seat: Seat, message: Message) -> None:
+    def failed(self, seat: Seat, message: from_rank.FaultFailed) -> None:
         """A rank says that it could not cause a fault."""
-        if message["number"] in self._armed:
-            fault, order = self._armed.pop(message["number"])
-            self._log_failure(message["number"], fault, message["reason"], rank=seat.rank)
+        if message.number in self._armed:
+            fault, order = self._armed.pop(message.number)
+            self._log_failure(message.number, fault, message.reason, rank=seat.rank)
             self._after(order)
 
     def next_timer_s(self) -> float | None:

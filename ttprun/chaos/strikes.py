@@ -37,7 +37,9 @@ def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
     """`take`, for the agent's messages; those about faults are ours."""
 
     def hear(message: Message) -> None:
-        if message["op"] == "fault":
+        if not isinstance(message, dict):
+            take(message)
+        elif message["op"] == "fault":
             arm(message["number"], parse_fault(message["fault"]))
         elif message["op"] == "fault_done":
             damage.done_by_agent()

@@ -12,10 +12,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
-Message = dict[str, Any]
+from ttprun.protocol import from_rank
+from ttprun.protocol.codec import decode, encode
+
+Message = Any
 MAX_FDS = 8
+KNOWN = {kind.__name__: kind for kind in get_args(from_rank.Report)}
 
 
 class Channel:
@@ -37,7 +41,7 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Send one message. A reader that is gone is not an error: its end is noticed elsewhere."""
-        line = json.dumps(message).encode() + b"\n"
+        line = json.dumps(message).encode() + b"\n" if isinstance(message, dict) else encode(message)
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
             if fds:
                 rights = array.array("i", fds)
@@ -77,7 +81,7 @@ class Channel:
                 raise EOFError("the agent has closed the line")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line), fds
+        return _read(line), fds
 
     def read_available(self) -> list[Message]:
         """Whole messages that one read brings. Raises EOFError at the end."""
@@ -85,12 +89,12 @@ class Channel:
         if not data:
             raise EOFError("the other end has closed the line")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return [_read(line) for line in lines]
 
     def messages(self) -> Iterator[Message]:
         """All messages till the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")
-        yield from (json.loads(line) for line in lines)
+        yield from (_read(line) for line in lines)
         while True:
             try:
                 yield from self.read_available()
@@ -100,6 +104,11 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self.sock.close()
+
+
+def _read(line: bytes) -> Message:
+    values = json.loads(line)
+    return decode(line, KNOWN) if isinstance(values, dict) and values.get("op") in KNOWN else values
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
 
 CONNECT = OPERATION_NAMES.index("connect")
@@ -124,7 +125,7 @@ class Session:
     def tell_not_proved(self, names: list[str]) -> None:
         """Name what can change and is in no record: after the first step, and when there is something new."""
         if names is not self._told_not_proved and names != self._told_not_proved:
-            self.channel.send({"op": "not_proved", "names": names})
+            self.channel.send(from_rank.NotProved(tuple(names)))
         self._told_not_proved = names
 
     def touch(self, phase: Phase) -> None:
@@ -157,8 +158,7 @@ class Session:
         device_fault   what the device says of it; "" if they are none of a device's
         """
         if self.is_repairable():
-            told = {"reason": _in_short(reason), "after_s": after_s, "device_fault": device_fault}
-            self.channel.send({"op": "broken", "generation": generation, **told})
+            self.channel.send(from_rank.Broken(generation, _in_short(reason), after_s, device_fault))
 
     def note_hindrance(self, boundary: int, reason: str) -> None:
         """Say why no replay would come to this boundary, or that one would, if that is news.
@@ -170,13 +170,13 @@ class Session:
             if self._hindrances_told == _MOST_HINDRANCES:
                 reason = ""
             self.hindrance = reason
-            self.channel.send({"op": "hindered", "boundary": boundary, "reason": reason})
+            self.channel.send(from_rank.Hindered(boundary, reason))
 
     def give_up_protection(self, reason: str) -> None:
         """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""
         if not self.unprotected:
             self.unprotected = reason
-            self.channel.send({"op": "unprotected", "reason": reason})
+            self.channel.send(from_rank.Unprotected(reason))
             with self.changed:
                 self.changed.notify_all()
 

@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ttprun.chaos import strikes
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Phase
 from ttprun.rank import moments
 from ttprun.rank.bootstrap import patches
@@ -27,7 +28,7 @@ def install(presence: Presence) -> None:
     groups.register()
     missing = patches.apply_for_frameworks()
     if missing:
-        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+        presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     leave_in_children()
     if presence.welcome["options"]["allow_faults"]:
         moments.listener = strikes
@@ -50,7 +51,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     session.recovery.start()
     presence.hand_over(strikes.taken_from(session.recovery.take))
     session.touch(Phase.SETUP)
-    presence.channel.send({"op": "protected"})
+    presence.channel.send(from_rank.Protected())
 
 
 def wrap_process_group_name(original: Any) -> Any:

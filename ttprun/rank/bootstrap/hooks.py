@@ -14,6 +14,7 @@ from ttprun.chaos import strikes
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
 from ttprun.elastic_resume.adapted import Adapted
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import patches, reset
@@ -47,9 +48,9 @@ def install(presence: Presence) -> None:
     groups.register()
     missing = patches.apply_all(with_replay=False)
     if missing:
-        presence.channel.send({"op": "note", "text": f"not protected on this torch version: {', '.join(missing)}"})
+        presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     if origins.why_not():
-        presence.channel.send({"op": "note", "text": origins.why_not()})
+        presence.channel.send(from_rank.Note(origins.why_not()))
     before_step = fail_open.hook("the hook before Optimizer.step", step_hooks.before_step)
     register_optimizer_step_pre_hook(last_hook.after_all_others(before_step))
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
@@ -93,7 +94,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     session.recovery.start()
     presence.hand_over(strikes.taken_from(session.recovery.take))
     session.touch(Phase.SETUP)
-    presence.channel.send({"op": "protected"})
+    presence.channel.send(from_rank.Protected())
 
 
 _RANDOM = "random states"  # of this process when the run begins; where the script gives no seeds, all comes of these
@@ -136,9 +137,7 @@ def make_session(presence: Presence) -> Session:
         ),
         holdings=Holdings(),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
-        kept_weights=KeptWeights(
-            optimizer_registry.newest, lambda text: presence.channel.send({"op": "note", "text": text})
-        ),
+        kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

@@ -23,6 +23,7 @@ from ttprun import text_hashes
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import patches, unhooked
@@ -60,7 +61,7 @@ def begin() -> None:
     if is_in_wrapper:
         # Who looks after this process is another one, whose end would be taken for ours.
         why = f"its Python is a child of {unhooked.command_of(os.getppid())}: that program must start it with exec"
-        channel.send({"op": "unprotected", "reason": why})
+        channel.send(from_rank.Unprotected(why))
         return
     welcome, fds = channel.receive_with_fds()
     if not welcome["options"]["mindio"]:
@@ -90,7 +91,7 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     held_signals.hold(board)
     with contextlib.suppress(AttributeError):  # a C library without such locks
         life_lock.hold(board, welcome["local_rank"])
-    channel.send({"op": "present", "pid": os.getpid(), "main_thread": threading.main_thread().ident})
+    channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = tell_before(sys.excepthook)
@@ -122,7 +123,7 @@ def _admit_unhooked() -> None:
     why = "" if presence is None or _has_admitted else unhooked.why()
     if presence is not None and why:
         _has_admitted = True
-        presence.channel.send({"op": "unprotected", "reason": why})
+        presence.channel.send(from_rank.Unprotected(why))
 
 
 def strike_at_start(welcome: dict[str, Any]) -> None:
@@ -168,8 +169,8 @@ def tell_before(previous: Any) -> Any:
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.replay.difference if found is not None and found.replay is not None else ""
         why = f"{in_one_line(error)}; the replay had not come by its place: {missed}" if missed else in_one_line(error)
-        told = {"error": why, "traceback": text if is_early else "", "detail": text}
-        presence.channel.send({"op": "script_error", "device_fault": diagnosis.name, **told})
+        told = from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name)
+        presence.channel.send(told)
         if diagnosis.rung == "restart" and found is not None:
             found.give_up_protection(f"{diagnosis.name}: what the other ranks hold may be wrong too")
         if not is_early:
@@ -309,4 +310,4 @@ def take_over() -> None:
         session = sys.modules.get("ttprun.rank.session")
         if session is not None:
             session.end()
-        presence.channel.send({"op": "unprotected", "reason": f"the hooks could not be installed: {error!r}"})
+        presence.channel.send(from_rank.Unprotected(f"the hooks could not be installed: {error!r}"))

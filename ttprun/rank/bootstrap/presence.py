@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from ttprun.chaos import damage
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.rank.bootstrap import unhooked
@@ -75,7 +75,7 @@ class Presence:
 
     def _read(self) -> None:
         for message in self.channel.messages():
-            if message["op"] == "ended":
+            if isinstance(message, dict) and message["op"] == "ended":
                 held_signals.tell_to_end()
             with self._lock:
                 heir = self._heir
@@ -85,27 +85,30 @@ class Presence:
                 heir(message)
 
     def _answer(self, message: Message) -> None:
+        if isinstance(message, from_rank.Put | from_rank.Unprotected):
+            if self.heard.is_set():
+                self._early.append(message)
+            return
         op = message["op"]
         if op == "heard":
             self.heard.set()
             return
         if not self.heard.is_set() and op not in ("fault", "fault_done"):
             return
-        reply: dict[str, Any] = {"generation": message.get("generation", self.generation)}
         if op == "freeze":
             self.generation = message["generation"]
             why = unhooked.why()
             if why:  # then nobody has counted its steps, and this may be no boundary 0
-                self.channel.send({"op": "unprotected", "reason": why})
+                self.channel.send(from_rank.Unprotected(why))
                 return
             board = Board(self.fds[0], self.welcome["local_world_size"])
             board.announce(self.welcome["local_rank"], Field.HELD, self.generation)
-            self.channel.send(reply | {"op": "frozen", "boundary": 0, "digest": "", "has_group": False, "journal": {}})
+            self.channel.send(from_rank.Frozen(self.generation, boundary=0))
         elif op == "resume":
             self.generation = message["generation"]
-            self.channel.send(reply | {"op": "rebuilt"})
+            self.channel.send(from_rank.Rebuilt(self.generation))
             if not any(message["expected"].values()):
-                self.channel.send(reply | {"op": "reissued"})
+                self.channel.send(from_rank.Reissued(self.generation))
             self.order = message
             self.may_start.set()
         elif op == "replay":

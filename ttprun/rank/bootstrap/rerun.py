@@ -17,6 +17,7 @@ import traceback
 from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, Diagnosis, diagnosis_of, in_one_line
 from ttprun.device.interface import Device, DeviceFailedError, MemoryCheck, refined
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank.bootstrap import hooks, reset
 from ttprun.rank.bootstrap.install import diagnose
@@ -90,7 +91,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
         except Exception as failure:  # also what a driver raises once its context is lost
             diagnosis, why_not = diagnosis_of(DeviceFault.DEVICE_LOST), in_one_line(failure)
     if why_not:
-        presence.channel.send({"op": "note", "text": f"the script is not run again in the same process: {why_not}"})
+        presence.channel.send(from_rank.Note(f"the script is not run again in the same process: {why_not}"))
         return None, diagnosis, None
     return session, diagnosis, device
 
@@ -122,8 +123,7 @@ def _leave(
     presence.take_back()
     recovery.retire()
     detail = "".join(traceback.format_exception(error))
-    told = {"error": in_one_line(error), "detail": detail, "device_fault": diagnosis.name}
-    presence.channel.send({"op": "faulted", **told})
+    presence.channel.send(from_rank.Faulted(in_one_line(error), detail, diagnosis.name))
     os.write(2, detail.encode(errors="replace"))
     diverted = Diverted(session)
     try:

@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.script import run
@@ -48,7 +49,7 @@ def main() -> None:
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
     warm_up(WARM)
-    channel.send({"op": "ready", "is_copyable": is_copyable()})
+    channel.send(from_rank.Ready(is_copyable()))
     fds: list[int] = []
     try:
         while True:
@@ -57,13 +58,13 @@ def main() -> None:
             if message["op"] == "warm":
                 warm_up(message["modules"])
                 ast_transform.prepare(message["files"])
-                channel.send({"op": "ready", "is_copyable": is_copyable()})
+                channel.send(from_rank.Ready(is_copyable()))
             elif message["op"] == "preload":
                 # As in a replay: a package may take functions that we change out of torch (`from torch import save`).
                 patches.apply_all(with_replay=True)
                 notebook, plan = fds.pop(), fds.pop()
                 refused = preload.preload(plan, notebook)
-                channel.send({"op": "ready", "is_copyable": is_copyable(), "refused": refused})
+                channel.send(from_rank.Ready(is_copyable(), refused))
             elif message["op"] == "copy":
                 channel = give_copy(channel, fds.pop(), agent)
             else:
@@ -152,7 +153,7 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
         os.close(fd)
     if not pid:
         raise SystemExit("ttprun: a standby could not be copied")
-    channel.send({"op": "copied", "pid": int(pid)})
+    channel.send(from_rank.Copied(int(pid)))
     return channel
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ttprun.protocol import from_rank
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
 from ttprun.rank.session import Session, current
@@ -109,7 +110,7 @@ def _told(kind: int, count: int) -> str:
 def tell(session: Session, equal: list[str], unproved: list[str]) -> None:
     """Report what of this rank was compared with the lost one and found equal, and what is not proved."""
     if equal or unproved:
-        session.channel.send({"op": "compared", "equal": equal, "unproved": unproved})
+        session.channel.send(from_rank.Compared(equal, unproved))
 
 
 def is_decisive(session: Session, step: int) -> bool:

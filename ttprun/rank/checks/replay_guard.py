@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from ttprun.protocol import from_rank
+
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
     from ttprun.rank.comm.journal import Entry
@@ -49,11 +51,11 @@ class Expected:
 
     def _tell_if_through(self) -> None:
         if not self._left:
-            self._channel.send({"op": "reissued", "generation": self._generation})
+            self._channel.send(from_rank.Reissued(self._generation))
 
 
 def report_mismatch(channel: Channel, generation: int, reason: str) -> None:
     """Tell the agent why this rank must not go on, and stay here until it ends the process. Raises MismatchError."""
-    channel.send({"op": "mismatch", "generation": generation, "reason": reason})
+    channel.send(from_rank.Mismatch(generation, reason))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

@@ -21,6 +21,7 @@ import torch
 import xxhash
 
 from ttprun.device.errors import in_one_line
+from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
 from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
 from ttprun.rank.weights import holdings
@@ -85,7 +86,7 @@ class Verifier:
             if where and not self._had_nan and any(has_nan(weight, boundary, True) for weight in held):
                 where, is_own = f"{where}; the weights held it before this step", False
         if where and not self._had_nan:
-            self._channel.send({"op": "nan", "step": boundary - 1, "where": where, "is_own": is_own})
+            self._channel.send(from_rank.NanFound(boundary - 1, where, is_own))
             if self._nan_limit_s is not None:
                 threading.Event().wait(self._nan_limit_s)
                 found = RuntimeError(
@@ -111,7 +112,7 @@ class Verifier:
         except Exception as error:
             self._turn_off(error)
             return
-        self._channel.send({"op": "held", "boundary": boundary, "is_full": True, "held": held, "names": names})
+        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names))
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: look in front of the next steps, whether all are still alike.
@@ -136,7 +137,7 @@ class Verifier:
         """
         if self._is_odd:
             self._is_odd = False
-            self._channel.send({"op": "aside"})
+            self._channel.send(from_rank.SteppedAside())
             threading.Event().wait(_KILL_LIMIT_S)
 
     def end(self, limit_s: float = 0.0) -> None:
@@ -146,7 +147,7 @@ class Verifier:
             self._thread.join(limit_s)
 
     def _note_unproved(self, boundary: int, why: str) -> None:
-        self._channel.send({"op": "note", "text": f"{why}: at step {boundary} the recovery is not proved"})
+        self._channel.send(from_rank.Note(f"{why}: at step {boundary} the recovery is not proved"))
 
     def _begin_hash(self, boundary: int, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights, and have the copies hashed while training goes on."""
@@ -166,7 +167,7 @@ class Verifier:
     def _turn_off(self, error: Exception) -> None:
         """This rank's weights are not compared any more, and so nobody's: that is told, and training goes on."""
         self._why_off = f"the weights of this rank cannot be hashed ({in_one_line(error)})"
-        self._channel.send({"op": "note", "text": f"{self._why_off}: from now on the ranks' weights are not compared"})
+        self._channel.send(from_rank.Note(f"{self._why_off}: from now on the ranks' weights are not compared"))
 
     def _copy(self, weights: list[torch.Tensor]) -> None:
         """Into the same buffers as before. While these are being hashed no look is taken: the agent can wait."""
@@ -184,10 +185,12 @@ class Verifier:
             self._is_idle.set()
 
     def _hash(self, boundary: int) -> None:
-        held: dict[str, list[str]] = {}
+        held: dict[str, tuple[str, str]] = {}
         for (key, is_gradient), copy in zip(self._rows, self._copies, strict=True):
-            held.setdefault(key, ["", ""])[is_gradient] = xxhash.xxh3_64_hexdigest(bytes_of(copy))
-        self._channel.send({"op": "held", "boundary": boundary, "is_full": False, "held": held, "names": {}})
+            weights, gradient = held.get(key, ("", ""))
+            digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
+            held[key] = (weights, digest) if is_gradient else (digest, gradient)
+        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}))
 
 
 def look_for_nan(entry: Entry) -> None:

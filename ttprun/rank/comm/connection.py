@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ttprun.protocol import from_rank
+
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
 
@@ -59,7 +61,7 @@ class Exchange:
         """Tell all ranks, this one included."""
         self.deliver(generation, key, value)
         text = base64.b64encode(value).decode()
-        self._channel.send({"op": "put", "generation": generation, "key": key, "value": text})
+        self._channel.send(from_rank.Put(generation, key, text))
 
     def deliver(self, generation: int, key: str, value: bytes) -> None:
         """A value has come."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from ttprun.device import registry
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError, MemoryCheck
 from ttprun.device.sim import SimulatedNpu
+from ttprun.protocol import from_rank
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.session import Session
 
@@ -61,14 +61,13 @@ def tell_of_groups(session: Session, groups: Sequence[ManagedGroup], did: str) -
     if any(group.is_on_device for group in groups):
         device = registry.current()
         calls: Counter[str] = sum((group.calls_on_device for group in groups), Counter())
-        told: dict[str, Any] = {"device": device.identify().kind, "communicators": did, "calls": dict(calls)}
-        if isinstance(device, SimulatedNpu):
-            told |= device.counters()
-        session.channel.send({"op": "device", "generation": session.generation, **told})
+        counters = device.counters() if isinstance(device, SimulatedNpu) else {}
+        kind = device.identify().kind
+        session.channel.send(from_rank.DeviceReady(session.generation, kind, did, dict(calls), counters))
 
 
 def give_up_process(session: Session, error: DeviceFailedError) -> None:
     """End this process, so that another one takes its place: it can use its device no more. Does not return."""
-    told = {"error": in_one_line(error), "traceback": "", "detail": str(error)}
-    session.channel.send({"op": "script_error", "device_fault": str(DeviceFault.DEVICE_LOST), **told})
+    fault = str(DeviceFault.DEVICE_LOST)
+    session.channel.send(from_rank.ScriptError(in_one_line(error), "", detail=str(error), device_fault=fault))
     os._exit(EXIT_CODE)

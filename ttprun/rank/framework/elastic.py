@@ -5,6 +5,7 @@ What is done then is `Handlers.rebuild_group`; which ranks leave is for the agen
 
 from __future__ import annotations
 
+from ttprun.protocol import from_rank
 from ttprun.rank.framework.handlers import DOWNGRADE_REBUILD, Handlers
 from ttprun.rank.session import Session
 
@@ -24,4 +25,4 @@ class Elastic:
     def tell(self) -> None:
         """Tell the agent, once all is there that it takes."""
         if self.is_on and self.is_on_in_the_controller and self._handlers.has(DOWNGRADE_REBUILD):
-            self._session.channel.send({"op": "elastic"})
+            self._session.channel.send(from_rank.ElasticDeclared())

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ttprun.device.errors import DeviceFault, in_one_line
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.comm.journal import TELL_AFTER_S
@@ -320,12 +321,9 @@ class Framework:
 
     def _tell_fault(self, error: BaseException) -> None:
         diagnosis = self._session.diagnose(error)
-        told = {
-            "error": in_one_line(error),
-            "detail": "".join(traceback.format_exception(error)),
-            "device_fault": diagnosis.name if diagnosis.can_stay else str(DeviceFault.MEMORY_PERSISTENT),
-        }
-        self._session.channel.send({"op": "faulted", **told})
+        device_fault = diagnosis.name if diagnosis.can_stay else str(DeviceFault.MEMORY_PERSISTENT)
+        detail = "".join(traceback.format_exception(error))
+        self._session.channel.send(from_rank.Faulted(in_one_line(error), detail, device_fault))
 
     def _hears_of_recovery(self, limit_s: float) -> bool:
         session = self._session

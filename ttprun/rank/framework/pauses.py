@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
@@ -39,7 +40,7 @@ class Pauses:
             return
         sync()
         session.touch(Phase.COMMITTING)  # whoever does not come is found as one that others wait for in front of a step
-        session.channel.send({"op": "paused", "number": number})
+        session.channel.send(from_rank.Paused(number))
         with session.changed:
             while self._is_on(number):
                 admit()

@@ -22,8 +22,10 @@ from typing import Any
 
 import torch
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
+from ttprun.protocol.from_rank import GroupJournal
 from ttprun.rank import moments
 from ttprun.rank.framework import randomness, scheduler
 from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
@@ -110,16 +112,9 @@ class CallbackRecovery(Recovery):
             raise NotRepairableError("its train function was left in the middle of an update of the optimizer")
         framework.repair_step = session.applied
         session.board.set(session.local_rank, Field.RECORDED, session.applied)
-        session.channel.send(
-            {
-                "op": "frozen",
-                "generation": session.generation,
-                "boundary": session.applied,
-                "digest": "",
-                "has_group": torch.distributed.is_initialized(),
-                "journal": self._signatures(),
-            }
-        )
+        has_group = torch.distributed.is_initialized()
+        frozen = from_rank.Frozen(session.generation, session.applied, has_group=has_group, journal=self._signatures())
+        session.channel.send(frozen)
 
     def _why_not(self) -> str:
         """Why this rank cannot be brought to a repair; "" if it can."""
@@ -139,9 +134,9 @@ class CallbackRecovery(Recovery):
         session.journal.clear()
         session.groups_made.clear()
 
-    def _signatures(self) -> dict[str, Any]:
+    def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
-        return {group.group_name: {"ranks": group.ranks, "issued": []} for group in self._groups()}
+        return {group.group_name: GroupJournal(list(group.ranks), []) for group in self._groups()}
 
     def _on_replay(self, message: Message) -> None:
         """Memory of this rank's device has failed, and all others stand still."""
@@ -167,8 +162,7 @@ class CallbackRecovery(Recovery):
 
     def _tell_ready(self, boundary: int, part: RepairType) -> None:
         session = self._session
-        told = {"generation": session.generation, "boundary": boundary, "setup_s": 0.0, "part": part.value}
-        session.channel.send({"op": "replayed", "journal": self._signatures(), **told})
+        session.channel.send(from_rank.Prepared(session.generation, boundary, part.value, self._signatures()))
 
     # Rebuild and repair.
 
@@ -185,9 +179,10 @@ class CallbackRecovery(Recovery):
             with self._calling():
                 if not framework.handlers.repair(step, needs_rebuild, part["dst"], part, size):
                     self._repair_by_ourselves(part, message["limit_s"])
-        op = "repaired" if session.rank in message["lost"] else "state_sent"
-        told = {"generation": session.generation, "digest": "", "loaded": framework.loaded_step}
-        session.channel.send({"op": op, **told})
+        if session.rank in message["lost"]:
+            session.channel.send(from_rank.Repaired(session.generation, digest="", loaded=framework.loaded_step))
+        else:
+            session.channel.send(from_rank.StateSent(session.generation, digest=""))
 
     def _rebuild(self, message: Message) -> None:
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
@@ -230,12 +225,12 @@ class CallbackRecovery(Recovery):
             framework.note_cleaned()
         with self._calling():
             framework.handlers.save(message["step"], message["save_info"])
-        self._session.channel.send({"op": "dumped", "generation": message["generation"]})
+        self._session.channel.send(from_rank.SavedByFramework(message["generation"]))
 
     def _on_rename(self, message: Message) -> None:
         with self._calling():
             self._framework.handlers.rename(message["step"])
-        self._session.channel.send({"op": "renamed", "generation": message["generation"]})
+        self._session.channel.send(from_rank.Renamed(message["generation"]))
 
     # Rollback and release.
 
@@ -251,9 +246,9 @@ class CallbackRecovery(Recovery):
         with self._calling():
             framework.handlers.rollback(step, _size_of(message))
         randomness.restore(session, step)
-        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        session.channel.send(from_rank.Rebuilt(session.generation))
         framework.release(step)
-        session.channel.send({"op": "reissued", "generation": session.generation, "took_s": 0.0})
+        session.channel.send(from_rank.Reissued(session.generation))
 
 
 def _size_of(message: Message) -> Size:

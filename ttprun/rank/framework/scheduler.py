@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
@@ -27,7 +28,7 @@ def register(action: str, function: Callable[..., Any]) -> int:
     if action not in ACTIONS or not callable(function):
         return RET_ERROR
     _callbacks[action] = function
-    this_rank()[0].channel.send({"op": "scheduler"})
+    this_rank()[0].channel.send(from_rank.SchedulerRegistered())
     return RET_OK
 
 
@@ -53,7 +54,7 @@ def prepare(action: str, ranks: Mapping[int, int]) -> int:
     return notify(action, ranks=dict(ranks)) if action == SWITCH and is_possible else RET_ERROR
 
 
-def notify(what: str, **fields: Any) -> int:
-    """Tell the agent; returns RET_OK once it is sent."""
-    this_rank()[0].channel.send({"op": "notified", "what": what, **fields})
+def notify(what: str, ranks: Mapping[int, int] | None = None, timeout_s: float | None = None, params: str = "") -> int:
+    """Report what is asked for to the agent; returns RET_OK once it is sent. See SchedulerAsked for the arguments."""
+    this_rank()[0].channel.send(from_rank.SchedulerAsked(what, dict(ranks or {}), timeout_s, params))
     return RET_OK

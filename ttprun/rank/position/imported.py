@@ -43,18 +43,18 @@ def note_environment(importing: str) -> None:
     _seen = dict(now)
 
 
-def modules() -> list[list[Any]]:
-    """[name, file, changes of the environment before it] of all modules but torch's and ours, in their order.
+def modules() -> list[tuple[str, str, dict[str, str | None]]]:
+    """(name, file, changes of the environment before it) of all modules but torch's and ours, in their order.
 
     The file is "" for what a standby must not import: the user's own, and what has no name of its own.
     """
-    found: list[list[Any]] = []
+    found = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "ttprun"):
-            found.append([name, _file_of(name, module), _changes.get(name, {})])
+            found.append((name, _file_of(name, module), _changes.get(name, {})))
     names = set(sys.modules)
     lost = [change for name, change in _changes.items() if name not in names]  # of imports that have failed
-    return [["", "", change] for change in lost] + found
+    return [("", "", change) for change in lost] + found
 
 
 def _file_of(name: str, module: Any) -> str:

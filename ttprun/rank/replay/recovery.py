@@ -18,8 +18,10 @@ import traceback
 from typing import Any
 
 from ttprun.device.interface import DeviceFailedError
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.channel import Message
+from ttprun.protocol.from_rank import GroupJournal
 from ttprun.rank import moments
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
@@ -86,10 +88,16 @@ class Recovery:
     def take(self, message: Message) -> None:
         """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
         session = self._session
+        if isinstance(message, from_rank.Put):
+            session.exchange.deliver(message.generation, message.key, base64.b64decode(message.value))
+            return
+        if isinstance(message, from_rank.Unprotected):
+            with session.changed:
+                session.unprotected = session.unprotected or message.reason
+                session.changed.notify_all()
+            return
         op = message["op"]
-        if op == "put":
-            session.exchange.deliver(message["generation"], message["key"], base64.b64decode(message["value"]))
-        elif op == "ended":
+        if op == "ended":
             session.journal.end()
             with session.changed:
                 session.changed.notify_all()
@@ -99,10 +107,6 @@ class Recovery:
             session.verifier.look_at(message["boundary"])
         elif op == "stand_aside":
             session.verifier.stand_aside()
-        elif op == "unprotected":
-            with session.changed:
-                session.unprotected = session.unprotected or message["reason"]
-                session.changed.notify_all()
         else:
             self._newest_generation = max(self._newest_generation, message["generation"])
             if op == "freeze":
@@ -134,14 +138,8 @@ class Recovery:
                         session.tell_broken(message["generation"], str(error), TELL_AFTER_S, fault)
                     continue
                 detail = "" if is_refusal else traceback.format_exc()
-                session.channel.send(
-                    {
-                        "op": "mismatch",
-                        "generation": message["generation"],
-                        "reason": f"rank {session.rank}, {message['op']}: {error}",
-                        "detail": detail,
-                    }
-                )
+                reason = f"rank {session.rank}, {message['op']}: {error}"
+                session.channel.send(from_rank.Mismatch(message["generation"], reason, detail))
 
     def _hears_of_fault(self, generation: int) -> bool:
         """Whether a newer generation begins within a moment."""
@@ -174,17 +172,14 @@ class Recovery:
         on_device.restart(groups)
         self._let_step_end()
         self._settle(message["survivors"])
-        state = replicated.digest() if session.applied else ""
-        session.channel.send(
-            {
-                "op": "frozen",
-                "generation": session.generation,
-                "boundary": session.applied,
-                "digest": state,
-                "has_group": bool(session.groups),
-                "journal": self._signatures(),
-            }
+        frozen = from_rank.Frozen(
+            session.generation,
+            session.applied,
+            digest=replicated.digest() if session.applied else "",
+            has_group=bool(session.groups),
+            journal=self._signatures(),
         )
+        session.channel.send(frozen)
 
     def _let_step_end(self) -> None:
         """Wait for the end of the optimizer step under way, if there is one."""
@@ -246,16 +241,15 @@ class Recovery:
                 session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
 
-    def _signatures(self) -> dict[str, Any]:
+    def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks, what it has issued since the boundary, and which of that only its result is left of."""
-        found: dict[str, Any] = {}
+        found: dict[str, GroupJournal] = {}
         with self._session.journal.lock:
             for entry in self._session.journal.entries:
-                empty = {"ranks": entry.group.ranks, "issued": [], "results": []}
-                group = found.setdefault(entry.group.group_name, empty)
+                group = found.setdefault(entry.group.group_name, GroupJournal(list(entry.group.ranks), []))
                 if entry.held is not None and entry.is_done and entry.held.is_kept:
-                    group["results"].append(len(group["issued"]))
-                group["issued"].append(entry.signature)
+                    group.results.append(len(group.issued))
+                group.issued.append(entry.signature)
         return found
 
     # Repair.
@@ -266,14 +260,14 @@ class Recovery:
         digest = state_transfer.serve(
             session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
         )
-        session.channel.send({"op": "state_sent", "generation": message["generation"], "digest": digest})
+        session.channel.send(from_rank.StateSent(message["generation"], digest))
 
     def _on_fetch_state(self, message: Message) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
         moments.reached("transfer")
         digest = state_transfer.fetch(session.run_dir, message["name"], message["limit_s"])
-        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": digest})
+        session.channel.send(from_rank.Repaired(message["generation"], digest))
 
     def _on_load_state(self, message: Message) -> None:
         session = self._session
@@ -281,21 +275,21 @@ class Recovery:
         moments.reached("transfer")
         apart = checkpoint_shards.Apart(message["owners"], session.rank, ())
         checkpoint_shards.load(message["header"], message["files"], apart)
-        session.channel.send({"op": "repaired", "generation": message["generation"], "digest": replicated.digest()})
+        session.channel.send(from_rank.Repaired(message["generation"], replicated.digest()))
 
     def _on_dump(self, message: Message) -> None:
         """Write this rank's share of what all survivors hold; the main thread stands still."""
         session = self._session
         moments.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
-        told: Message = {"op": "dumped", "generation": message["generation"], "why_not": ""}
-        told["is_handled"] = _does_something_at_its_end()
+        share, why_not = None, ""
         try:
             apart = checkpoint_shards.Apart(message["owners"], session.rank, message["writers"])
-            told |= checkpoint_shards.write(message["path"], message["share"], message["of"], main, apart)
+            share = checkpoint_shards.write(message["path"], message["share"], message["of"], main, apart)
         except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
-            told["why_not"] = f"rank {session.rank}: {error}"
-        session.channel.send(told)
+            why_not = f"rank {session.rank}: {error}"
+        is_handled = _does_something_at_its_end()
+        session.channel.send(from_rank.Dumped(message["generation"], why_not, is_handled, share))
 
     # Resume.
 
@@ -306,7 +300,6 @@ class Recovery:
             self._go_live(message)
             return
         session.journal.givers = givers_of(message)
-        started = time.monotonic()
         groups = self._groups()
         did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
         on_device.resume_communicators(groups)
@@ -322,7 +315,7 @@ class Recovery:
                     break
             if entry is None:
                 self._connect_up_to(None)
-                session.channel.send({"op": "rebuilt", "generation": session.generation})
+                session.channel.send(from_rank.Rebuilt(session.generation))
                 on_device.tell_of_groups(session, groups, did)
                 is_connected = True
                 continue
@@ -347,7 +340,7 @@ class Recovery:
             entry.group.complete(entry, inner)
         self._check_overtaken()
         self._issued_again = []
-        session.channel.send({"op": "reissued", "generation": session.generation, "took_s": time.monotonic() - started})
+        session.channel.send(from_rank.Reissued(session.generation))
 
     def _groups(self) -> list[ManagedGroup]:
         """All groups that are connected or that the journal needs, destroyed ones too, as they were made."""
@@ -372,7 +365,7 @@ class Recovery:
         for group in list(session.groups.values()):
             group.connect_in(session.generation)
             group.is_joined = True
-        session.channel.send({"op": "rebuilt", "generation": session.generation})
+        session.channel.send(from_rank.Rebuilt(session.generation))
         on_device.tell_of_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, message["expected"])
         session.journal.givers = givers_of(message)

@@ -21,6 +21,7 @@ from functools import partial
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.checks import proof
@@ -365,8 +366,7 @@ class Replay:
         if sharded.are_any(optimizer_registry.parameters()):
             sharded.tell(session.channel)
         proof.tell(session, self._equal, self._unproved)
-        told = {"generation": session.generation, "boundary": self.boundary, "setup_s": self.setup_s}
-        session.channel.send({"op": "replayed"} | told)
+        session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
         self._order_buckets()
         gradients.poison(optimizer_registry.optimizers())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import safetensors
 import torch
 import xxhash
 
-from ttprun.protocol.channel import Message
+from ttprun.protocol.from_rank import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
@@ -85,7 +86,7 @@ def divide(sizes: list[int], of: int) -> list[int]:
     return owners
 
 
-def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
+def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
     """Write one share of what this rank holds to a new file of a checkpoint; a file of an earlier attempt is removed.
 
     share  number of it, from 0; the first one has the models' own tensors too
@@ -93,28 +94,28 @@ def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart 
     frame  innermost of the main thread's: its variables name the models
     apart  what is not alike in all ranks
 
-    returns  what the agent must know: bytes, xxh3, header, a hash of the header, names of the models' tensors
+    returns  what the agent must know of it
 
     Raises NotRepairableError, OSError.
     """
     told, header, tensors = _describe(share, of, frame, apart)
     Path(path).unlink(missing_ok=True)
     entry = write_file(Path(path), chunks(header, tensors))
-    return told | {"bytes": entry.bytes, "xxh3": entry.xxh3}
+    return replace(told, bytes=entry.bytes, xxh3=entry.xxh3)
 
 
-def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Message:
+def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
     """Copy one share of what this rank holds into shared memory; arguments, result and errors as those of `write`."""
     told, header, tensors = _describe(share, of, frame, apart)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     memory.fill(size, chunks(header, tensors))
-    return told | {"bytes": size, "xxh3": ""}
+    return replace(told, bytes=size)
 
 
 def _describe(
     share: int, of: int, frame: FrameType | None, held_apart: Apart
-) -> tuple[Message, bytes, list[torch.Tensor]]:
-    """(what the agent must know, header of the file, tensors of the file) of one share."""
+) -> tuple[Share, bytes, list[torch.Tensor]]:
+    """(what the agent must know beside the file's size and hash, its header, its tensors) of one share."""
     header, parts = replicated.describe()
     alike = [part for part in parts if part.chunk is None and not held_apart.holds(part.key)]
     alone = [part for part in parts if part.chunk is None and held_apart.holds(part.key)]
@@ -125,10 +126,15 @@ def _describe(
     mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
     mine |= {held_apart.stored(part.key): part.tensor for part in alone if held_apart.is_mine(part.key)}
     common = [entry for key, entry in zip(replicated.keys(), header, strict=True) if key not in held_apart.owners]
-    told: Message = {"header_xxh3": xxhash.xxh3_64_hexdigest(json.dumps(common).encode()), "share": share}
-    told |= {"digests": replicated.digests(), "apart": version_of(held_apart.owners)}
-    if held_apart.owners:
-        told["header"] = header
+    told = Share(
+        share,
+        bytes=0,
+        xxh3="",
+        header_xxh3=xxhash.xxh3_64_hexdigest(json.dumps(common).encode()),
+        digests=replicated.digests(),
+        apart=version_of(held_apart.owners),
+        header=header if held_apart.owners or share == 0 else [],
+    )
     models: dict[str, dict[str, str]] = {}
     own: list[Part] = []
     if share == 0 or apart:
@@ -138,15 +144,14 @@ def _describe(
         files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
         files |= {part.key: file_of(0) for part in (*apart, *own)}  # of those apart, the other files have parts too
         files |= {part.key: file_of(0) for part in alone}  # the lowest rank that writes is the first of its peers
-        told |= {
-            "header": header,
-            "files": files,
-            "model": {
-                name: {n: [files[key], held_apart.stored(key)] for n, key in names.items()}
+        told = replace(
+            told,
+            model={
+                name: {n: (files[key], held_apart.stored(key)) for n, key in names.items()}
                 for name, names in models.items()
             },
-            "held": _held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
-        }
+            held=_held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
+        )
         mine |= {part.key: part.tensor for part in own if part.chunk is None}
     mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
     chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}

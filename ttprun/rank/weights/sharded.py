@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ttprun import torch_versions
+from ttprun.protocol import from_rank
 from ttprun.state.chunks import Chunk
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
 
 def tell(channel: Channel) -> None:
     """Let the agent know that no rank of this job can be repaired from another one."""
-    channel.send({"op": "holds_alone", "reason": HELD_ALONE})
+    channel.send(from_rank.HoldsAlone(HELD_ALONE))
 
 
 # FSDP2's own copies of what it has gathered.

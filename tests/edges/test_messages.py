@@ -1,0 +1,102 @@
+"""What the agent and its ranks send each other: each message comes as it was sent, and all else is refused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import types
+import typing
+from typing import Any
+
+import pytest
+
+from ttprun.agent.reports import Reports
+from ttprun.protocol import from_rank
+from ttprun.protocol.channel import KNOWN
+from ttprun.protocol.codec import Refused, decode, encode
+
+REPORTS = typing.get_args(from_rank.Report)
+
+
+def value_of(hint: Any) -> Any:
+    """Some value of a type, nothing of it empty."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return [value_of(arguments[0])] * 2
+    if origin is tuple:
+        return tuple(map(value_of, [arguments[0]] * 2 if arguments[1:] == (Ellipsis,) else arguments))
+    if origin is dict:
+        return {value_of(arguments[0]): value_of(arguments[1])}
+    if origin is types.UnionType:
+        return value_of(arguments[0])
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{name: value_of(one) for name, one in hints.items()})  # type: ignore[operator]
+    return {int: 3, float: 0.5, str: "é \udce9", bool: True, Any: [1, {"a": None}]}[hint]
+
+
+@pytest.mark.parametrize("kind", KNOWN.values(), ids=KNOWN)
+def test_a_message_comes_as_it_was_sent(kind: type) -> None:
+    message = value_of(kind)
+
+    line = encode(message)
+
+    assert line.count(b"\n") == 1
+    assert decode(line, KNOWN) == message
+
+
+@pytest.mark.parametrize("kind", KNOWN.values(), ids=KNOWN)
+def test_a_message_without_its_fields_or_with_others_is_refused(kind: type) -> None:
+    needed = [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory]
+
+    bare = decode(encode(types.SimpleNamespace()).replace(b"SimpleNamespace", kind.__name__.encode()), KNOWN)
+    more = decode(encode(value_of(kind)).replace(b"{", b'{"colour": 1, ', 1), KNOWN)
+
+    assert bare == (Refused(f"{kind.__name__}: it lacks {', '.join(sorted(needed))}") if needed else kind())
+    assert more == Refused(f"{kind.__name__}: it has no field 'colour'")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"op": "Rebuilt", "gen', "not JSON (Unterminated string starting at: line 1 column 19 (char 18)): b'{"),
+        (b"\xff", "not JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte): b'\\xff'"),
+        (b"[" * 100_000, "nested too deeply: b'[[["),
+        (b"[1]", "not an object with a str \"op\": b'[1]'"),
+        (b'{"op": 1}', 'not an object with a str "op": '),
+        (b'{"op": "Rebuild"}', "there is no message 'Rebuild' (do the agent and the rank have the same ttprun?)"),
+        (b'{"op": "Rebuilt", "generation": "1"}', "Rebuilt: generation: it should be int, and is '1'"),
+        (b'{"op": "Rebuilt", "generation": true}', "Rebuilt: generation: it should be int, and is True"),
+        (b'{"op": "Note", "text": null}', "Note: text: it should be str, and is None"),
+        (b'{"op": "NotProved", "names": ["a", 1]}', "NotProved: names: it should be str, and is 1"),
+        (
+            b'{"op": "SchedulerAsked", "what": "stop", "ranks": {"one": 1}}',
+            "SchedulerAsked: ranks: it should be int as a key",
+        ),
+        (
+            b'{"op": "Frozen", "generation": 1, "boundary": 0, "journal": {"world": {"ranks": [0]}}}',
+            "Frozen: journal: it lacks issued",
+        ),
+        (
+            b'{"op": "Imported", "directory": "/", "modules": [["torch", ""]]}',
+            "Imported: modules: it should be list of 3, and is ['torch', '']",
+        ),
+    ],
+)
+def test_what_is_no_message_is_refused_with_a_reason(line: bytes, reason: str) -> None:
+    found = decode(line, KNOWN)
+
+    assert isinstance(found, Refused)
+    assert found.reason.startswith(reason)
+
+
+def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Reports.take))).body
+    patterns = [node for node in ast.walk(function) if isinstance(node, ast.MatchClass)]
+
+    taken = {ast.unparse(pattern.cls) for pattern in patterns}
+
+    # A standby's answer to an order to copy itself is awaited where the order is given.
+    assert taken == {f"from_rank.{kind.__name__}" for kind in REPORTS} - {"from_rank.Copied"} | {"Refused"}

@@ -1,0 +1,534 @@
+"""What a rank reports to the agent: one class a message. `Report` is any of them; `agent/reports.py` takes them.
+
+generation   number of the communicator set in which the rank is
+boundary     number of optimizer steps that it has done
+Times are seconds; `*_s` are durations, `at_s` is on the monotonic clock of the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# The beginning, and the end.
+
+
+@dataclass(frozen=True)
+class Present:
+    """A process has taken its place, and reads messages from now on.
+
+    main_thread   ident of its main thread
+    """
+
+    pid: int
+    main_thread: int
+
+
+@dataclass(frozen=True)
+class Protected:
+    """All hooks are installed."""
+
+
+@dataclass(frozen=True)
+class Unprotected:
+    """From now on this rank can neither be repaired nor help to repair another; the agent passes it on to all others.
+
+    reason   why
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Hindered:
+    """Whether a replay would come to the newest boundary.
+
+    reason   why it would not; "": it would again
+    """
+
+    boundary: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class HoldsAlone:
+    """No other rank holds what this one holds of the weights.
+
+    reason   why
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the operator should know."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class NotProved:
+    """What can change in the script, and is in no record; takes the place of what was reported before.
+
+    names   in words: "cache (sqlite3.Connection): it is in a file"
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ScriptError:
+    """An exception ends the script.
+
+    error         in one line
+    traceback     to be printed by the agent, since a script mostly fails in all ranks alike; "": the rank prints it
+    detail        the same, for the event log
+    device_fault  what it says of the device (`DeviceFault`); "": nothing
+    """
+
+    error: str
+    traceback: str
+    detail: str
+    device_fault: str
+
+
+@dataclass(frozen=True)
+class Faulted:
+    """A transient error has ended the script; the process stays, and waits for orders. Fields as in ScriptError."""
+
+    error: str
+    detail: str
+    device_fault: str
+
+
+# For standbys.
+
+
+@dataclass(frozen=True)
+class ModulesOfTorch:
+    """What a standby should have of torch, after the first step of the node's first rank.
+
+    modules  names, in the order of their imports
+    files    of the user, to be compiled
+    """
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What else a rank has imported by its first step.
+
+    modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
+               not import; None deletes a variable
+    directory  in which the script runs
+    """
+
+    modules: list[tuple[str, str, dict[str, str | None]]]
+    directory: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A standby has imported all that it was to.
+
+    is_copyable  no thread and no device is in the way of a fork
+    refused      modules that it should not have imported, and why
+    """
+
+    is_copyable: bool
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A standby has forked a copy, with this pid."""
+
+    pid: int
+
+
+# Between ranks.
+
+
+@dataclass(frozen=True)
+class Put:
+    """A value for all other ranks, mostly how to connect to this one; the agent passes it on.
+
+    value  bytes, in base64
+    """
+
+    generation: int
+    key: str
+    value: str
+
+
+# In a recovery.
+
+
+@dataclass(frozen=True)
+class GroupJournal:
+    """What a rank has issued in one process group since the boundary before last.
+
+    ranks    members of the group
+    issued   signature of each collective: op, shapes and dtypes; oldest first
+    results  numbers, in `issued`, of those of which only the result is left
+    """
+
+    ranks: list[int]
+    issued: list[str]
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """An operation has failed, and no fault has been heard of.
+
+    after_s       since it failed
+    device_fault  what the device says of it; "" if it is none of a device's
+    """
+
+    generation: int
+    reason: str
+    after_s: float
+    device_fault: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """This rank has quiesced at a boundary.
+
+    digest     of its weights and optimizer state; "" before the first step
+    has_group  it has made a process group
+    journal    by name of the group
+    """
+
+    generation: int
+    boundary: int
+    digest: str = ""
+    has_group: bool = False
+    journal: dict[str, GroupJournal] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replacement has come to its boundary, and waits for the tensors.
+
+    setup_s   from the start of the replay to its first step; None: it has begun at the first one
+    """
+
+    generation: int
+    boundary: int
+    setup_s: float | None
+
+
+@dataclass(frozen=True)
+class StateSent:
+    """The source has sent its state to all that wait for it; `digest` is of what it has sent."""
+
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """A replacement has its state.
+
+    digest   of what it has received
+    loaded   step of the checkpoint that its framework has loaded for that; 0: none
+    """
+
+    generation: int
+    digest: str
+    loaded: int = 0
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """Connected to all ranks of the generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Reissued:
+    """All collectives since the boundary have been issued again, and have completed."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """This rank must not go on: what it does or holds is not what it should be.
+
+    detail   a traceback, "" if there is none
+    """
+
+    generation: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What of a replacement was compared with the lost rank.
+
+    equal     what was found equal, in words
+    unproved  what could not be compared
+    """
+
+    equal: list[str]
+    unproved: list[str]
+
+
+@dataclass(frozen=True)
+class DeviceReady:
+    """The device takes orders again.
+
+    device         its kind
+    communicators  what has become of them: "resumed", "rebuilt" or "made"
+    calls          how often each method of a communicator was called
+    counters       what else the device counts
+    """
+
+    generation: int
+    device: str
+    communicators: str
+    calls: dict[str, int]
+    counters: dict[str, int] = field(default_factory=dict)
+
+
+# Numbers.
+
+
+@dataclass(frozen=True)
+class Held:
+    """Digests of what a rank trains, before it commits a step.
+
+    is_full  gradients and optimizer state, too
+    held     key of each parameter -> digests of its weights and of the rest; "" if not asked for
+    names    key -> what the script calls it, as far as that is known
+    """
+
+    boundary: int
+    is_full: bool
+    held: dict[str, tuple[str, str]]
+    names: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SteppedAside:
+    """A rank whose weights differ from its replicas' waits after a boundary, to be replaced."""
+
+
+@dataclass(frozen=True)
+class NanFound:
+    """There is a NaN before a step.
+
+    where   in words: which collective or gradient
+    is_own  in what this rank gave, and not in what has come out of an all-reduce
+    """
+
+    step: int
+    where: str
+    is_own: bool
+
+
+# Snapshots and checkpoints.
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has written of the state that replicas share out among them.
+
+    share        its number; the first one also has the fields that only one rank fills
+    bytes        of its file
+    xxh3         of its file; "" in memory
+    header_xxh3  of `header` without what the ranks do not hold alike: must be the same in all
+    digests      key of each parameter -> digest of its weights and optimizer state
+    apart        hash of which parameters the rank knows to differ between ranks
+    header       of each parameter [dtype, shape, its state], see `replicated.describe`; empty if another share has it
+    model        variable -> name in its state_dict -> (file, key)
+    held         of each sharded tensor [name, [[rank, shape, offsets, sizes]]]
+    """
+
+    share: int
+    bytes: int
+    xxh3: str
+    header_xxh3: str
+    digests: dict[str, str]
+    apart: str
+    header: list[Any] = field(default_factory=list)
+    model: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SnapshotSize:
+    """About how much each rank will copy for a snapshot, after the first step."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A rank has copied its part of a snapshot into shared memory, or could not.
+
+    number         that the agent has asked for
+    why_not        "" if it is there
+    share          None if it is not
+    records_bytes  of its own records
+    took_s         to copy all
+    """
+
+    number: int
+    boundary: int
+    why_not: str = ""
+    share: Share | None = None
+    records_bytes: int = 0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A rank has written its share of a checkpoint, or could not.
+
+    why_not     "" if it is there
+    is_handled  the script handles a signal that ends jobs, and may save by itself
+    share       None if it is not there
+    """
+
+    generation: int
+    why_not: str
+    is_handled: bool
+    share: Share | None = None
+
+
+# Injected faults.
+
+
+@dataclass(frozen=True)
+class FaultStruck:
+    """An injected fault has struck, or is about to.
+
+    number  of the fault
+    phase   in which
+    detail  what it has come to
+    """
+
+    number: int
+    phase: str
+    step: int
+    at_s: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class FaultFailed:
+    """An injected fault could not be caused."""
+
+    number: int
+    reason: str
+
+
+# Of a framework with callbacks (--mindio).
+
+
+@dataclass(frozen=True)
+class ReplicasDeclared:
+    """Which ranks hold the same (tft_set_optimizer_replica)."""
+
+    groups: list[DeclaredReplicas]
+
+
+@dataclass(frozen=True)
+class DeclaredReplicas:
+    """So many whole copies of one state lie in these ranks, `shift` places from each other (0: one after the other)."""
+
+    ranks: list[int]
+    copies: int
+    shift: int
+
+
+@dataclass(frozen=True)
+class DataParallelDeclared:
+    """The data-parallel group of this rank (tft_set_dp_group_info)."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class ElasticDeclared:
+    """This rank can train on in a smaller group."""
+
+
+@dataclass(frozen=True)
+class SchedulerRegistered:
+    """A scheduler has registered its callbacks in this process."""
+
+
+@dataclass(frozen=True)
+class SchedulerAsked:
+    """The scheduler asks for something.
+
+    what       one of MindIO's words, as "stop" or "hot switch"
+    ranks      which it is about -> kind of fault
+    timeout_s  how long ranks wait in a pause; None: as configured
+    params     JSON for the handlers; "": as MindCluster gives it
+    """
+
+    what: str
+    ranks: dict[int, int] = field(default_factory=dict)
+    timeout_s: float | None = None
+    params: str = ""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """This rank waits in the pause of that number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rank that is to be repaired is ready for it.
+
+    part     what it needs: value of a RepairType
+    journal  its groups
+    """
+
+    generation: int
+    boundary: int
+    part: int
+    journal: dict[str, GroupJournal]
+
+
+@dataclass(frozen=True)
+class SavedByFramework:
+    """The save_ckpt handler has returned."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """The rename handler has made a checkpoint of what all have saved."""
+
+    generation: int
+
+
+OfFramework = (
+    ReplicasDeclared | DataParallelDeclared | ElasticDeclared | SchedulerRegistered | SchedulerAsked | Paused
+    | Prepared | SavedByFramework | Renamed
+)  # fmt: skip
+Report = (
+    Present | Protected | Unprotected | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
+    | ModulesOfTorch | Imported | Ready | Copied
+    | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
+    | Held | SteppedAside | NanFound
+    | SnapshotSize | SnapshotTaken | Dumped
+    | FaultStruck | FaultFailed
+    | OfFramework
+)  # fmt: skip
