@@ -53,6 +53,9 @@ class CallbackRecovery(Recovery):
 
     def take(self, message: Message) -> None:
         """As for any rank; but a callback that waits for another rank must hear of a newer recovery at once."""
+        if isinstance(message, from_rank.Put | from_rank.Unprotected):
+            super().take(message)
+            return
         op = message["op"]
         if op == "heard":
             return
