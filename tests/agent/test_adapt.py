@@ -91,4 +91,4 @@ def test_what_cannot_be_adapted_is_refused_before_anything_starts(ranks: list[An
         adapted(stored(*ranks), ["zero"], 3, "is of 1 rank, and this job has 3")
 
     assert why in str(refused.value)
-    assert "start as many ranks with the same arguments, or give --resume off to begin anew" in str(refused.value)
+    assert "start as many ranks with the same arguments, or give --resume off to start anew" in str(refused.value)

@@ -50,7 +50,7 @@ def test_where_nothing_can_be_read_nothing_is_claimed(tmp_path: Path) -> None:
     [
         (signal.SIGSEGV, "SIGSEGV, crashed in native code"),
         (signal.SIGABRT, "SIGABRT, aborted by native code"),
-        (signal.SIGTERM, "SIGTERM, sent from outside of this job"),
+        (signal.SIGTERM, "SIGTERM, sent from outside this job"),
         (signal.SIGHUP, "SIGHUP"),
         (250, ""),
     ],

@@ -94,7 +94,7 @@ def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_
 
     assert store.checkpoints() == []
     assert checkpoints.status is not None
-    assert "4 bytes of a snapshot are not there" in checkpoints.status.reason
+    assert "4 bytes of a snapshot are missing" in checkpoints.status.reason
 
 
 def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_one(
@@ -135,7 +135,7 @@ def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist
         checkpoints.end(is_done=False)
 
     assert [record.message for record in caplog.records] == [
-        "a checkpoint is still being written after 0 s (persist_timeout_s): given up"
+        "a checkpoint is still being written after 0 s (persist_timeout_s): abandoned"
     ]
     answers.set()
 
@@ -250,6 +250,6 @@ def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
         checkpoints.end(is_done=True)
 
     assert [record.message for record in caplog.records] == [
-        f"it cannot be noted in '{tmp_path / 'save'}' that this run is done (No such file or directory): a next one "
-        "goes on from its last checkpoint"
+        f"that this run is done could not be noted in '{tmp_path / 'save'}' (No such file or directory): the next one "
+        "resumes from its last checkpoint"
     ]

@@ -127,7 +127,7 @@ def test_a_rank_that_has_hung_up_and_lives_is_reported(
 
     look(supervisor, monkeypatch)
 
-    assert "put another program in its place by exec" in supervisor.reported[0]
+    assert "replaced itself by another program (exec)" in supervisor.reported[0]
 
 
 def test_a_rank_that_is_heard_is_not_looked_at(start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,7 +300,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_its_reason_and_an_older_one_is
     third = job.launch()
 
     assert_resumed(third, int(older.name.removeprefix("step-")))
-    assert f"checkpoint {newer.name} in '{job.save_dir}' is passed over" in third.output, third.story()
+    assert f"checkpoint {newer.name} in '{job.save_dir}' is skipped" in third.output, third.story()
     assert third.final == undisturbed(PLAIN, 2).final, third.story()
     assert newer.exists()
 
@@ -328,7 +328,7 @@ def test_the_same_command_after_the_end_begins_anew(series: Callable[..., Series
 
     third = job.launch()
 
-    assert "has come to its end, so this one begins anew" in third.output, third.story()
+    assert "has ended, so this one starts anew" in third.output, third.story()
     assert third.incidents == []
     assert_same_outcome(third, undisturbed(PLAIN, 2))
 

@@ -207,7 +207,7 @@ def test_a_hang_of_a_job_that_cannot_be_repaired_is_only_told(run_ttprun: RunTtp
     [
         ("segv:rank=1,step=12,phase=forward", "SIGSEGV, crashed in native code, in while_true_get_batch.py"),
         ("abort:rank=1,step=12,phase=forward", "SIGABRT, aborted by native code, in while_true_get_batch.py"),
-        ("term:rank=1,step=12,phase=forward", "SIGTERM, sent from outside of this job"),
+        ("term:rank=1,step=12,phase=forward", "SIGTERM, sent from outside this job"),
         ("exit:rank=1,step=12,phase=forward,code=7", "exited with code 7"),
     ],
 )

@@ -46,7 +46,7 @@ def test_one_nan_in_a_gradient_is_reported_once_at_the_next_step_at_the_latest_a
     assert run.exit_code == 0, run.story()
     (found,) = (event for event in run.events if event["event"] == "nan_found")
     assert (found["rank"], found["step"]) in [(1, 7), (None, 8)], run.story()
-    assert run.output.count("training goes on (on_nan: warn)") == 1, run.story()
+    assert run.output.count("training continues (on_nan: warn)") == 1, run.story()
 
 
 def test_told_to_stop_at_a_nan_no_rank_takes_the_step_and_an_earlier_kill_is_not_the_cause(

@@ -91,7 +91,7 @@ def test_what_a_lost_rank_has_taken_with_it_is_named_and_the_next_launch_goes_on
     assert f"no checkpoint was written: it would lack {missing}" in first.status["reason"], first.story()
     assert f"incomplete-step-00000013: it is incomplete: {missing}" in listed
     assert "checkpoint incomplete-step-00000013 in" in second.output, second.story()
-    assert "is passed over: it is incomplete: embedding.weight rows 25:50 (rank 1)" in second.output, second.story()
+    assert "is skipped: it is incomplete: embedding.weight rows 25:50 (rank 1)" in second.output, second.story()
     assert_resumed(second, 10)
     assert_as_undisturbed(job.as_one(), undisturbed(FSDP, 2))
 

@@ -310,7 +310,7 @@ def test_nobody_is_called_back_to_a_training_that_is_over(supervisor: FakeSuperv
     leave(supervisor, 1)
     supervisor.board.set(0, Field.LEAVING, 1)
 
-    assert scheduler.call_back("ttprun recall") == "a rank has come to the end of its train function"
+    assert scheduler.call_back("ttprun recall") == "a rank has reached the end of its train function"
     assert supervisor.events == []
 
 

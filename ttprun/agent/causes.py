@@ -21,7 +21,7 @@ _CRASHES = {
     signal.SIGILL: "crashed in native code",
     signal.SIGFPE: "crashed in native code",
     signal.SIGABRT: "aborted by native code",
-    signal.SIGTERM: "sent from outside of this job",
+    signal.SIGTERM: "sent from outside this job",
 }
 
 

@@ -140,7 +140,7 @@ class Checkpoints:
         limit_s = self._supervisor.config.persist_timeout_s
         self._worker.join(limit_s)
         if self._worker.is_alive():
-            logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): given up", limit_s)
+            logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): abandoned", limit_s)
         self._take_outcomes(is_over=True)
         if self._store.is_locked:
             if is_done:
@@ -152,7 +152,7 @@ class Checkpoints:
             (self._store.save_dir / ENDED_NAME).touch()
         except OSError as error:
             logger.warning(
-                "it cannot be noted in '%s' that this run is done (%s): a next one goes on from its last checkpoint",
+                "that this run is done could not be noted in '%s' (%s): the next one resumes from its last checkpoint",
                 *(self._store.save_dir, error.strerror),
             )
 
@@ -209,7 +209,7 @@ class Checkpoints:
             if checkpoint is not None and checkpoint.is_valid:
                 place = str(checkpoint.path)
             elif checkpoint is not None:
-                why_not = f"it would lack {in_short(missing)}; what there is lies in {checkpoint.path}"
+                why_not = f"it would lack {in_short(missing)}; what there is was written to {checkpoint.path}"
             is_handled = any(told.is_handled for told in writing.told.values())
             self._tell_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
@@ -429,7 +429,7 @@ def _reader_of(fd: int, size_bytes: int) -> Fill:
         count = os.preadv(fd, [buffer[: size_bytes - at]], at)
         at += count
         if not count and at < size_bytes:
-            raise ValueError(f"{size_bytes - at} bytes of a snapshot are not there")
+            raise ValueError(f"{size_bytes - at} bytes of a snapshot are missing")
         return count
 
     return fill

@@ -66,7 +66,7 @@ class ReplacingAgent(LocalElasticAgent):
         try:
             return self._judge(worker_group)
         except Exception:
-            logger.exception("ttprun cannot judge how the ranks are; torch does, and nothing is repaired from now on")
+            logger.exception("ttprun cannot monitor the ranks; torch does, and nothing is repaired from now on")
             self._judge = super()._monitor_workers  # type: ignore[method-assign]
             return self._judge(worker_group)
 

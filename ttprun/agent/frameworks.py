@@ -128,7 +128,7 @@ class Frameworks(Repairs):
         self._supervisor.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
         count = f"{len(job.survivors)} of {len(job.members)} ranks"
         away = f"; rank {_named(job.away)} {'is' if len(job.away) == 1 else 'are'} away" if job.away else ""
-        logger.warning("training goes on with %s from step %s on%s", count, incident.boundary, away)
+        logger.warning("training continues with %s from step %s on%s", count, incident.boundary, away)
 
     # Orders.
 
@@ -205,7 +205,7 @@ class Frameworks(Repairs):
         plan = plan_repair(self.replicas, lost, world_size, supervisor.job.away)
         self._loads = bool(plan.missing)
         if plan.missing:
-            logger.warning("no copy of the state of rank %s is left: all load a checkpoint", _named(plan.missing))
+            logger.warning("no copy of the state of rank %s remains: all load a checkpoint", _named(plan.missing))
         supervisor.log(
             "repair_planned",
             generation=action.generation,

@@ -74,7 +74,7 @@ class Lookout:
             self._look(now)
         except Exception as error:
             self._limit_s = 0.0
-            logger.exception("ttprun's lookout failed; from here on hangs are not found")
+            logger.exception("ttprun's lookout failed; from here on hangs are not detected")
             self._supervisor.log("lookout_failed", error=repr(error))
 
     def _look(self, now: float) -> None:
@@ -223,7 +223,7 @@ class Lookout:
             stack=text,
         )
         told = f"\n{main_thread}" if main_thread else ""
-        action = "it cannot be replaced, so it is left alone" if is_only_told else "it is killed"
+        action = "it cannot be replaced, so it is not killed" if is_only_told else "it is killed"
         logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, told)
         if not is_only_told:
             failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)

@@ -29,9 +29,7 @@ class NotProved:
         new = [name for name in names if name not in self._said]
         self._said.update(new)
         if new:
-            logger.warning(
-                "not proved: %s; a rank that is replaced has these as the script's set-up makes them", "; ".join(new)
-            )
+            logger.warning("not proved: %s; a replacement has these as the script's set-up makes them", "; ".join(new))
 
     def note_incident(self, incident: Incident) -> None:
         """An incident has gone on: what of its replays is not proved stays with it, whatever comes later."""

@@ -122,7 +122,7 @@ class Orders:
                 at_s=time.monotonic(),
                 rank=seat.rank,
                 generation=supervisor.job.generation,
-                reason=f"what is stored of it cannot be used: {error}",
+                reason=f"its stored state cannot be used: {error}",
             )
             supervisor.advance(event)
 
@@ -141,7 +141,7 @@ class Orders:
         """Keep the next launch from the same failure."""
         self._supervisor.log("checkpoint_unusable", place=action.place, reason=action.reason)
         again = "" if action.is_refused else " this time"
-        logger.warning("the run cannot go on from '%s'%s: %s", action.place, again, action.reason)
+        logger.warning("the run cannot resume from '%s'%s: %s", action.place, again, action.reason)
         self._supervisor.resumption.note_unusable(action.place, action.reason, action.is_refused)
 
     def _go_back(self, seat: Seat, stored: Stored | None) -> None:
@@ -227,7 +227,7 @@ class Orders:
         if before is not None and (before.kind, kind) != ("restart", "fail"):
             return  # what led here comes first, and explains the rest; but a job that has been ended is not restarted
         if kind == "restart":  # why a job ends is said at its very end, by the launcher
-            logger.warning("all ranks are started anew: %s", reason)
+            logger.warning("all ranks start again: %s", reason)
         self._supervisor.log("group_given_up", kind=kind, reason=reason)
         self._supervisor.conclude(Verdict(kind, reason, has_progress))
 
@@ -249,7 +249,7 @@ class Orders:
         elif incident.id:
             logger.warning("%s: %s: %s, %d steps lost", name, incident.reason, outcome, incident.steps_lost or 0)
         elif incident.boundary:
-            logger.warning("%s: went on from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
+            logger.warning("%s: resumed from step %d in %.2f s", name, incident.boundary, incident.total_s or 0.0)
         else:
             logger.warning("%s: no checkpoint can be used: the script starts anew", name)
         if incident.outcome == "recovered":

@@ -195,7 +195,7 @@ class Preloads:
             self.why_not = "the ranks have imported nothing else that it could"
             return
         if self._rounds == MAX_ROUNDS:
-            self.why_not = f"{MAX_ROUNDS} attempts to import what the ranks have imported came to nothing"
+            self.why_not = f"{MAX_ROUNDS} attempts to import what the ranks have imported failed"
             return
         copy = standby.copy()
         if copy is not None:

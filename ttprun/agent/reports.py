@@ -285,7 +285,7 @@ class Reports:
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{told}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
-        told = f"{told}: no other rank holds what such a rank holds, so it cannot be replaced"
+        told = f"{told}: no other rank holds what such a rank holds, so none can be replaced"
         if supervisor.snapshots.is_off or "rewind" not in supervisor.job.settings.rungs:
             return f"{told}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
         every = supervisor.config.snapshot_every
@@ -367,13 +367,13 @@ class Reports:
         elif is_known:
             return
         else:
-            told = f"the reduced gradients hold NaN in step {step} ({where}); whose it was, only --on-nan stop can say"
+            told = f"the reduced gradients hold NaN in step {step} ({where}); only --on-nan stop can name the rank"
         self._supervisor.log("nan_found", rank=seat.rank if message.is_own else None, step=step, where=where)
         if is_stop:
             reason = f"{told}; no rank has taken the step (on_nan: stop)"
             self._supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
-            logger.warning("%s; training goes on (on_nan: warn)", told)
+            logger.warning("%s; training continues (on_nan: warn)", told)
 
     def _pass_on(self, seat: Seat, put: from_rank.Put) -> None:
         """Pass on what a rank tells all others; one that has no process now hears it when it has greeted."""

@@ -68,7 +68,7 @@ class Resumption:
         candidates = self._candidates()
         if candidates and (self._store.save_dir / ENDED_NAME).exists():
             logger.warning(
-                "the run that wrote '%s' has come to its end, so this one begins anew (--resume %s goes on from there)",
+                "the run that wrote '%s' has ended, so this one starts anew (--resume %s resumes from it)",
                 *(self._store.save_dir, candidates[0].path),
             )
             return ()
@@ -99,13 +99,13 @@ class Resumption:
         return valid
 
     def _pass_over(self, name: str, why: str) -> None:
-        logger.warning("checkpoint %s in '%s' is passed over: %s", name, self._store.save_dir, why)
+        logger.warning("checkpoint %s in '%s' is skipped: %s", name, self._store.save_dir, why)
 
     def _named(self, path: Path) -> tuple[recovery.Saved, ...]:
         checkpoint = inspect(path)
         if not checkpoint.is_valid:
             raise ConfigError(
-                f"--resume: '{path}' is no valid checkpoint ({checkpoint.reason})", "name another, or 'auto'"
+                f"--resume: '{path}' is not a valid checkpoint ({checkpoint.reason})", "name another, or 'auto'"
             )
         try:
             self.open(path)
@@ -148,7 +148,7 @@ class Resumption:
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' is of '{shlex.join(stored.arguments)}', "
                 f"and this is '{shlex.join(self._words)}'",
-                "start the same script, or give --resume off to begin anew",
+                "start the same script, or give --resume off to start anew",
             )
         what_differs = (
             f"is of {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, and this job has {self._world_size}"
@@ -156,8 +156,8 @@ class Resumption:
         if stored.replicas.parted and manifest.world_size != self._world_size:
             raise ConfigError(
                 f"checkpoint '{checkpoint.path}' {what_differs}; its ranks held different values of "
-                f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide these anew",
-                f"start {manifest.world_size} ranks, or give --resume off to begin anew",
+                f"{in_short(stored.replicas.all_names)}, and only the script knows how to divide them",
+                f"start {manifest.world_size} ranks, or give --resume off to start anew",
             )
         if manifest.world_size == self._world_size:
             what_differs = f"was made with other arguments ('{shlex.join(stored.arguments)}')"

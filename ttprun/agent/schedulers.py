@@ -82,7 +82,7 @@ class Scheduler:
             case "hot switch":
                 self._prepare_switch(tuple(sorted(message.ranks)))
             case "stop switch":
-                self._drop_switch("the scheduler has taken it back (stop switch)")
+                self._drop_switch("the scheduler has withdrawn it (stop switch)")
             case "downgrade" | "upgrade":
                 self._resize(message.what, message.params)
             case "dump" | "exit":
@@ -94,7 +94,7 @@ class Scheduler:
 
         def given_up() -> None:
             whose = "pause_timeout_s" if asked_s is None else "as the scheduler has asked"
-            reason = f"the pause has lasted {limit_s:g} s ({whose}): the ranks train again"
+            reason = f"the pause lasted {limit_s:g} s ({whose}): the ranks train again"
             self._supervisor.log("pause_ended", reason=reason)
             logger.warning("%s", reason)
 
@@ -115,7 +115,7 @@ class Scheduler:
                 rank=rank,
                 pid=seat.pid,
                 boundary=supervisor.board.get(seat.local_rank, Field.RECORDED),
-                reason="the scheduler says that it has failed",
+                reason="the scheduler reports that it failed",
             )
         )
 
@@ -148,7 +148,7 @@ class Scheduler:
         """Why the ranks cannot be brought to one step any more; "" if they can."""
         board = self._supervisor.board
         is_over = any(board.get(seat.local_rank, Field.LEAVING) for seat in self._supervisor.seats)
-        return "a rank has come to the end of its train function" if is_over else ""
+        return "a rank has reached the end of its train function" if is_over else ""
 
     # A hot switch: all finish their step, and then the ranks that it has named are replaced.
 
@@ -159,7 +159,7 @@ class Scheduler:
             return
         self._to_switch = ranks
         limit_s = self._supervisor.config.freeze_timeout_s
-        late = f"the ranks did not all come behind one step within {limit_s:g} s (freeze_timeout_s)"
+        late = f"the ranks did not all pass one step within {limit_s:g} s (freeze_timeout_s)"
         self.pause.begin(limit_s, given_up=lambda: self._drop_switch(late), then=self._switch)
 
     def _why_no_switch(self, ranks: tuple[int, ...]) -> str:

@@ -179,7 +179,7 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
     unseen   ranks that have not passed a step under their hooks
     """
     if "replace" not in job.settings.rungs and is_elastic(job) and not job.unprotected_reason:
-        return "off: a lost rank leaves with its replica, and the others train on"
+        return "off: a lost rank leaves with its replica, and the others continue"
     if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
     if job.unreplicated_reason and not job.unprotected_reason:

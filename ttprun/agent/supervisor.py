@@ -197,7 +197,7 @@ class Supervisor:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would tell them where to go on
                 self.resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
-                why = f"the run cannot go on from the checkpoint: {error!r}; the next launch does not try it again"
+                why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
                 self.conclude(Verdict("fail", why, has_progress=False))
                 raise
             for seat in self.seats:

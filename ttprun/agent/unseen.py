@@ -24,8 +24,8 @@ EVERY_S = 0.5
 _AFTER_S = 1.0  # that long a state must last to be reported
 _LEAVES_WITHIN_S = 0.3  # a process that ends closes its line, and is gone
 _HUNG_UP = (
-    "it has closed its line to ttprun: it has put another program in its place by exec, or has closed all of its file "
-    "descriptors; give ttprun the program that it ends up with"
+    "it has closed its connection to ttprun: it has replaced itself by another program (exec), or has closed all "
+    "of its file descriptors; start that program by ttprun"
 )
 _IMPORT_LIMIT_S = 20.0  # a .pth file may import torch before our `sitecustomize` is run
 
@@ -81,7 +81,7 @@ class Unseen:
         option = unhooked.why_skipped(unhooked.words_of(seat.pid))
         why = option or (
             f"it uses torch, and its Python ({unhooked.command_of(seat.pid)}) has not loaded ttprun's hooks: something "
-            "has taken ttprun's folder off PYTHONPATH, or site-packages have been switched off"
+            "has removed ttprun's folder from PYTHONPATH, or site-packages are switched off"
         )
         self._suspects[seat.pid] = why
         if self._has_lasted(seat, "silent", _AFTER_S if option else _IMPORT_LIMIT_S, now):

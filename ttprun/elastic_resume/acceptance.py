@@ -51,7 +51,7 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
 def _cannot(stored: Stored, what_differs: str, why: str) -> ConfigError:
     return ConfigError(
         f"checkpoint '{stored.place}' {what_differs}, and it cannot be adapted: {why}",
-        "start as many ranks with the same arguments, or give --resume off to begin anew",
+        "start as many ranks with the same arguments, or give --resume off to start anew",
     )
 
 
