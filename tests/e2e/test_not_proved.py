@@ -14,10 +14,11 @@ def test_what_caches_events_and_databases_hold_is_restored_and_the_rest_is_named
 ) -> None:
     result = run_ttprun("keeps_much.py", 2, faults=[KILL])
 
-    named = ["compressor (zlib.Compress): it can change, and tells nothing of its state"]
+    untold = "it can change, and tells nothing of its state"
+    named = [f"compressor (zlib.Compress): {untold}", f"inbox (__main__.Inbox): {untold}"]
     assert [incident["outcome"] for incident in result.incidents] == ["recovered"], result.story()
     assert result.status["not_proved"] == result.incidents[0]["not_proved"] == named
-    assert f"not proved: {named[0]}" in result.output
+    assert f"not proved: {'; '.join(named)}" in result.output
     assert_same_outcome(result, undisturbed("keeps_much.py", 2))
 
 

@@ -39,6 +39,12 @@ class Bare:
     """Nothing yet."""
 
 
+class BareInbox(queue.SimpleQueue):  # type: ignore[type-arg]
+    """All that it holds is C's."""
+
+    __slots__ = ()
+
+
 @dataclass
 class State:
     step: int = 0

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import operator
 import os
+import queue
 import random
 import sqlite3
 import threading
@@ -34,6 +35,15 @@ seen.execute("create table seen (step int, value real)")
 compressor = zlib.compressobj()
 
 
+class Inbox(queue.SimpleQueue):
+    """Messages; only how many there were is an attribute."""
+
+    taken = 0
+
+
+inbox = Inbox()
+
+
 @functools.lru_cache(maxsize=8)
 def noise(label: int) -> float:
     """Drawn once for each label."""
@@ -48,12 +58,14 @@ for step in range(30):
     seen.execute("insert into seen values (?, ?)", (step, noise(step % 7)))
     (average,) = seen.execute("select avg(value) from seen").fetchone()
     compressor.compress(b"x")
+    inbox.put(step)
+    inbox.taken += 1
     x = torch.full((3, 4), noise(step % 5) + average + scale.value)
     loss = (column(ddp_model(x)[0]) ** 2 + noise(step % 9)) * (2.0 if is_warm.is_set() else 1.0)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(f"step {step} loss {loss.item():.6f} average {average:.6f}", flush=True)
+    print(f"step {step} loss {loss.item():.6f} average {average:.6f} inbox {inbox.taken}", flush=True)
 
 weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 if dist.get_rank() == 0:

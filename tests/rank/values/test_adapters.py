@@ -5,12 +5,14 @@ from __future__ import annotations
 import _random
 import contextlib
 import ctypes
+import datetime
 import functools
 import hashlib
 import importlib
 import logging
 import multiprocessing
 import operator
+import queue
 import random
 import re
 import sqlite3
@@ -309,6 +311,51 @@ class Deaf(Simulator):
 def test_an_object_of_an_extension_that_does_not_take_a_state_over_is_refused() -> None:
     with pytest.raises(CannotRestoreError, match="setstate has not taken the state over"):
         carry({"game": Deaf(1)}, {"game": Deaf(2)})
+
+
+class Inbox(queue.SimpleQueue):  # type: ignore[type-arg]
+    def __init__(self) -> None:
+        self.taken = 0
+
+
+def test_a_subclass_of_a_compiled_type_that_tells_nothing_is_named_and_its_attributes_come_back() -> None:
+    lost, live = Inbox(), Inbox()
+    lost.put("a message")
+    lost.taken = 5
+
+    assert carry({"inbox": lost}, {"inbox": live}) == []
+
+    assert live.taken == 5
+    (named,) = not_proved({"inbox": lost})
+    assert named == f"inbox ({__name__}.Inbox): it can change, and tells nothing of its state"
+
+
+def test_a_subclass_of_a_compiled_type_is_named_without_attributes_too() -> None:
+    (named,) = not_proved({"inbox": user_values.BareInbox()})
+
+    assert named.startswith("inbox (tests.rank.user_values.BareInbox): ")
+
+
+class Moment(datetime.datetime):
+    label = ""
+
+
+def test_a_subclass_of_a_compiled_type_is_compared_by_what_it_gives_to_pickle() -> None:
+    lost, live, other = Moment(2024, 1, 1), Moment(2024, 1, 1), Moment(2025, 1, 1)
+    lost.label = "last"
+
+    assert carry({"best": lost}, {"best": live}) == []
+
+    assert live.label == "last"
+    assert not_proved({"best": lost}) == []
+    with pytest.raises(CannotRestoreError, match="best, a Moment, is not as in the lost rank"):
+        carry({"best": lost}, {"best": other})
+
+
+def test_a_function_pointer_is_not_named() -> None:
+    call_back = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+    assert not_proved({"call_back": call_back}) == []
 
 
 def test_a_registered_adapter_records_and_restores(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

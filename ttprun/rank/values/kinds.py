@@ -40,6 +40,7 @@ from ttprun.rank.values import (
     not_proved,
     objects,
     optimizers,
+    partly_compiled,
     plain,
     process_local,
     random_generators,
@@ -177,6 +178,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.CLOSED: process_local.restore_closed,
     Tag.FILE: streams.restore_file,
     Tag.OBJECT: objects.restore_object,
+    Tag.PARTLY_COMPILED: partly_compiled.restore_partly_compiled,
     Tag.VALUE_OBJECT: objects.restore_value_object,
     Tag.CLASS: callables.restore_class,
     Tag.FUNCTION: callables.restore_function,
@@ -219,22 +221,23 @@ def handler_for(kind: type) -> Handler:
         out_of_reach = left_to_replay.why_out_of_reach(kind)
         if out_of_reach:
             return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
-    pair = compiled.pair_of(kind)
-    if pair is not None:
-        return _told_or_compared(adapters.record_with(pair, kind))
-    if kind.__dictoffset__ or objects.slots_of(kind):
-        return objects.record_value_object if objects.is_frozen(kind) else objects.record_object
-    if objects.is_of_user(kind):
-        return objects.record_object
-    return iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
+    has_attributes = bool(kind.__dictoffset__ or objects.slots_of(kind))
+    compared = iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
+    if compiled.hides_state(kind):
+        compared = partly_compiled.record_partly_compiled if has_attributes else compared
+        pair = compiled.pair_of(kind)
+        return compared if pair is None else _told_or_compared(adapters.record_with(pair, kind), compared)
+    if has_attributes and objects.is_frozen(kind):
+        return objects.record_value_object
+    return objects.record_object if has_attributes or objects.is_of_user(kind) else compared
 
 
-def _told_or_compared(tell: Handler) -> Handler:
+def _told_or_compared(tell: Handler, compared: Handler) -> Handler:
     """Of an object of an extension's whose state cannot be recorded a digest is compared, if it gives one."""
 
     def handle(snapshot: Snapshot, value: object, depth: int) -> object:
         node = tell(snapshot, value, depth)
-        return node if node[0] is Tag.STATE else process_local.record_unknown(snapshot, value, depth)
+        return node if node[0] is Tag.STATE else compared(snapshot, value, depth)
 
     return handle
 

@@ -33,7 +33,8 @@ FIXED = {
         requests urllib3 boto3 botocore fsspec huggingface_hub google grpc""",
     "is read by name or index, and is the same in each run": """
         h5py lmdb zarr safetensors pyarrow datasets PIL.ImageFont cffi _cffi_backend.FFI _cffi_backend.Lib ctypes.CDLL
-        ctypes.PyDLL ctypes.LibraryLoader _ctypes.CFuncPtr ctypes.CDLL.__init__""",
+        ctypes.PyDLL ctypes.LibraryLoader _ctypes.CFuncPtr ctypes.CDLL.__init__
+        ctypes.CFUNCTYPE ctypes.PYFUNCTYPE""",
     "cuts text into tokens by a table that training does not change": """
         tokenizers tiktoken sentencepiece _sentencepiece""",
     "reads data, and how far it has come is recorded with the loader": """

@@ -43,6 +43,7 @@ class Tag(enum.StrEnum):
     CLOSED = "c"  # a file that is closed: [tag, type]
     FILE = "R"  # a file that is read: [tag, number, type, position]
     OBJECT = "o"  # [tag, number, type, {attribute: node}]
+    PARTLY_COMPILED = "X"  # see partly_compiled.py
     VALUE_OBJECT = "v"  # a frozen dataclass: [tag, type, {field: node}]
     CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]
     FUNCTION = "F"  # with state: [tag, number, name, {free variable: node}, {attribute: node}, defaults]

@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.BUFFER: {1: _N},
     Tag.FILE: {1: _N},
     Tag.OBJECT: {1: _N, 3: Part.NAMED},
+    Tag.PARTLY_COMPILED: {1: Part.NODE, 2: Part.NODE},
     Tag.VALUE_OBJECT: {2: Part.NAMED},
     Tag.CLASS: {1: _N, 3: Part.NAMED},
     Tag.FUNCTION: {1: _N, 3: Part.NAMED, 4: Part.NAMED, 5: Part.NODES},
