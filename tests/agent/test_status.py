@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ from ttprun.observe.status import read_status
 from ttprun.recovery.ladder import open_incident
 
 
-def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_path: Path) -> None:
+def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.Incident, Any]:
+    """A run of one rank that is lost: its folder, publisher, incident, and what stands for its supervisor."""
     run = RunDirectory.create("r1", tmp_path / "run")
     job = open_incident(recovery.new_job(recovery.Settings(world_size=1)), 10.0, "signal 9", "rank 0 was ended", 0.0)
-    supervisor: Any = SimpleNamespace(
+    supervisor = SimpleNamespace(
         job=job,
         seats=[],
         verdict=None,
@@ -26,12 +28,33 @@ def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_
         checkpoints=SimpleNamespace(status=None),
         snapshots=SimpleNamespace(newest=None),
     )
-    publisher = StatusPublisher(run, Config(), world_size=1)
     assert job.incident is not None
+    return run, StatusPublisher(run, Config(), world_size=1), job.incident, supervisor
 
-    publisher.note_incident(job.incident)
+
+def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_path: Path) -> None:
+    run, publisher, incident, supervisor = publishing(tmp_path)
+
+    publisher.note_incident(incident)
     publisher.publish(supervisor)
 
     (published,) = read_status(run.status).incidents
-    assert (job.incident.outcome, published.outcome) == ("open", "open")
+    assert (incident.outcome, published.outcome) == ("open", "open")
+    run.release()
+
+
+def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
+    run, publisher, incident, supervisor = publishing(tmp_path)
+    publisher.not_proved.take(0, ("game (sim.Game): it can change, and tells nothing of its state",))
+
+    publisher.note_incident(replace(incident, ranks=(0,)))
+    publisher.note_compared(0, ["1 batch"], ["1 loss is another one but for rounding"])
+    publisher.publish(supervisor)
+
+    (published,) = read_status(run.status).incidents
+    assert published.equal == ("rank 0: 1 batch",)
+    assert published.not_proved == (
+        "game (sim.Game): it can change, and tells nothing of its state",
+        "rank 0: 1 loss is another one but for rounding",
+    )
     run.release()

@@ -19,8 +19,9 @@ from ttprun.observe.status import IncidentStatus, RankStatus, RunState, RunStatu
 RANKS = tuple(RankStatus(rank, rank, 4000 + rank, "running", 41, "COMPUTING", 0.2) for rank in range(3))
 REASON = "rank 1 was killed by SIGKILL in step 41, in backward; state of boundary 41 from rank 0 [long]"
 INCIDENT = IncidentStatus(
-    1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41
-)
+    1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41,
+    not_proved=("game (sim.Game): it can change, and tells nothing of its state", "rank 1: loss number 1 of step 41"),
+)  # fmt: skip
 
 
 def status_of(state: RunState) -> RunStatus:
@@ -80,6 +81,7 @@ def test_a_pipe_gets_plain_lines_that_are_not_wrapped(run: RunDirectory) -> None
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert f"incident 1: {REASON}" in lines
+    assert [f"incident 1: not proved: {one}" for one in INCIDENT.not_proved] == lines[-2:]
     assert "   1      1  4001  running    41  COMPUTING" in done.stdout
     assert ["1", "0.002", "0.011", "0.000", "0.310", "0.040", "0.050", "0.006", "0.420"] in cells
 

@@ -88,8 +88,8 @@ def test_an_incident_names_what_was_equal_and_what_is_not_proved(run_ttprun: Cal
         "rank 1: 1 input of a collective in step 12",
         "rank 1: weights, gradients and optimizer state, those of its replicas, at boundary 14",
     ]
-    assert len(result.incidents[0]["unproved"]) == 1, result.story()
-    assert "a time that was measured?" in result.incidents[0]["unproved"][0]
+    assert len(result.incidents[0]["not_proved"]) == 1, result.story()
+    assert "a time that was measured?" in result.incidents[0]["not_proved"][0]
 
 
 @pytest.mark.parametrize("kind", ["alone", "straddle"])

@@ -119,7 +119,7 @@ def replacement() -> Iterator[Replacement]:
 
 def told(channel: FakeChannel) -> tuple[list[str], list[str]]:
     (message,) = [message for message in channel.sent if isinstance(message, from_rank.Compared)]
-    return message.equal, message.unproved
+    return message.equal, message.not_proved
 
 
 def test_equal_inputs_are_told_once_all_that_the_lost_rank_gave_has_been_compared(replacement: Replacement) -> None:

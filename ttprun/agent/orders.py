@@ -235,7 +235,7 @@ class Orders:
         """Tell the status, the log and the operator how an incident stands."""
         incident = action.incident
         self._supervisor.status.note_incident(incident)
-        not_proved = self._supervisor.status.not_proved.of_incident(incident.id)
+        not_proved = self._supervisor.status.not_proved_of(incident.id)
         event = asdict(incident) | ({"not_proved": not_proved} if not_proved else {})
         self._supervisor.log("incident" if incident.id else "resume", **event)
         self._supervisor.repairs.note_incident(incident)

@@ -101,8 +101,8 @@ class Reports:
                 if detail:
                     supervisor.log("mismatch_detail", rank=rank, detail=detail)
                 supervisor.advance(recovery.MismatchFound(at_s=at_s, rank=rank, generation=generation, reason=reason))
-            case from_rank.Compared(equal=equal, unproved=unproved):
-                self._note_compared(rank, equal, unproved)
+            case from_rank.Compared(equal=equal, not_proved=not_proved):
+                self._note_compared(rank, equal, not_proved)
             case from_rank.DeviceReady(counters=counters):
                 told = {key: value for key, value in vars(message).items() if key != "counters"}
                 supervisor.log("device_ready", rank=rank, **told, **counters)
@@ -299,10 +299,10 @@ class Reports:
         self._supervisor.log("replicas_diverged", **asdict(divergence))
         reason = divergence.sentence
         ranks, repaired_at = self._repaired
-        is_unproved = (
+        refutes_repair = (
             bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
         )
-        if is_unproved:
+        if refutes_repair:
             self._refuse_repair(seat, divergence.boundary, divergence.held)
             return
         if not divergence.ranks:
@@ -312,10 +312,10 @@ class Reports:
             odd.divergence = divergence.sentence
             odd.tell({"op": "stand_aside"})
 
-    def _note_compared(self, rank: int, equal: Sequence[str], unproved: Sequence[str]) -> None:
+    def _note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """What of a replacement has been compared, for the incident."""
-        number = self._supervisor.status.note_compared(rank, equal, unproved)
-        self._supervisor.log("compared", incident=number, rank=rank, equal=equal, unproved=unproved)
+        number = self._supervisor.status.note_compared(rank, equal, not_proved)
+        self._supervisor.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)
 
     def _on_aside(self, seat: Seat) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""

@@ -66,16 +66,21 @@ class StatusPublisher:
             self._resume = told
         self.not_proved.note_incident(incident)
 
-    def note_compared(self, rank: int, equal: Sequence[str], unproved: Sequence[str]) -> int | None:
+    def note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> int | None:
         """A rank was compared with the one whose place it takes; returns the incident, None if it is in none."""
         found = next((one for one in reversed(self._incidents.values()) if rank in one.ranks), None)
         if found is None:
             return None
         compared = self._compared.setdefault(found.id, ([], []))
-        for known, told in zip(compared, (equal, unproved), strict=True):
+        for known, told in zip(compared, (equal, not_proved), strict=True):
             known += [one for one in (f"rank {rank}: {text}" for text in told) if one not in known]
         self._seen = ()
         return found.id
+
+    def not_proved_of(self, number: int) -> tuple[str, ...]:
+        """What of an incident is not proved: objects that are in no record, and what could not be compared."""
+        _, uncompared = self._compared.get(number, ((), ()))
+        return (*self.not_proved.of_incident(number), *uncompared)
 
     def publish(self, supervisor: Supervisor) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -126,9 +131,8 @@ class StatusPublisher:
 
     def _incident(self, incident: Incident) -> IncidentStatus:
         known = {name: getattr(incident, name) for name in _INCIDENT_FIELDS}
-        equal, unproved = self._compared.get(incident.id, ((), ()))
-        not_proved = self.not_proved.of_incident(incident.id)
-        return IncidentStatus(**known, equal=tuple(equal), unproved=tuple(unproved), not_proved=not_proved)
+        equal, _ = self._compared.get(incident.id, ((), ()))
+        return IncidentStatus(**known, equal=tuple(equal), not_proved=self.not_proved_of(incident.id))
 
     def _rank(self, supervisor: Supervisor, seat: Seat, has_ended: bool) -> RankStatus:
         row = supervisor.board_row(seat)

@@ -25,8 +25,6 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
         for one in shown.incidents:
             parts += [Text(f"incident {one.id}: {told}") for told in sentences_of(one)]
-            if one.not_proved:
-                parts.append(Text(f"incident {one.id}: not proved: {'; '.join(one.not_proved)}"))
     return Group(*parts)
 
 
@@ -34,7 +32,7 @@ def sentences_of(incident: IncidentStatus) -> list[str]:
     """The sentences of an incident: its reason, what was compared and found equal, what is not proved."""
     found = [incident.reason] if incident.reason else []
     found += [f"equal: {one}" for one in incident.equal]
-    return found + [f"not proved: {one}" for one in incident.unproved]
+    return found + [f"not proved: {one}" for one in incident.not_proved]
 
 
 def draw_headline(shown: RunStatus) -> Text:

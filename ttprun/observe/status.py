@@ -60,8 +60,8 @@ class IncidentStatus:
     steps_lost  optimizer steps that have to be run again; null if nobody has counted them
     boundary    the boundary from which everyone went on
     equal       what of the replacements was compared with the lost ranks, and found equal
-    unproved    what could not be compared, or need not be equal and was not
-    not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it
+    not_proved  what of the replaced ranks can change and is in no record: they have it as the script's set-up makes it;
+                and what could not be compared, or need not be equal and was not
     """
 
     id: int
@@ -81,7 +81,6 @@ class IncidentStatus:
     steps_lost: int | None = None
     boundary: int | None = None
     equal: tuple[str, ...] = ()
-    unproved: tuple[str, ...] = ()
     not_proved: tuple[str, ...] = ()
 
 
@@ -204,7 +203,7 @@ def read_status(path: str | Path) -> RunStatus:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
         ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
         incidents = tuple(
-            _build(IncidentStatus, incident | _tuples(incident, "ranks", "equal", "unproved", "not_proved"))
+            _build(IncidentStatus, incident | _tuples(incident, "ranks", "equal", "not_proved"))
             for incident in raw.get("incidents", ())
         )
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None

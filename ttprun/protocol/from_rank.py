@@ -274,12 +274,12 @@ class Mismatch:
 class Compared:
     """What of a replacement was compared with the lost rank.
 
-    equal     what was found equal, in words
-    unproved  what could not be compared
+    equal       what was found equal, in words
+    not_proved  what could not be compared
     """
 
     equal: list[str]
-    unproved: list[str]
+    not_proved: list[str]
 
 
 @dataclass(frozen=True)

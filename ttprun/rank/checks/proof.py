@@ -43,7 +43,7 @@ class Proof:
         self._step = step
         self._left = session.recorder.evidence.left(step)
         self._equal: Counter[int] = Counter()
-        self._unproved: list[str] = []
+        self._not_proved: list[str] = []
 
     @classmethod
     def of(cls, session: Session, step: int) -> Proof | None:
@@ -68,11 +68,11 @@ class Proof:
         if lost == noted:
             self._equal[kind] += 1
         elif kind == INPUT and _is_measured(tensors):
-            self._unproved.append(
+            self._not_proved.append(
                 f"{which} is another one than in the lost rank; it is small and no gradient: a time that was measured?"
             )
         elif torch.get_num_threads() > 1 and is_close(lost.sample, noted.sample, tensors[0].dtype):
-            self._unproved.append(f"{which} is the lost rank's but for rounding: its kernels run on several threads")
+            self._not_proved.append(f"{which} is the lost rank's but for rounding: its kernels run on several threads")
         else:
             self._refuse(f"{which} is another one than in the lost rank")
         if not self._left:
@@ -90,8 +90,8 @@ class Proof:
         self._session.proof = None
         equal = [f"{_told(kind, count)} in step {self._step}" for kind, count in sorted(self._equal.items())]
         if self._step and not (self._equal[LOSS] or self._equal[INPUT]):
-            self._unproved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
-        tell(self._session, equal, self._unproved)
+            self._not_proved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
+        tell(self._session, equal, self._not_proved)
 
     def _refuse(self, difference: str) -> None:
         self._session.proof = None
@@ -107,10 +107,10 @@ def _told(kind: int, count: int) -> str:
     return f"{count} {_NAMES[kind][count != 1]}"
 
 
-def tell(session: Session, equal: list[str], unproved: list[str]) -> None:
+def tell(session: Session, equal: list[str], not_proved: list[str]) -> None:
     """Report what of this rank was compared with the lost one and found equal, and what is not proved."""
-    if equal or unproved:
-        session.channel.send(from_rank.Compared(equal, unproved))
+    if equal or not_proved:
+        session.channel.send(from_rank.Compared(equal, not_proved))
 
 
 def is_decisive(session: Session, step: int) -> bool:

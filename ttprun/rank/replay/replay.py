@@ -96,7 +96,7 @@ class Replay:
         self._jumps = 0
         self._output = Diverted(session)
         self._equal: list[str] = []  # what was compared with the lost rank's
-        self._unproved: list[str] = []
+        self._not_proved: list[str] = []
 
     @classmethod
     def of_lost(cls, session: Session, number: int, skip_lines: tuple[int, int]) -> Replay:
@@ -342,7 +342,7 @@ class Replay:
                 f"the script cannot be replayed: {told}: what the steps draw follows from something that is not "
                 "recorded, or from the weights; and nothing of the step behind it is left to compare"
             )
-        self._unproved.append(f"{told}, whose states it was given")
+        self._not_proved.append(f"{told}, whose states it was given")
 
     def _compare_optimizers(self, record: Record) -> None:
         """Refuses if they have other parameters than in the lost rank."""
@@ -365,7 +365,7 @@ class Replay:
         moments.reached("replay")
         if sharded.are_any(optimizer_registry.parameters()):
             sharded.tell(session.channel)
-        proof.tell(session, self._equal, self._unproved)
+        proof.tell(session, self._equal, self._not_proved)
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # ended by the recovery thread, or by the agent's deadline, which ends the process
         self._order_buckets()
