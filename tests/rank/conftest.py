@@ -24,7 +24,7 @@ def no_hooks_are_left() -> Iterator[None]:
     """A replay's loop hooks and known loops do not outlive a test."""
     known = len(loops.sites)
     yield
-    loops.Hooks.enter = loops.Hooks.loop = None
+    loops.give_back()
     del loops.sites[known:]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, call_site, frames, gathering, loops
+from ttprun.rank.position import ast_transform, call_site, frames, gathering
 from ttprun.rank.step import step_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +75,7 @@ def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) ->
 
     scope: dict[str, Any] = {"__name__": "script", "train": train}
     scope["__builtins__"] = vars(__import__("builtins")) | {
-        ast_transform.ENTER: loops.enter,
-        ast_transform.LOOP: loops.loop,
+        **ast_transform.BUILTINS,
     }
     exec(ast_transform.compile_followed(source.encode(), script), scope)
 

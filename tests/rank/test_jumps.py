@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ttprun.rank.position import loops
-from ttprun.rank.position.iterator_seek import Mover
 from ttprun.rank.process import random_state
 
 
@@ -66,9 +65,6 @@ def begun(iterator: Any) -> Any:
     return iterator
 
 
-MOVER = Mover(lambda: 0, lambda iterator: False)  # no iterator finds its place by itself
-
-
 def plain(items: Iterable[Any]) -> list[Any]:
     return [item.item() if isinstance(item, torch.Tensor) else item for item in items]
 
@@ -78,7 +74,7 @@ def plain(items: Iterable[Any]) -> list[Any]:
 def test_a_loop_goes_on_with_the_item_in_which_the_lost_rank_stood(kind: str, stop_at: int) -> None:
     recorded, left = begin_at(KINDS[kind](), stop_at)
 
-    jump = loops.Jump(new_site(), recorded, KINDS[kind](), MOVER)
+    jump = loops.Jump(new_site(), recorded, KINDS[kind]())
 
     assert plain(jump) == plain(left)
 
@@ -86,7 +82,7 @@ def test_a_loop_goes_on_with_the_item_in_which_the_lost_rank_stood(kind: str, st
 @pytest.mark.parametrize("kind", ["range", "list", "enumerate", "generator", "zip"])
 def test_after_a_jump_a_loop_counts_on(kind: str) -> None:
     recorded, _ = begin_at(KINDS[kind](), 3)
-    jump = loops.Jump(new_site(), recorded, KINDS[kind](), MOVER)
+    jump = loops.Jump(new_site(), recorded, KINDS[kind]())
     items = iter(jump)
 
     positions = [jump.position for _ in itertools.islice(items, 2)]
@@ -98,7 +94,7 @@ def test_a_script_that_resumes_by_itself_goes_on_with_the_same_value() -> None:
     """The lost rank ran range(10) and stood at 6; the replacement has found a checkpoint of 4, and runs range(4, 10)."""
     recorded, left = begin_at(range(10), 7)
 
-    jump = loops.Jump(new_site(), recorded, range(4, 10), MOVER)
+    jump = loops.Jump(new_site(), recorded, range(4, 10))
 
     assert list(jump) == left == [6, 7, 8, 9]
 
@@ -107,7 +103,7 @@ def test_a_script_that_resumes_behind_the_lost_ranks_item_goes_on_with_that_all_
     """The checkpoint of epoch 6 was written after the lost rank's record: the replacement runs range(7, 10)."""
     recorded, left = begin_at(range(10), 7)
 
-    jump = loops.Jump(new_site(), recorded, range(7, 10), MOVER)
+    jump = loops.Jump(new_site(), recorded, range(7, 10))
 
     assert list(jump) == left == [6, 7, 8, 9]
     assert jump.record()["bounds"] == [0, 10, 1]
@@ -118,7 +114,7 @@ def test_items_that_the_lost_rank_has_put_into_its_list_are_met_by_the_loop_when
     here = [0.1, 0.2, 0.3, 0.4]
     recorded, _ = begin_at(here[:], 2)
 
-    items = iter(loops.Jump(new_site(), recorded, here, MOVER))
+    items = iter(loops.Jump(new_site(), recorded, here))
     first = next(items)
     here[:] = [0.1, 0.2, 9.0, 0.4, 7.0]
 
@@ -136,7 +132,7 @@ class Twice(list[int]):
 def test_a_list_that_hands_out_its_items_in_its_own_way_goes_on_in_that_way() -> None:
     recorded, left = begin_at(Twice([5, 6, 7]), 4)
 
-    jump = loops.Jump(new_site(), recorded, Twice([5, 6, 7]), MOVER)
+    jump = loops.Jump(new_site(), recorded, Twice([5, 6, 7]))
 
     assert list(jump) == left == [6, 7, 7]
 
@@ -145,7 +141,7 @@ def test_a_list_that_hands_out_its_items_in_its_own_way_goes_on_in_that_way() ->
 def test_a_script_that_resumes_behind_the_lost_ranks_item_of_a_list_does_not_come_by_the_place(item: Any) -> None:
     recorded, _ = begin_at([item, "val", "test"], 1)
 
-    jump = loops.Jump(new_site(), recorded, ["val", "test"], MOVER)
+    jump = loops.Jump(new_site(), recorded, ["val", "test"])
 
     assert list(jump) == []
 
@@ -164,8 +160,8 @@ def test_of_an_item_that_is_plain_in_part_that_part_is_compared_and_its_place_is
     pairs = [(number, torch.ones(2)) for number in (3, 3, 4, 3, 5)]
     recorded, _ = begin_at(pairs, 3)
 
-    same = loops.Jump(new_site(), recorded, pairs, MOVER)
-    later = loops.Jump(new_site(), recorded, pairs[1:], MOVER)
+    same = loops.Jump(new_site(), recorded, pairs)
+    later = loops.Jump(new_site(), recorded, pairs[1:])
     next(iter(same))
     next(iter(later))
 
@@ -178,7 +174,7 @@ def test_a_script_that_resumes_by_itself_among_equal_values_does_not_come_by_the
     """Nobody knows which of the equal values it was, so the replay must be refused."""
     recorded, _ = begin_at([0.1, 0.1, 0.1, 0.2, 0.1, 0.2], 4)
 
-    jump = loops.Jump(new_site(), recorded, [0.2, 0.1, 0.2], MOVER)
+    jump = loops.Jump(new_site(), recorded, [0.2, 0.1, 0.2])
 
     assert list(jump) == []
 
@@ -193,26 +189,9 @@ def test_a_loop_that_fetches_ahead_hands_out_again_what_it_had_fetched() -> None
         next(items)
         loops.note_steps([loop], [])
 
-    jump = loops.Jump(site, loop.record(), range(10), MOVER)
+    jump = loops.Jump(site, loop.record(), range(10))
 
     assert list(jump) == [3, 4, 5, 6, 7, 8, 9]
-
-
-def test_an_iterable_that_positions_itself_is_not_advanced_again() -> None:
-    """A DataLoader in a replay begins at the right batch, also under a wrapper such as tqdm that is none itself."""
-    made = 0
-
-    class Wrapped:
-        def __iter__(self) -> Iterator[int]:
-            nonlocal made
-            made += 1
-            yield from range(3, 10)
-
-    recorded, left = begin_at(range(10), 4)
-
-    jump = loops.Jump(new_site(), dict(recorded, current=None), Wrapped(), Mover(lambda: made, lambda iterator: False))
-
-    assert list(jump) == left
 
 
 class Restarted(Iterator[int]):
@@ -233,14 +212,14 @@ def test_a_loop_asks_for_its_iterator_once_as_python_does_and_so_does_a_jump(ite
     asked = iter(loop)
 
     assert list(itertools.islice(asked, items)) == list(range(1, items + 1))
-    jump = loops.Jump(new_site(), loop.record(), Restarted(), MOVER)
+    jump = loops.Jump(new_site(), loop.record(), Restarted())
     assert list(itertools.islice(jump, 3)) == [items, items + 1, items + 2]
 
 
 def test_a_jump_behind_the_end_ends_the_loop() -> None:
     recorded, _ = begin_at(range(10), 8)
 
-    assert list(loops.Jump(new_site(), dict(recorded, current=None), range(3), MOVER)) == []
+    assert list(loops.Jump(new_site(), dict(recorded, current=None), range(3))) == []
 
 
 def test_an_outer_loop_restores_the_random_states_of_its_item() -> None:
@@ -254,7 +233,7 @@ def test_an_outer_loop_restores_the_random_states_of_its_item() -> None:
     record = loop.record() | {"lead": 1}
     torch.manual_seed(99)
 
-    items = iter(loops.Jump(site, record, range(5), MOVER))
+    items = iter(loops.Jump(site, record, range(5)))
     next(items)
 
     assert torch.rand(1).item() == drawn[2]
@@ -270,7 +249,7 @@ def test_a_record_of_a_loop_holds_plain_values() -> None:
 def test_with_other_arguments_a_range_goes_on_behind_its_item_up_to_the_new_end(now: range, expected: Any) -> None:
     recorded, _ = begin_at(range(10), 7)
 
-    jump = loops.JumpToNewEnd(new_site(), recorded, now, MOVER)
+    jump = loops.JumpToNewEnd(new_site(), recorded, now)
 
     assert list(jump) == expected
     assert jump.record()["bounds"] == [0, now.stop, 1]
@@ -279,4 +258,4 @@ def test_with_other_arguments_a_range_goes_on_behind_its_item_up_to_the_new_end(
 def test_with_other_arguments_a_range_of_another_step_does_not_come_by_the_place() -> None:
     recorded, _ = begin_at(range(10), 7)
 
-    assert list(loops.JumpToNewEnd(new_site(), recorded, range(0, 20, 2), MOVER)) == []
+    assert list(loops.JumpToNewEnd(new_site(), recorded, range(0, 20, 2))) == []

@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 
 import pytest
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from tests.rank import user_values
 from tests.rank.values.carrying import as_the_recorder_writes_them
 from ttprun.rank import values
+from ttprun.rank.data import loaders
 from ttprun.rank.position import iterables, loops
-from ttprun.rank.position.iterator_seek import Mover
+from ttprun.rank.position.placeholders import PlaceholderUsedError
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot, restore_loop
 
-LOST, HERE = 6, 2  # items that the loop has handed out in the lost rank, and the replay's around the same batch
+LOST = 6  # items that the loop has handed out in the lost rank
 Items = Iterator[Any]
 
 
@@ -78,21 +80,47 @@ class Standing(NamedTuple):
     items: Items
 
 
-def loader_at(begins_at: int) -> Items:
-    """A loader's iterator that has passed over so many batches."""
-    batches = iter(DataLoader(list(range(20))))  # type: ignore[arg-type]
-    for _ in range(begins_at):
+class InReplay(_SingleProcessDataLoaderIter):
+    """A loader's iterator that knows in a replay how many batches the lost rank's had handed out."""
+
+    __next__ = loaders.wrap_next_in_replay(_SingleProcessDataLoaderIter.__next__)
+
+
+def batches_behind(passed_over: int) -> Items:
+    """A loader's iterator that begins behind so many batches."""
+    batches: Any = InReplay(DataLoader(list(range(20))))  # type: ignore[arg-type]
+    for _ in range(passed_over):
         next(batches)
+    batches._ttprun_passed_over = passed_over
     return batches
 
 
-def stand(made: Callable[[Items], Any], begins_at: int, items: int) -> Standing:
+def stand(made: Callable[[Items], Any], items: int) -> Standing:
     """A loop over what is made of a loader's iterator, behind some items."""
-    batches = loader_at(begins_at)
-    loop = loops.Loop(loops.Site("train.py:7:0", range(7, 9)), None, made(batches))
+    loop = loops.Loop(loops.Site("train.py:7:0", range(7, 9)), None, made(batches_behind(0)))
     following = iter(loop)
     for _ in range(items):
         next(following)
+    return Standing(loop, following)
+
+
+@pytest.fixture
+def replay() -> Iterator[None]:
+    """A replay that has not come to its first boundary."""
+    loops.take_over(lambda site, frame: None, lambda site, token, iterable: iterable)
+    yield
+    loops.give_back()
+
+
+def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: int = 0) -> Standing:
+    """The loop of a replay in the item in which the recorded one stood.
+
+    before   items that come before those of the loader
+    """
+    passed_over = recorded["position"] - 1 - before
+    loop = loops.Jump(loops.Site("train.py:7:0", range(7, 9)), recorded, made(batches_behind(passed_over)))
+    following = iter(loop)
+    next(following)
     return Standing(loop, following)
 
 
@@ -110,59 +138,90 @@ GO_ON: dict[str, Callable[[Items], Any]] = {
     "one within another": counted_by_parts,
     "one within an enumerate": lambda batches: enumerate(counted(batches)),
     "one within a zip": lambda batches: zip(counted(batches), itertools.repeat("-"), strict=False),
-    "one that gathers": gathered,
     "one that asks an enumerate by hand": numbered_by_hand,
     "the user's generator within an enumerate": lambda batches: enumerate(user_values.counted_batches(batches)),
     "the user's object": user_values.CountedBatches,
     "the user's object within an enumerate": lambda batches: enumerate(user_values.CountedBatches(batches)),
+    "the user's object that gathers": user_values.GatheredBatches,
     "an enumerate in a chain": lambda batches: itertools.chain(enumerate(batches), "abc"),
-    "a running total": lambda batches: itertools.accumulate(map(int, batches)),
     "the user's generator within a library's": lambda batches: counted(user_values.counted_batches(batches)),
-}
-
-
-def without_enumerate(kind: str, item: Any) -> Any:
-    return item[1] if kind.endswith("an enumerate") else item
-
-
-@pytest.mark.parametrize("kind", GO_ON)
-def test_what_is_counted_around_a_loader_goes_on_as_in_the_lost_rank(kind: str) -> None:
-    lost = stand(GO_ON[kind], 0, LOST)
-    here = stand(GO_ON[kind], LOST - HERE, HERE)  # as the loader has found its place by itself
-
-    mismatches = carry(lost.loop, here.loop)
-
-    assert mismatches == []
-    assert without_enumerate(kind, next(here.items)) == without_enumerate(kind, next(lost.items))
-
-
-REFUSED: dict[str, Callable[[Items], Any]] = {
     "a slice in a library's loop": limited,
     "an enumerate in a library's loop": numbered,
     "an enumerate in a variable and a loop": numbered_twice,
     "an enumerate in a user's generator expression": user_values.numbered_batches,
-    "a cycle in its first round": itertools.cycle,
-    "pairs": lambda batches: itertools.pairwise(batches),
-    "groups": lambda batches: itertools.groupby(batches, key=lambda batch: batch.item() // 2),
+    "a slice in a library's generator": lambda batches: passed_on(itertools.islice(batches, 9)),
+    "an enumerate in a library's generator": lambda batches: passed_on(enumerate(batches)),
+    "a zip in a library's generator": lambda batches: passed_on(zip(range(3, 30), batches, strict=False)),
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_made_to_stand_as_in_the_lost_rank_is_refused_by_its_place(kind: str) -> None:
-    lost = stand(REFUSED[kind], 0, LOST)
-    here = stand(REFUSED[kind], LOST - HERE, HERE)
+@pytest.mark.usefixtures("replay")
+@pytest.mark.parametrize("kind", GO_ON)
+def test_what_is_counted_around_a_loader_goes_on_as_in_the_lost_rank(kind: str) -> None:
+    lost = stand(GO_ON[kind], LOST)
+    here = stand_again(GO_ON[kind], lost.loop.record() | {"lead": 1})
+
+    mismatches = carry(lost.loop, here.loop)
+    loops.give_back()
+
+    assert mismatches == []
+    assert next(here.items) == next(lost.items)
+
+
+@pytest.mark.usefixtures("replay")
+def test_pairs_are_read_ahead_and_go_on_as_in_the_lost_rank() -> None:
+    lost = stand(itertools.pairwise, LOST)
+    here = stand_again(itertools.pairwise, lost.loop.record() | {"lead": 1})
+
+    assert carry(lost.loop, here.loop) == []
+    assert next(here.items) == next(lost.items)
+
+
+@pytest.mark.usefixtures("replay")
+def test_what_comes_before_a_loader_is_taken_for_itself() -> None:
+    def made(batches: Items) -> Items:
+        return itertools.chain("ab", enumerate(batches))
+
+    lost = stand(made, LOST)
+    here = stand_again(made, lost.loop.record() | {"lead": 1}, before=2)
+
+    assert carry(lost.loop, here.loop) == []
+    assert next(here.items) == next(lost.items)
+
+
+@pytest.mark.usefixtures("replay")
+def test_a_cycle_in_its_first_round_would_gather_placeholders_and_is_refused_by_its_place() -> None:
+    lost = stand(itertools.cycle, LOST)
+    here = stand_again(itertools.cycle, lost.loop.record() | {"lead": 1})
 
     with pytest.raises(CannotRestoreError, match=r"^train\.py:7:0"):
         carry(lost.loop, here.loop)
 
 
-@pytest.mark.parametrize("kind", ["a slice in a library's loop", "an enumerate in a library's loop"])
-def test_what_stands_there_already_is_not_refused(kind: str) -> None:
-    lost = stand(REFUSED[kind], 0, LOST)
-    here = stand(REFUSED[kind], 0, LOST)
+NEEDED: dict[str, Callable[[Items], Any]] = {
+    "groups": lambda batches: itertools.groupby(batches, key=lambda batch: batch.item() // 2),
+    "numbers": lambda batches: itertools.accumulate(map(int, batches)),
+}
+
+
+@pytest.mark.usefixtures("replay")
+@pytest.mark.parametrize("kind", NEEDED)
+def test_what_needs_the_data_of_batches_that_are_passed_over_ends_the_replay(kind: str) -> None:
+    lost = stand(NEEDED[kind], LOST)
+
+    with pytest.raises((PlaceholderUsedError, TypeError)):
+        stand_again(NEEDED[kind], lost.loop.record() | {"lead": 1})
+
+
+@pytest.mark.usefixtures("replay")
+def test_what_a_library_has_made_of_batches_that_were_passed_over_is_not_used() -> None:
+    lost = stand(gathered, LOST)
+    here = stand_again(gathered, lost.loop.record() | {"lead": 1})
 
     assert carry(lost.loop, here.loop) == []
-    assert next(here.items) == next(lost.items)
+    loops.give_back()
+    with pytest.raises(PlaceholderUsedError):
+        next(here.items)
 
 
 @pytest.mark.parametrize(
@@ -172,54 +231,23 @@ def test_what_stands_there_already_is_not_refused(kind: str) -> None:
         lambda batches: enumerate(zip(range(99), batches, strict=False)),
         lambda batches: itertools.islice(batches, 9),
         lambda batches: [1, 2, 3, 4, 5, 6, 7],
+        lambda batches: enumerate(counted(batches)),
     ],
-    ids=["the loader's iterator", "an enumerate of a zip", "a slice", "a list"],
+    ids=["the loader's iterator", "an enumerate of a zip", "a slice", "a list", "a library's generator"],
 )
 def test_of_what_its_position_tells_nothing_more_is_recorded(made: Callable[[Items], Any]) -> None:
-    standing = stand(made, 0, LOST)
+    standing = stand(made, LOST)
 
     assert iterables.over(standing.loop) is None
-
-
-# What is around the loader's iterator, and how many items come before those of the loader.
-MOVED: dict[str, tuple[Callable[[Items], Any], int]] = {
-    "a slice in a library's generator": (lambda batches: passed_on(itertools.islice(batches, 9)), 0),
-    "an enumerate in a library's generator": (lambda batches: passed_on(enumerate(batches)), 0),
-    "a zip in a library's generator": (lambda batches: passed_on(zip(range(3, 30), batches, strict=False)), 0),
-    "an enumerate in a generator expression": (user_values.numbered_batches, 0),
-    "an enumerate in the last part of a chain": (lambda batches: itertools.chain("ab", enumerate(batches)), 2),
-}
-
-
-@pytest.mark.parametrize("kind", MOVED)
-def test_what_a_replay_has_moved_around_a_loader_stands_as_in_the_lost_rank(kind: str) -> None:
-    made, before = MOVED[kind]
-    lost = stand(made, 0, LOST)
-    batches = loader_at(LOST - 1 - before)
-    mover = Mover(lambda: 1, lambda items: items is batches)
-    jump = loops.Jump(loops.Site("train.py:7:0", range(7, 9)), lost.loop.record(), made(batches), mover)
-    items = iter(jump)
-    next(items)
-
-    mismatches = carry(lost.loop, jump)
-
-    assert mismatches == []
-    assert next(items) == next(lost.items)
 
 
 def test_a_cycle_in_a_later_round_is_left_to_the_replay_which_has_seen_the_first_one_too() -> None:
-    standing = stand(itertools.cycle, 0, 20 + LOST)
-
-    assert iterables.over(standing.loop) is None
-
-
-def test_what_a_library_makes_of_anything_but_a_loader_is_left_to_the_replay() -> None:
-    standing = stand(lambda batches: enumerate(counted(iter("abcdefgh"))), 0, LOST)
+    standing = stand(itertools.cycle, 20 + LOST)
 
     assert iterables.over(standing.loop) is None
 
 
 def test_a_loop_that_was_left_runs_over_nothing() -> None:
-    loop = stand(lambda batches: enumerate(counted(batches)), 0, LOST).loop
+    loop = stand(lambda batches: enumerate(user_values.CountedBatches(batches)), LOST).loop
 
     assert iterables.over(loop) is None

@@ -27,9 +27,7 @@ def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
     def run(source: str, **names: Any) -> dict[str, Any]:
         scope = {
             "__name__": "script",
-            "__builtins__": dict(
-                vars(__import__("builtins")), **{ast_transform.ENTER: loops.enter, ast_transform.LOOP: loops.loop}
-            ),
+            "__builtins__": dict(vars(__import__("builtins")), **ast_transform.BUILTINS),
         }
         scope |= names
         exec(ast_transform.compile_followed(source.encode(), filename), scope)

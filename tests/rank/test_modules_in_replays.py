@@ -13,7 +13,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import ast_transform, frames, loops
+from ttprun.rank.position import ast_transform, frames
 from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.step import step_hooks
@@ -46,8 +46,7 @@ class RefusingChannel(FakeChannel):
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:
     """(record at its step, the number of calls that the module has counted), of the lost rank or of a replacement."""
     frames.add_user_directory(directory)
-    setattr(builtins, ast_transform.ENTER, loops.enter)
-    setattr(builtins, ast_transform.LOOP, loops.loop)
+    vars(builtins).update(ast_transform.BUILTINS)
     ast_transform.install()
     sys.path.insert(0, directory)
     session = make_session(directory, channel=RefusingChannel())

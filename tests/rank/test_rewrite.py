@@ -23,11 +23,10 @@ from ttprun.rank.position import ast_transform, frames, loops
 
 @pytest.fixture
 def builtin_hooks() -> Iterator[None]:
-    setattr(builtins, ast_transform.ENTER, loops.enter)
-    setattr(builtins, ast_transform.LOOP, loops.loop)
+    vars(builtins).update(ast_transform.BUILTINS)
     yield
-    delattr(builtins, ast_transform.ENTER)
-    delattr(builtins, ast_transform.LOOP)
+    for name in ast_transform.BUILTINS:
+        delattr(builtins, name)
 
 
 pytestmark = pytest.mark.usefixtures("builtin_hooks")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ttprun.rank.position import loops
-from ttprun.rank.position.iterator_seek import Mover
 
 
 def new_site() -> loops.Site:
@@ -30,28 +29,8 @@ def test_a_step_that_is_taken_while_an_item_is_made_is_met_again_in_making_that_
     recorded, met[:] = records[3], []
 
     again: list[loops.Loop] = []
-    jump = loops.Jump(new_site(), recorded, training(again, 3), Mover(lambda: len(met), lambda iterator: False))
+    jump = loops.Jump(new_site(), recorded, training(again, 3))
     again.append(jump)
 
     assert list(jump) == [30, 40, 50]
     assert met == [(3, 20), (4, 30), (5, 40)]
-
-
-def test_a_generator_that_has_found_its_place_by_its_own_loop_is_not_moved_once_more() -> None:
-    jumps = 0
-
-    def chunks() -> Iterator[int]:
-        nonlocal jumps
-        jumps += 1  # as the loop in here does, which the replay has let jump to 3
-        yield from range(3, 6)
-
-    site = new_site()
-    loop = loops.Loop(site, None, (number for number in range(6)))
-    items = iter(loop)
-    for _ in range(4):
-        next(items)
-        loops.note_steps([loop], [])
-
-    jump = loops.Jump(new_site(), loop.record(), chunks(), Mover(lambda: jumps, lambda iterator: False))
-
-    assert list(jump) == [3, 4, 5]

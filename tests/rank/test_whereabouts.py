@@ -43,8 +43,7 @@ def _run(source: str, directory: str, look: Callable[[FrameType], Any]) -> list[
     found: list[Any] = []
     scope: dict[str, Any] = {"__name__": "script", "step": lambda: found.append(look(sys._getframe(1)))}
     scope["__builtins__"] = vars(__import__("builtins")) | {
-        ast_transform.ENTER: loops.enter,
-        ast_transform.LOOP: loops.loop,
+        **ast_transform.BUILTINS,
     }
     exec(ast_transform.compile_followed(source.encode(), f"{directory}/script.py"), scope)
     return found

@@ -57,6 +57,11 @@ def numbered(pairs):
     return ({"x": x, "y": y, "weight": 1 + 0.01 * number} for number, (x, y) in pairs)
 
 
+def weighed(pair):
+    number, (x, y) = pair
+    return {"x": x, "y": y, "weight": 1 + 0.01 * number}
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -73,6 +78,7 @@ def main():
         "generator": lambda: track(weighted(first, 18), total=18, disable=True),
         "object": lambda: Limited(first, 18),
         "no loader": lambda: map(itemgetter(1), enumerate(sliced(data, 18))),
+        "cycle": lambda: map(weighed, zip(range(26), itertools.cycle(first))),
         "slice": lambda: track(numbered(enumerate(itertools.islice(again_and_again(first), 26))), disable=True),
     }
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))

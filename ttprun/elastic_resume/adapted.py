@@ -110,7 +110,7 @@ class Adapted(Replay):
         except Exception as error:  # the script must not go on with half of it
             self.refuse(f"the variables cannot be taken over: {error!r}")
         self._has_arrived = self._is_at_target = True
-        loops.Hooks.enter = loops.Hooks.loop = None
+        loops.give_back()
         return returned
 
     def _difference_of_loaders(self) -> str:

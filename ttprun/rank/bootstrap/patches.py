@@ -126,6 +126,13 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "torch.utils.data.dataloader",
+        "_BaseDataLoaderIter.__next__",
+        "ttprun.rank.data.loaders:wrap_next_in_replay",
+        "in a replay, to hand out nothing but placeholders for batches that were used",
+        is_for_replay=True,
+    ),
+    Patch(
+        "torch.utils.data.dataloader",
         "_BaseDataLoaderIter._reset",
         "ttprun.rank.data.loaders:wrap_reset",
         "to know when a persistent iterator begins again",

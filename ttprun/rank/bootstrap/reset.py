@@ -109,7 +109,7 @@ def clear(error: BaseException) -> None:
     _registered.clear()
     for forget in (step_hooks.forget, optimizer_registry.forget, loaders.forget, gradients.forget, values.forget):
         forget()
-    loops.Hooks.enter = loops.Hooks.loop = None
+    loops.give_back()
     _forget_modules()
     gc.collect()
     _end_children()

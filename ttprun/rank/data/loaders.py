@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from ttprun.rank.data import batches, loader_parts, rest_of_epoch, workers
 from ttprun.rank.data.samples import fetched_ahead
+from ttprun.rank.position import placeholders
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.process import random_state
 from ttprun.rank.session import current
@@ -33,7 +34,6 @@ _iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to 
 _made: Counter[str] = Counter()
 _each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
-_positioned = 0
 _draining = 0  # boundaries to come at which the steps train on what an iterator had handed out before it ended
 
 
@@ -112,7 +112,6 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
 
 
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
-    global _positioned
     for sampler, epoch in zip(loader_parts.samplers(loader), recorded["epochs"], strict=False):
         if epoch is not None and hasattr(sampler, "epoch"):
             sampler.epoch = epoch
@@ -142,8 +141,7 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     if recorded["each"]:
         _each[tuple(recorded["name"])] = recorded["each"]
     _register(iterator, {key: recorded[key] for key in began} | {"workers": own_workers})
-    iterator._ttprun_is_positioned = True
-    _positioned += 1
+    iterator._ttprun_passed_over = skip
     return iterator
 
 
@@ -189,28 +187,18 @@ def wrap_next_index(original: Any) -> Any:
 
 def forget() -> None:
     """The run of the script is over: its workers end, and names begin anew."""
-    global _order, _positioned, _draining
+    global _order, _draining
     for iterator in _alive():
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
     _iterators.clear()
     _made.clear()
     _order = itertools.count()
-    _positioned = _draining = 0
+    _draining = 0
     workers.will_make(None)
     _each.clear()
     Skipping.batches = 0
     Skipping.before_first = Skipping.stream = None
-
-
-def positioned() -> int:
-    """How many iterators a replay has put at their place so far."""
-    return _positioned
-
-
-def is_positioned(iterator: Any) -> bool:
-    """Whether it is one of them."""
-    return isinstance(iterator, torch_dataloader._BaseDataLoaderIter) and hasattr(iterator, "_ttprun_is_positioned")
 
 
 def records() -> list[dict[str, Any]]:
@@ -330,6 +318,32 @@ def wrap_next(original: Any) -> Any:
         return batch
 
     return advance
+
+
+def wrap_next_in_replay(original: Any) -> Any:
+    """The same in a replay: for batches that were used up, placeholders come first while a loop drops its items."""
+
+    def advance(self: Any) -> Any:
+        instead = self.__dict__.get("_ttprun_instead")
+        if instead is None and "_ttprun_passed_over" in self.__dict__:
+            instead = self._ttprun_instead = _instead_of_used_up(self, original)
+        if instead is not None:
+            for item in instead:
+                return item
+        return original(self)
+
+    return advance
+
+
+def _instead_of_used_up(iterator: Any, original: Any) -> Iterator[Any]:
+    passed_over = iterator.__dict__.pop("_ttprun_passed_over")
+    if placeholders.wanted():
+        try:
+            first = original(iterator)
+        except StopIteration:
+            return
+        yield from placeholders.hand_out(first, passed_over)
+        yield first
 
 
 def wrap_reset(original: Any) -> Any:

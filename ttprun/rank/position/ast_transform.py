@@ -26,40 +26,63 @@ from ttprun.rank.position.frames import is_user_file
 
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
-
+OWED = "__ttprun_owed__"
+BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed}  # what the compiled code calls
 
 _BODIES = ("body", "orelse", "finalbody")
 
 
-def _follow(statements: list[ast.stmt], filename: str, is_class_body: bool = False) -> list[ast.stmt]:
+def _follow(
+    statements: list[ast.stmt], filename: str, is_class_body: bool = False, is_generator: bool = False
+) -> list[ast.stmt]:
     """The statements with each `for` statement wrapped; comprehensions and `async for` are left alone.
 
     What stands in expressions is not looked at: no statement can be there, and there are ten times as many.
+
+    is_generator   they are a generator's
     """
     found: list[ast.stmt] = []
     for statement in statements:
         is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
         is_inside_class = isinstance(statement, ast.ClassDef) or (is_class_body and not is_function)
+        is_of_generator = is_generator
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            is_of_generator = isinstance(statement, ast.FunctionDef) and _yields(statement)
         parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
         for part, name in itertools.product(parts, _BODIES):
             if body := getattr(part, name, None):
-                setattr(part, name, _follow(body, filename, is_inside_class))
+                setattr(part, name, _follow(body, filename, is_inside_class, is_of_generator))
         if isinstance(statement, ast.For) and not is_class_body:  # there its variable would become an attribute
-            found += _wrapped(statement, filename)
+            found += _wrapped(statement, filename, is_generator)
         else:
             found.append(statement)
     return found
 
 
-def _wrapped(node: ast.For, filename: str) -> list[ast.stmt]:
+def _yields(function: ast.FunctionDef) -> bool:
+    """Whether it is a generator."""
+    left: list[ast.AST] = [*function.body]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return False
+
+
+def _wrapped(node: ast.For, filename: str, is_generator: bool) -> list[ast.stmt]:
     number = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
     variable = f"{loops.VARIABLE_PREFIX}{number}__"
     entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
     begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
-    begin = ast.Assign([ast.Name(variable, ast.Store())], begun)
+    begin: list[ast.stmt] = [ast.Assign([ast.Name(variable, ast.Store())], begun)]
     node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
+    if is_generator:
+        owed = ast.Call(ast.Name(OWED, ast.Load()), [ast.Name(variable, ast.Load())], [])
+        begin.append(ast.Expr(ast.YieldFrom(owed)))
     end = ast.Assign([ast.Name(variable, ast.Store())], ast.Constant(None))
-    return [_located(begin, node), node, _located(end, node)]
+    return [*(_located(statement, node) for statement in begin), node, _located(end, node)]
 
 
 def _located(statement: ast.stmt, where: ast.stmt) -> ast.stmt:
@@ -199,8 +222,7 @@ def script_hook(path: str) -> Any:
 def install() -> None:
     """Follow loops in everything of the user's that is imported from now on."""
     imported.begin()
-    setattr(builtins, ENTER, loops.enter)
-    setattr(builtins, LOOP, loops.loop)
+    vars(builtins).update(BUILTINS)
     finder: Any = _Finder()
     sys.meta_path.insert(0, finder)
     sys.path_hooks.insert(0, script_hook)

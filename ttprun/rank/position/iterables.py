@@ -1,9 +1,8 @@
 """What a loop under way runs over, as far as its position does not tell how that stands.
 
-An iterator that Python makes stands where its position says. But a DataLoader's iterator begins at the right batch by
-itself in a replay, and then nobody has asked what is around it for its items: the counts that a generator keeps, or an
-`islice` that a library's generator runs over. So what is around it is recorded like a value of the script's, and what
-cannot be made to stand as in the lost rank is refused.
+In a replay a loop asks for the items before its own, so what Python and libraries put around them counts on by itself.
+But a generator of the user's begins in the middle of a loop of its own, and what an object of the user's makes of items
+is not made of placeholders. So these are recorded like values of the script's.
 """
 
 from __future__ import annotations
@@ -12,16 +11,22 @@ import csv
 import gc
 import inspect
 import io
+import itertools
 from collections.abc import Iterable, Iterator
-from types import GeneratorType
+from types import CellType, GeneratorType
 from typing import Any
 
-from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ttprun.rank.position.frames import is_user_class, is_user_file
-from ttprun.rank.position.iterator_seek import PLAIN, parts_of, reaches, unwrapped
-from ttprun.rank.position.loops import Jump, Loop
+from ttprun.rank.position.loops import Loop
+
+_LOOKED_INTO = (tuple, list, dict, CellType)  # beside iterators
+_MOST = 200  # values
+# What holds nothing but its place.
+_EMPTY: tuple[Any, ...] = ([], (), "", b"", {}, {}.items(), {}.values(), set(), range(0), range(1 << 70), reversed([]))
+_PLAIN = (*map(type, map(iter, _EMPTY)), itertools.count, itertools.repeat, _BaseDataLoaderIter)
+_LASTING = (*_PLAIN, zip, map, filter, enumerate)  # and what holds on to what it runs over
 
 
 def over(loop: Loop) -> Any:
@@ -29,13 +34,13 @@ def over(loop: Loop) -> Any:
 
     None if its position tells all.
     """
-    if loop.over is not None or loop.tells_all:
-        return loop.over
-    items = loop.items()
-    if items is None:
+    if loop.tells_all:
         return None
-    loop.tells_all = _is_plain_for_good(items)
-    return tuple(_within(items)) or None
+    if loop.over is not None and (_is_of_user(loop.over) or not isinstance(loop.over, GeneratorType)):
+        return loop.over
+    found = list(_iterators_in(loop.items()))
+    loop.tells_all = bool(found) and all(isinstance(one, _LASTING) for one in found)
+    return tuple(one for one in found if _is_of_user(one) or _is_first_round(one)) or None
 
 
 def followed(loops: Iterable[Loop]) -> set[int]:
@@ -43,10 +48,10 @@ def followed(loops: Iterable[Loop]) -> set[int]:
     found: set[int] = set()
     for loop in loops:
         value = over(loop)
-        if type(value) is tuple:
-            found |= ids_of_generators(value)
-        elif value is not None:
+        if value is not None and type(value) is not tuple:
             found |= {id(value), *map(id, _below(value))}
+        elif not loop.tells_all:
+            found |= ids_of_generators(_iterators_in(loop.items()))
     return found
 
 
@@ -64,24 +69,22 @@ def ids_of_generators(values: Iterable[Any]) -> set[int]:
     return {id(value) for value in values if isinstance(value, GeneratorType)}
 
 
-def _within(items: Any) -> Iterator[Any]:
-    items = unwrapped(items)
-    if type(items) in PLAIN or isinstance(items, _BaseDataLoaderIter):
-        return
-    parts = parts_of(items)
-    for part in parts:
-        yield from _within(part)
-    if not parts and (_is_of_user(items) or _has_loader(items)):
-        yield items
-
-
-def _is_plain_for_good(items: Any) -> bool:
-    """Whether nothing is within, now and later: an islice lets go of what it runs over, and a chain goes on."""
-    items = unwrapped(items)
-    if type(items) in PLAIN or isinstance(items, _BaseDataLoaderIter):
-        return True
-    parts = parts_of(items)
-    return type(items) in (zip, map, filter, enumerate) and bool(parts) and all(map(_is_plain_for_good, parts))
+def _iterators_in(items: Any) -> Iterator[Any]:
+    """An iterator, and those that it is made of; what is inside of one of the user's is recorded with that."""
+    seen: set[int] = set()
+    left = [items]
+    while left and len(seen) <= _MOST:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        is_iterator = hasattr(type(value), "__next__")
+        if is_iterator:
+            yield value
+        is_plain = isinstance(value, _PLAIN) or (is_iterator and _is_of_user(value))
+        is_long = isinstance(value, tuple | list | dict) and len(value) > _MOST
+        if not (is_plain or is_long) and (is_iterator or isinstance(value, _LOOKED_INTO)):
+            left += gc.get_referents(value)
 
 
 def _is_of_user(items: Any) -> bool:
@@ -90,9 +93,11 @@ def _is_of_user(items: Any) -> bool:
     return is_user_class(type(items))
 
 
-def _has_loader(items: Any) -> bool:
-    """Whether it holds a DataLoader or an iterator of one, however deep; True also if that would take long to tell."""
-    return reaches(items, lambda value: isinstance(value, DataLoader | _BaseDataLoaderIter), if_long=True)
+def _is_first_round(items: Any) -> bool:
+    """Whether it is a cycle that still gathers its items, and in a replay it would gather placeholders."""
+    return isinstance(items, itertools.cycle) and any(
+        isinstance(one, GeneratorType | _BaseDataLoaderIter) or _is_of_user(one) for one in _iterators_in(items)
+    )
 
 
 def on_stack(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
@@ -104,7 +109,4 @@ def on_stack(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
         at = next((at for at, held in enumerate(found) if held is value), None)
         if at is not None:
             del found[at]
-    return [held for held in found if not (isinstance(held, GeneratorType) and held.gi_code in _OUR_OWN)]
-
-
-_OUR_OWN = frozenset({Loop._follow.__code__, Jump._follow.__code__})
+    return [held for held in found if not (isinstance(held, GeneratorType) and held.gi_code is Loop._follow.__code__)]

@@ -7,6 +7,7 @@ User modules are compiled with each loop
 turned into
 
     __ttp_loop_7__ = __ttprun_loop__(7, __ttprun_enter__(7), EXPR)
+    yield from __ttprun_owed__(__ttp_loop_7__)  # in a generator
     for x in __ttp_loop_7__: ...
     __ttp_loop_7__ = None
 
@@ -30,7 +31,7 @@ from types import CodeType, FrameType, GeneratorType
 from typing import Any
 
 from ttprun.rank.position.frames import SCALARS
-from ttprun.rank.position.iterator_seek import END, Mover
+from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
 from ttprun.rank.process import random_state
 
 VARIABLE_PREFIX = "__ttp_loop_"
@@ -128,18 +129,31 @@ class Loop:
 
     def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
         site = self.site
-        items = iter(iterable)
+        items = self._begin(iterable)
         while (item := next(items, END)) is not END:  # a `for` would ask it for its iterator once more
             self.position += 1
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
-                self.item_rng = random_state.capture()
+                self.item_rng = self._random_states()
             held = [item]
             item = None  # the script alone decides how long an item lives
             yield held.pop()
 
+    def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        return iter(iterable)
+
+    def _random_states(self) -> random_state.RngState:
+        return random_state.capture()
+
+    def note_suspended(self) -> None:
+        """The generator that it is in is suspended, and a step has been reached."""
+        self.site.began = 0  # it is followed however often it begins
+        if not self.lead:
+            self.lead = self.position
+
     def record(self) -> dict[str, Any]:
         """The loop as a part of a boundary's record."""
+        following: Any = self._following() if self._following is not None else None
         return {
             "site": self.site.key,
             "position": self.position,
@@ -148,62 +162,42 @@ class Loop:
             "item_rng": self.item_rng if self.site.is_outer else None,
             "current": self.current,
             "bounds": self.bounds,
-            "is_inside": isinstance(self.over, GeneratorType) and self.over.gi_running,
+            "is_inside": following is not None and following.gi_running,
         }
 
 
 class Jump(Loop):
     """A loop of a replay that begins where the lost rank's record says."""
 
-    __slots__ = ("_mover", "_record")
+    __slots__ = ("_first_rng", "_record")
 
-    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any], mover: Mover) -> None:
+    def __init__(self, site: Site, record: dict[str, Any], iterable: Iterable[Any]) -> None:
         self._record = record
-        self._mover = mover
+        self._first_rng: random_state.RngState | None = record["item_rng"]
         super().__init__(site, record["began_with"], iterable)
 
-    def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
+    def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
+        """An iterator behind the items that are not handed out again."""
         record = self._record
         self.lead = record["lead"]
         is_inside = record["is_inside"]  # the step is taken while the next item is made
-        skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
+        self.position = skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
         if is_inside:
-            self.position, self.current = skip, record["current"]
-        items, first = self._at(iterable, skip, record)
-        self.position = skip
-        if first is not END:
-            self.position += 1
-            self.current = _plain(first)
-            if record["item_rng"] is not None and not is_inside:
-                random_state.restore(record["item_rng"])
-                self.item_rng = record["item_rng"]
-            held = [first]
-            first = None
-            yield held.pop()
-        while (item := next(items, END)) is not END:
-            self.position += 1
-            self.current = _plain(item)
-            if self.site.is_outer or self.position < 3:
-                self.item_rng = random_state.capture()
-            held = [item]
-            item = None
-            yield held.pop()
-
-    def _at(self, iterable: Iterable[Any], skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
-        """An iterator behind the first item to hand out, and that item."""
+            self.current, self._first_rng = record["current"], None
+            if isinstance(iterable, GeneratorType):  # that finds its place as the rest of the script does
+                return iterable
         if isinstance(iterable, range) and record["bounds"]:
-            left = iter(self._rest(iterable, skip, record["bounds"]))
-            return left, next(left, END)
-        if isinstance(iterable, enumerate):
-            return self._at_enumerated(iterable, skip, record)
-        items: Any = iter(iterable)
-        if type(iterable) in (range, list, tuple, str):
-            if record["lead"] == 1 and _is_whole(record["current"]):
-                skip = _place_of(record["current"], iterable, skip)
-            items.__setstate__(skip)  # and no copy of the rest: a list is restored while the loop runs over it
-        else:
-            items = self._mover.moved(items, skip)
-        return items, next(items, END)
+            return iter(self._rest(iterable, skip, record["bounds"]))
+        if type(iterable) in (range, list, tuple, str) and record["lead"] == 1 and _is_whole(record["current"]):
+            skip = _place_of(record["current"], iterable, skip)
+        return pass_over(iterable, skip)
+
+    def _random_states(self) -> random_state.RngState:
+        if self._first_rng is None:
+            return random_state.capture()
+        found, self._first_rng = self._first_rng, None
+        random_state.restore(found)
+        return found
 
     def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
         """What is left of a range.
@@ -212,15 +206,6 @@ class Jump(Loop):
         """
         self.bounds = bounds
         return range(*bounds)[skip:] if bounds[1:] == [iterable.stop, iterable.step] else range(0)
-
-    def _at_enumerated(self, iterable: Any, skip: int, record: dict[str, Any]) -> tuple[Iterator[Any], Any]:
-        inner, start = iterable.__reduce__()[1]
-        plain = dict(record, current=None)
-        items, first = self._at(inner, skip, plain)
-        if first is END:
-            return items, END
-        counted = enumerate(items, start + skip + 1)
-        return counted, (start + skip, first)
 
 
 class JumpToNewEnd(Jump):
@@ -271,6 +256,16 @@ class Hooks:
     is_compiling: Callable[[], bool] | None = None
 
 
+def take_over(enter: Callable[[Site, FrameType], Any], loop: Callable[[Site, Any, Iterable[Any]], Any]) -> None:
+    """A replay is on its way to its first boundary, and tells how loops begin."""
+    Hooks.enter, Hooks.loop, Way.is_open = enter, loop, True
+
+
+def give_back() -> None:
+    """It is there: loops are followed as in a run."""
+    Hooks.enter, Hooks.loop, Way.is_open = None, None, False
+
+
 def enter(number: int) -> Any:
     """Called before a loop's EXPR is evaluated."""
     if Hooks.is_compiling is not None and Hooks.is_compiling():
@@ -291,6 +286,14 @@ def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
     if Hooks.loop is not None:
         return Hooks.loop(sites[number], token, iterable)
     return iterable if token is None else Loop(sites[number], token, iterable)
+
+
+def owed(loop: Any) -> Iterator[Any]:
+    """Called with what a `for` in a generator will run over: what the generator hands out first.
+
+    In a replay it may begin in the middle of the loop, while a loop over the generator still asks for the items before.
+    """
+    return hand_out() if isinstance(loop, Jump) else iter(())
 
 
 Variables = list[tuple[str, Site]]

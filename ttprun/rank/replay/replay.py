@@ -17,7 +17,6 @@ import importlib
 import threading
 import time
 from collections.abc import Iterable
-from functools import partial
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,8 @@ from ttprun.rank.comm.results import Answers, as_if_alone, as_result
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins
 from ttprun.rank.effects.output import Diverted
-from ttprun.rank.position import loops
+from ttprun.rank.position import loops, placeholders
 from ttprun.rank.position.frames import place, user_frames
-from ttprun.rank.position.iterator_seek import Mover
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
@@ -93,7 +91,6 @@ class Replay:
         self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
-        self._jumps = 0
         self._output = Diverted(session)
         self._equal: list[str] = []  # what was compared with the lost rank's
         self._not_proved: list[str] = []
@@ -110,8 +107,7 @@ class Replay:
     def begin(self) -> None:
         """Take over the loops' hooks; the script may start."""
         if self._before is not None:
-            loops.Hooks.enter = self._enter
-            loops.Hooks.loop = self._loop
+            loops.take_over(self._enter, self._loop)
 
     # Loops and iterators, on the way to the first recorded boundary.
 
@@ -149,26 +145,11 @@ class Replay:
             return loops.Loop(site, None, ())
         if isinstance(token, dict) and "site" in token:
             assert self._before is not None
-            if token["lead"] > 0:
+            if token["site"] in self._before["has_steps"]:
                 site.note_step()
             site.is_outer = token["item_rng"] is not None
-            self._jumps += 1
-            placed = partial(self._placed, token["lead"], self._jumps, loaders.positioned())
-            return self.jump(site, token, iterable, Mover(placed, loaders.is_positioned))
+            return self.jump(site, token, iterable)
         return loops.Loop(site, token, iterable)
-
-    def _placed(self, lead: int, jumps: int, positioned: int) -> int:
-        """Goes up when something has found its place by itself: a generator's loader, its loop, or the replay in it.
-
-        lead                items that the loop which asks took before its first step
-        jumps, positioned   when that loop began
-        """
-        if lead > 1 and self._jumps > jumps and loaders.positioned() == positioned:
-            self.refuse(
-                "a loop takes several items of a generator before it comes to a step, and the generator has a loop of "
-                "its own: how far each was when the other began is not known"
-            )
-        return loaders.positioned() + self._jumps + self._has_arrived
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
         """The record of the DataLoader iterator that the lost rank had under way, for a loader of this name."""
@@ -209,7 +190,9 @@ class Replay:
             self.refuse(f"the variables of the lost rank cannot be put in: {error!r}")
 
     def _come_to(self, frame: FrameType, returned: Any) -> Any:
-        """The script stands in front of a step: where that is at a record's place, put in what the record holds."""
+        """The script stands before a step: where that is at a record's place, put in what the record holds."""
+        if placeholders.wanted():
+            self.refuse("the optimizer steps within an iterator whose items a replay has to pass over")
         if self._has_arrived:
             self._passed += 1
             is_target = self._passed == self.boundary
@@ -232,7 +215,7 @@ class Replay:
             _, returned = self._put_in(self._before, frame, returned, is_comparing=self._is_at_target)
             self._has_arrived = True
             self._passed = self._before["boundary"]
-            loops.Hooks.enter = loops.Hooks.loop = None
+            loops.give_back()
             return returned
         self._pass_by(difference)
         return returned
@@ -257,17 +240,16 @@ class Replay:
         difference = difference_of_place(record, frame, is_on_the_way=record is not self._target)
         if difference:
             return difference
-        yielded = sorted([it["name"], it["yielded"]] for it in loaders.records())
-        expected = sorted([it["name"], it["yielded"]] for it in record["loaders"])
+        mine, lost = _by_name(loaders.records()), _by_name(record["loaders"])
+        yielded, expected = ([[it["name"], it["yielded"]] for it in known] for known in (mine, lost))
         if [count for _, count in yielded] != [count for _, count in expected]:
             return f"its DataLoaders have handed out {yielded}, the lost rank's {expected}"
         if record is self._target:
             before = None if self._before is record else self._before
             used = {tuple(it["name"]): it["yielded"] for it in before["loaders"]} if before else {}
-            pairs = zip(loaders.records(), record["loaders"], strict=True)
             if any(
-                mine["batch"] != lost["batch"] and lost["yielded"] != used.get(tuple(lost["name"]))
-                for mine, lost in pairs
+                here["batch"] != there["batch"] and there["yielded"] != used.get(tuple(there["name"]))
+                for here, there in zip(mine, lost, strict=True)
             ):
                 return "a DataLoader has handed out another batch than in the lost rank"
         is_run_again = record is not self._before or record is self._target
@@ -418,6 +400,11 @@ def difference_of_place(record: Record, frame: FrameType, is_on_the_way: bool = 
         if positions != expected:
             return f"its loops stand at {positions}, the lost rank's at {expected}"
     return ""
+
+
+def _by_name(iterators: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In an order that does not depend on which was made first."""
+    return sorted(iterators, key=lambda it: (it["name"], it["yielded"]))
 
 
 def _told(where: list[list[Any]]) -> str:

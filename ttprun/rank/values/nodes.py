@@ -64,7 +64,7 @@ class Tag(enum.StrEnum):
     OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
     ITERATOR = "i"  # [tag, number, type, [arguments], state]
     SUSPENDED = (
-        "G"  # a generator: [tag, number, function, instruction, {variable: node}, yields from, [its loops' iterators]]
+        "G"  # a generator: [tag, number, function, place, {variable: node}, yields from, [its loops' iterators]]
     )
 
 

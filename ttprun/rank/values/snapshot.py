@@ -201,8 +201,8 @@ class Snapshot:
 
     def _around_loader(self, items: Any) -> Any:
         if type(items) is itertools.cycle and id(items) not in self.numbers:
-            # To record them again at each step would take longer and longer.
-            return [Tag.REFUSED, "is a cycle over a DataLoader, in its first round, and keeps all batches"]
+            why = "is a cycle that gathers what it will hand out again: batches of a DataLoader, or a generator's items"
+            return [Tag.REFUSED, why]
         return self.node(items, 1)
 
     def number(self, value: Any) -> int:

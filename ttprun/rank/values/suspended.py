@@ -1,7 +1,7 @@
 """Generators that are suspended between two items: their variables are part of the script's state.
 
-[tag, number, function, instruction, variables, yields from, its loops' iterators]. Where one stands is told by the
-instruction, and inside of its `for` loops by the loops that are followed. A loop that is not followed hides its
+[tag, number, function, place, variables, yields from, its loops' iterators]. Its place is told by the instruction, and
+inside of its `for` loops by the loops that are followed. A loop that is not followed hides its
 position: such a generator is refused, unless the position is known from a loop that runs over the generator itself.
 """
 
@@ -18,7 +18,6 @@ from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
 
-_ENDED = -2
 _loop_bodies: dict[types.CodeType, list[range]] = {}
 
 
@@ -47,6 +46,12 @@ def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
     return f"{value.gi_code.co_filename}:{value.gi_code.co_qualname}:{value.gi_code.co_firstlineno}"
 
 
+def _stands_at(value: types.GeneratorType[Any, Any, Any]) -> list[int]:
+    """Its instruction, and the positions of its loops; nothing if it has ended."""
+    frame = value.gi_frame
+    return [] if frame is None else [frame.f_lasti, *(loop.position for loop in loops.of_frame(frame))]
+
+
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
     """A generator, of the user's or of a library's."""
     frame = value.gi_frame
@@ -54,7 +59,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.SAME, name_of(type(value)), "running"]  # its frame is on the stack
     number = snapshot.number(value)
     if frame is None:
-        return [Tag.SUSPENDED, number, _where(value), _ENDED, {}, None, []]
+        return [Tag.SUSPENDED, number, _where(value), _stands_at(value), {}, None, []]
     is_followed = id(value) in snapshot.followed
     active = loops.of_frame(frame)
     snapshot.followed |= iterables.followed(active)
@@ -63,20 +68,22 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *on_stack))
     if not is_followed and _hidden_loops(frame) > 0:
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
+    for loop in active:
+        loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
     inner = snapshot.node(value.gi_yieldfrom, depth + 1)
     variables = snapshot.variables(variables_of(frame))
     stack = [snapshot.node(items, depth + 1) for items in on_stack]
-    return [Tag.SUSPENDED, number, _where(value), frame.f_lasti, variables, inner, stack]
+    return [Tag.SUSPENDED, number, _where(value), _stands_at(value), variables, inner, stack]
 
 
 def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write its variables; it must stand at the same instruction."""
-    _, number, where, instruction, variables, inner, stack = node
+    _, number, where, stands_at, variables, inner, stack = node
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
         return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {told(live)} here")
     frame = live.gi_frame
-    if (frame.f_lasti if frame is not None else _ENDED) != instruction:
+    if _stands_at(live) != stands_at:
         return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")
     if restore.claim_or_refuse(number, live, name) and frame is not None:
         old = live.gi_yieldfrom
