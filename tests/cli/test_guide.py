@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,6 +16,7 @@ from ttprun import __version__
 from ttprun.cli.guide import FOLDER, TOPICS
 from ttprun.cli.main import main
 from ttprun.config import Config
+from ttprun.protocol import from_rank
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "ttprun"]
@@ -149,3 +151,12 @@ def test_completion_is_installed_for_a_shell(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "_TTPRUN_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "ttprun.sh").read_text()
     assert ".bash_completions/ttprun.sh" in (tmp_path / ".bashrc").read_text()
+
+
+def test_the_protocol_lists_every_report_of_a_rank_with_its_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["guide", "protocol"])
+
+    text = capsys.readouterr().out
+    assert re.findall(r"^\* `(\w+)`", text, re.MULTILINE) == [kind.__name__ for kind in get_args(from_rank.Report)]
+    assert "* `Protected`: All hooks are installed." in text
+    assert "* `Unprotected` (reason): From now on this rank" in text

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from ttprun.cli.config_reference import config_reference
+from ttprun.cli.message_reference import message_reference
 from ttprun.cli.terminal import new_table, open_console
 from ttprun.errors import ConfigError, suggestion
 
@@ -30,8 +31,11 @@ TOPICS = {
     "protocol": "messages between agent and ranks, the record, a checkpoint's files",
     "contributing": "how to run the tests, add an adapter, an error text, a patch",
 }
-# Replaced when the page is shown, so that it cannot differ from the code.
-_GENERATED = "<!-- generated: every key -->"
+# What stands for text that is generated when the page is shown, so that it cannot differ from the code.
+_GENERATED = {
+    "<!-- generated: every key -->": config_reference,
+    "<!-- generated: every report -->": message_reference,
+}
 
 
 def guide(
@@ -69,7 +73,10 @@ def list_topics() -> None:
 def read_page(topic: str) -> str:
     """The Markdown text of a topic, with what is generated in its place."""
     text = (FOLDER / f"{topic}.md").read_text(encoding="utf-8")
-    return text.replace(_GENERATED, config_reference()) if _GENERATED in text else text
+    for mark, generate in _GENERATED.items():
+        if mark in text:
+            text = text.replace(mark, generate())
+    return text
 
 
 def show_in_pager(page: str) -> None:

@@ -1,0 +1,20 @@
+"""The messages of the protocol as Markdown, generated from their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import get_args
+
+from ttprun.protocol import from_rank
+
+
+def message_reference() -> str:
+    """A list of what a rank reports to the agent: each message with its fields and the first line of its docstring."""
+    return "\n".join(map(_item, get_args(from_rank.Report)))
+
+
+def _item(kind: type) -> str:
+    names = [field.name for field in dataclasses.fields(kind)]
+    fields = f" ({', '.join(names)})" if names else ""
+    return f"* `{kind.__name__}`{fields}: {(inspect.getdoc(kind) or '').partition(chr(10))[0]}"
