@@ -11,12 +11,10 @@ import hashlib
 import importlib
 import logging
 import multiprocessing
-import operator
 import queue
 import random
 import re
 import sqlite3
-import struct
 import threading
 import zlib
 from collections.abc import Callable
@@ -65,13 +63,6 @@ RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], 
     "number of C": (lambda: ctypes.c_int(7), ctypes.c_int, lambda x: x.value),
     "array of C": (lambda: (ctypes.c_double * 2)(1, 2), ctypes.c_double * 2, lambda x: x[:]),
     "structure of C": (lambda: Pair(7, 0.5), Pair, lambda x: (x.count, x.rate)),
-    "itemgetter": (lambda: operator.itemgetter(1, "b"), lambda: operator.itemgetter(0), lambda x: x.__reduce__()),
-    "attrgetter": (lambda: operator.attrgetter("a.b"), lambda: operator.attrgetter("c"), lambda x: x.__reduce__()),
-    "methodcaller": (
-        lambda: operator.methodcaller("m", 1, k=(2, 3)), lambda: operator.methodcaller("n"),
-        lambda x: (x.__reduce__()[0].keywords, x.__reduce__()[1]),
-    ),
-    "struct": (lambda: struct.Struct("<q"), lambda: struct.Struct("<i"), lambda x: x.format),
 }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from tests.rank.user_values import (
     Meter,
     NamedCounts,
-    Net,
     Point,
     Stage,
     State,
@@ -352,49 +350,3 @@ def test_plain_values_of_any_form_come_back(lost: Scope, here: Scope) -> None:
 
     assert {name: here[name] for name in lost} == lost
     assert repr({name: here[name] for name in sorted(lost)}) == repr({name: lost[name] for name in sorted(lost)})
-
-
-WEAK: dict[str, Callable[[Any], Any]] = {
-    "keys": lambda key: weakref.WeakKeyDictionary({key: [0]}),
-    "tensors": lambda key: torch.utils.weak.WeakTensorKeyDictionary({key.weight: [0]}),
-}
-
-
-@pytest.mark.parametrize("kind", WEAK)
-@pytest.mark.parametrize("is_first", [True, False])
-def test_what_is_kept_by_objects_that_are_held_weakly_comes_back(kind: str, is_first: bool) -> None:
-    lost_net, live_net = Net().inner, Net().inner
-    lost, live = WEAK[kind](lost_net), WEAK[kind](live_net)
-    (count,) = lost.values()
-    count.append(41)
-    lost_scope, here = {"counts": lost, "net": lost_net}, {"counts": live, "net": live_net}
-    order = ["counts", "net"] if is_first else ["net", "counts"]
-
-    assert carry({name: lost_scope[name] for name in order}, {name: here[name] for name in order}) == []
-
-    assert list(live.values()) == [[0, 41]]
-    assert next(iter(live)) is (live_net if kind == "keys" else live_net.weight)
-
-
-def test_objects_that_are_held_weakly_by_a_name_come_and_go() -> None:
-    lost_meters, live_meters = [Meter(), Meter()], [Meter(), Meter()]
-    lost = weakref.WeakValueDictionary({"b": lost_meters[1]})
-    live = weakref.WeakValueDictionary({"a": live_meters[0], "c": live_meters[1]})
-
-    carry({"meters": lost_meters, "of": lost}, {"meters": live_meters, "of": live})
-
-    assert list(live.items()) == [("b", live_meters[1])]
-
-
-def test_a_weak_set_holds_the_same_objects_or_is_refused() -> None:
-    lost_meters, live_meters = [Meter(), Meter()], [Meter(), Meter()]
-    lost, live = weakref.WeakSet(lost_meters[1:]), weakref.WeakSet(live_meters)
-    for net in (lost, live):
-        net.add(Meter)
-
-    carry({"meters": lost_meters, "of": lost}, {"meters": live_meters, "of": live})
-
-    assert set(live) == {live_meters[1], Meter}
-    unnamed = Meter()
-    assert not is_refused({"of": weakref.WeakSet([unnamed])}, {"of": weakref.WeakSet([unnamed])})
-    assert is_refused({"of": weakref.WeakSet([unnamed])}, {"of": weakref.WeakSet(live_meters)})

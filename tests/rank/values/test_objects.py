@@ -12,20 +12,25 @@ import fractions
 import functools
 import io
 import math
+import operator
 import pathlib
 import queue
 import re
+import struct
 import threading
 import time
 import types
 import uuid
+import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.utils.weak
 from torch.utils.data import Subset, TensorDataset
 
 from tests.rank import user_values
@@ -43,6 +48,7 @@ from tests.rank.values.carrying import (
     Scope,
     carry,
     is_refused,
+    not_proved,
     record,
 )
 from ttprun.rank.values import CannotRestoreError, Restore
@@ -205,6 +211,33 @@ CARRIED: dict[str, tuple[Any, Any]] = {
     "slice": (slice(1, None), slice(None)),
     "bound method": (math.cos, "text"),
 }
+
+
+def _held_weakly(count: int) -> Any:
+    return [NET, torch.utils.weak.WeakTensorKeyDictionary({NET.weight: [count]})]
+
+
+NET = torch.nn.Linear(1, 1)
+COMPARED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "itemgetter": (lambda: operator.itemgetter(1, "b"), lambda: operator.itemgetter(0)),
+    "attrgetter": (lambda: operator.attrgetter("a.b"), lambda: operator.attrgetter("c")),
+    "methodcaller": (lambda: operator.methodcaller("m", 1, k=2), lambda: operator.methodcaller("m", 1, k=3)),
+    "struct": (lambda: struct.Struct("<q"), lambda: struct.Struct("<i")),
+    "by weak keys": (lambda: weakref.WeakKeyDictionary({Meter: 1}), lambda: weakref.WeakKeyDictionary({Meter: 2})),
+    "by tensors": (lambda: _held_weakly(1), lambda: _held_weakly(2)),
+    "weak values": (lambda: weakref.WeakValueDictionary(a=Meter), lambda: weakref.WeakValueDictionary(b=Meter)),
+    "weak set": (lambda: weakref.WeakSet([Meter]), lambda: weakref.WeakSet([Meter, State])),
+}
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_what_few_programs_change_is_compared_and_refused_if_it_differs(kind: str) -> None:
+    make, make_other = COMPARED[kind]
+
+    assert carry({"x": make()}, {"x": make()}) == []
+    assert not_proved({"x": make()}) == []
+    with pytest.raises(CannotRestoreError, match="is not as in the lost rank, and cannot be recorded"):
+        carry({"x": make()}, {"x": make_other()})
 
 
 @pytest.mark.parametrize("kind", CARRIED)

@@ -17,14 +17,17 @@ import io
 import mmap
 import multiprocessing.connection
 import multiprocessing.queues
+import operator
 import queue
 import random
+import struct
 import threading
 import types
 import weakref
 
 import numpy
 import torch
+import torch.utils.weak
 
 from ttprun.rank.values import (
     adapters,
@@ -35,7 +38,6 @@ from ttprun.rank.values import (
     containers,
     iterators,
     left_to_replay,
-    made,
     modules,
     not_proved,
     objects,
@@ -49,7 +51,6 @@ from ttprun.rank.values import (
     streams,
     suspended,
     tensors,
-    weak,
 )
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.restore import RESTORERS, Restorer
@@ -60,6 +61,9 @@ from ttprun.rank.weights import sharded
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
     types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
+)  # fmt: skip
+_WEAK: tuple[type, ...] = (
+    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, torch.utils.weak.WeakIdKeyDictionary,
 )  # fmt: skip
 # Views of others' data, which scripts change: indices are added, labels replaced.
 _DATASETS: tuple[type, ...] = (
@@ -83,7 +87,8 @@ EXACT: dict[type, Handler] = {
     types.ClassMethodDescriptorType: callables.record_named,
     functools.partial: callables.record_partial,
     functools._lru_cache_wrapper: caches.record_cache,
-    **dict.fromkeys(made.PARTS, made.record_made),
+    **dict.fromkeys((operator.itemgetter, operator.attrgetter, operator.methodcaller), process_local.record_unknown),
+    struct.Struct: process_local.record_format,
     types.SimpleNamespace: objects.record_object,
     numpy.ndarray: arrays.record_array,
     numpy.memmap: arrays.record_array,
@@ -93,7 +98,7 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
-    **dict.fromkeys(weak.WEAK, weak.record_weak),
+    **dict.fromkeys(_WEAK, process_local.record_weak),
     **dict.fromkeys(_DATASETS, objects.record_object),
     **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
 }
@@ -168,9 +173,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.FROZENSET: containers.restore_frozenset,
     Tag.DEQUE: containers.restore_deque,
     Tag.DICT: containers.restore_dict,
-    Tag.WEAK: weak.restore_weak,
     Tag.STATE: adapters.restore_state,
-    Tag.MADE: made.restore_made,
     Tag.CACHE: caches.restore_cache,
     Tag.BYTES: containers.restore_bytes,
     Tag.BUFFER: containers.restore_buffer,

@@ -33,9 +33,7 @@ class Tag(enum.StrEnum):
     FROZENSET = "f"  # as TUPLE
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
-    WEAK = "W"  # see weak.py
     STATE = "S"  # what an adapter tells of an object: [tag, number, type, packed state, {attribute: node}]
-    MADE = "y"  # immutable, made by calling its type: [tag, type, [arguments], {keyword: node}]
     CACHE = "k"  # see caches.py
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]

@@ -6,6 +6,8 @@ A file that is closed can be made again.
 from __future__ import annotations
 
 import io
+import struct
+import weakref
 from typing import Any
 
 import xxhash
@@ -36,6 +38,19 @@ def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
 def record_context_variable(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A contextvars.ContextVar: compared with what it holds for the one who steps."""
     return _same_if_alike(snapshot, value, value.get(None), depth)
+
+
+def record_weak(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """What holds others weakly: compared with what of it lives, of a WeakSet by type."""
+    if isinstance(value, weakref.WeakSet):
+        kinds = sorted(name_of(type(item)) for item in value)
+        return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
+    return _same_if_alike(snapshot, value, list(value.items()), depth)
+
+
+def record_format(snapshot: Snapshot, value: struct.Struct, depth: int) -> Any:
+    """A struct.Struct: compared by its format."""
+    return [Tag.SAME, name_of(type(value)), value.format]
 
 
 def _same_if_alike(snapshot: Snapshot, value: Any, held: Any, depth: int) -> Any:
@@ -82,7 +97,7 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
             return [Tag.SAME, name_of(type(value)), reduced]
         apart = Snapshot(snapshot.stepped, is_apart=True)
         apart.numbers[id(value)] = 0
-        nodes = [apart.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[1:5]]
+        nodes = [apart.node(list(part) if hasattr(part, "__next__") else part, depth + 1) for part in reduced[:5]]
         packed = pack(nodes)
     except Exception:
         return record_not_proved(snapshot, value)

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ttprun.rank.values.nodes import Tag, unpack
-from ttprun.rank.values.snapshot import FIXED
-from ttprun.rank.values.trees import Part, is_node, listed, shape_of
+from ttprun.rank.values.trees import walk, with_fixed
 
-_KEYS, _VALUES = 2, 3  # of a dictionary's node
 MARK_OF_REFUSED = b"\x92\xa1!"  # a REFUSED node as `nodes.pack` packs it; a str of the user's may look alike
 
 
@@ -30,31 +28,11 @@ def refusals(head: bytes) -> list[str]:
 
 
 def _in_scope(scope: dict[str, Any], where: str) -> Iterator[str]:
-    nodes = dict(scope)
-    nodes.update(unpack(nodes.pop(FIXED)) if FIXED in nodes else {})
-    for name, node in nodes.items():
+    for name, node in with_fixed(scope).items():
         yield from _below(node, f"{where}{name}")
 
 
 def _below(node: Any, name: str) -> Iterator[str]:
-    waiting = [(node, name)]
-    while waiting:
-        node, name = waiting.pop()
-        if not is_node(node) or not node:
-            continue
-        if node[0] == Tag.REFUSED:
-            yield f"{name} cannot be recorded: it {node[1]}"
-            continue
-        for at, part in shape_of(node).items():
-            if at >= len(node) or part is Part.NUMBER:
-                continue
-            if part is Part.NAMED:
-                waiting += [(below, f"{name}.{attribute}") for attribute, below in node[at].items()]
-            elif part is Part.NODE:
-                waiting.append((node[at], name))
-            elif part is Part.GROUPS:
-                waiting += [(below, f"{name}.{key}") for group in node[at] for key, below in group.items()]
-            elif node[0] == Tag.DICT and at == _VALUES:
-                waiting += zip(listed(node[at]), (f"{name}[{key!r}]" for key in listed(node[_KEYS])), strict=False)
-            else:
-                waiting += [(below, f"{name}[{index}]") for index, below in enumerate(listed(node[at]))]
+    return (
+        f"{where} cannot be recorded: it {found[1]}" for found, where in walk(node, name) if found[0] == Tag.REFUSED
+    )

@@ -38,9 +38,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.FROZENSET: {1: Part.UNORDERED, 3: Part.NAMED},
     Tag.DEQUE: {1: _N, 2: Part.NODES, 4: Part.NAMED},
     Tag.DICT: {1: _N, 2: Part.NODES, 3: Part.NODES, 5: Part.NAMED},
-    Tag.WEAK: {1: _N, 3: Part.NODES, 4: Part.NODES},
     Tag.STATE: {1: _N, 4: Part.NAMED},
-    Tag.MADE: {2: Part.NODES, 3: Part.NAMED},
     Tag.CACHE: {1: _N, 3: Part.NODES, 4: Part.NODES, 5: Part.NODE},
     Tag.BYTES: {1: _N},
     Tag.LONG: {4: _N},
@@ -67,6 +65,7 @@ SHAPES: dict[str, dict[int, Part]] = {
 }
 _RAW_STATES = ("torch", "python")  # random generators whose state is no node
 BLOB_AT = {Tag.CHANGED_DATA: 4, Tag.CHANGED_ARRAY: 4}
+_KEYS = 2  # of a dictionary's node
 LAYOUT = 4  # of a tensor's node: see tensors.py
 CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor whose memory it shares
 
@@ -111,6 +110,42 @@ def parts(node: list[Any]) -> Iterator[Node]:
             yield from node[at].values()
         else:
             yield from (item for group in node[at] for item in group.values())
+
+
+def walk(node: Node, name: str) -> Iterator[tuple[list[Any], str]]:
+    """A node and all nodes below it, each with the name that a user would give it; what is packed holds only values.
+
+    Not recursive: the script's objects may be nested deeply.
+    """
+    waiting = [(node, name)]
+    while waiting:
+        node, name = waiting.pop()
+        if is_node(node) and node:
+            yield node, name
+            waiting += reversed(list(_named_parts(node, name)))
+
+
+def _named_parts(node: list[Any], name: str) -> Iterator[tuple[Node, str]]:
+    if node[0] == Tag.DEEP:
+        yield unpack(node[1]), name
+    elif node[0] == Tag.MODULE and node[6] is None:
+        for path, nodes in node[4].items():
+            yield from ((one, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, one in nodes.items())
+    for at, part in shape_of(node).items():
+        held = node[at] if at < len(node) else []
+        if part is Part.NODE and at < len(node):
+            yield held, name
+        elif part is Part.NAMED:
+            yield from ((one, f"{name}.{key}") for key, one in dict(held).items())
+        elif part is Part.GROUPS:
+            yield from ((one, f"{name}.{key}") for group in held for key, one in group.items())
+        elif node[0] == Tag.DICT and at == _KEYS and isinstance(held, list):
+            yield from ((key, f"a key of {name}") for key in held)
+        elif node[0] == Tag.DICT and part is Part.NODES and isinstance(held, list):
+            keys = ("..." if is_node(key) else repr(key) for key in listed(node[_KEYS]))
+            yield from ((value, f"{name}[{key}]") for key, value in zip(keys, held, strict=True))
+        elif part is not Part.NUMBER and isinstance(held, list):
+            yield from ((one, f"{name}[{index}]") for index, one in enumerate(held))
 
 
 class Tree:
@@ -198,6 +233,7 @@ class Tree:
 
 
 def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
+    """A scope's nodes, with those that are packed since they are the same at each boundary."""
     found = {name: node for name, node in scope.items() if name != FIXED}
     return (unpack(scope[FIXED]) if FIXED in scope else {}) | found
 
