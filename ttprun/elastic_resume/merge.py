@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ttprun.elastic_resume.outcome import OF_DATA, Outcome
+from ttprun.elastic_resume.outcome import Outcome
+from ttprun.rank.values.large_data import tensor_of
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, pack, unpack
-from ttprun.rank.values.tensors import tensor_of
 from ttprun.rank.values.trees import (
     CONTENTS,
     LAYOUT,
@@ -114,7 +114,7 @@ class Merge(Outcome):
             return last
         if last[0] == Tag.SHARDED and self._is_resized:
             return [Tag.ACTIVATION, last[3][0]]  # a part of it is of no use to other ranks
-        if last[0] in OF_DATA and found == last:  # made again, say by a loop that has jumped
+        if last[0] == Tag.DATA and found == last:  # made again, say by a loop that has jumped
             return found
         if self._is_ahead(last):
             if mine is MISSING:

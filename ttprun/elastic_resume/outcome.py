@@ -22,8 +22,6 @@ from ttprun.rank.values.trees import (
     shape_of,
 )
 
-OF_DATA = frozenset({Tag.DATA, Tag.ARRAY_DATA})
-
 
 class Outcome:
     """What is known of the outcome while it is made, part by part.
@@ -61,7 +59,7 @@ class Outcome:
                 return [Tag.REFERENCE, self.outcome_of_last(number)]
             self.pair(node, mine)
             self.tell(self.outcome_of_last(number), node)
-        if node[0] in OF_DATA:
+        if node[0] == Tag.DATA:
             return [Tag.ACTIVATION, node[2]]
         if node[0] == Tag.SHARDED and self._is_resized:
             return [Tag.ACTIVATION, node[3][0]]

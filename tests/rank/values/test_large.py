@@ -76,8 +76,8 @@ def test_one_number_written_to_an_array_behind_many_boundaries_is_seen(elements:
     array[elements // 3 + 77] = 7.0
     behind = met_often(array)
 
-    assert {node[0] for node in before} == {Tag.ARRAY_DATA}
-    assert {node[0] for node in behind} == {Tag.CHANGED_ARRAY}
+    assert {node[0] for node in before} == {Tag.DATA}
+    assert {node[0] for node in behind} == {Tag.CHANGED_DATA}
 
 
 @pytest.mark.parametrize("make", [np.ones, torch.ones])

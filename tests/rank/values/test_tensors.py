@@ -478,7 +478,7 @@ def test_two_names_for_one_array_stay_two_names_for_one_array() -> None:
 def test_a_large_array_that_differs_is_a_mismatch() -> None:
     assert carry({"x": np.ones(LARGE)}, {"x": np.ones(LARGE)}) == []
     assert carry({"x": np.ones(LARGE)}, {"x": np.zeros(LARGE)}) == ["x holds other data than in the lost rank"]
-    assert carry({"x": np.ones(LARGE)}, {"x": None}) == ["x is another array than in the lost rank"]
+    assert carry({"x": np.ones(LARGE)}, {"x": None}) == ["x is large data in the lost rank and not in the replacement"]
 
 
 def test_a_checkpoint_of_the_weights_that_is_left_in_a_variable_is_made_of_the_replacements_own_weights() -> None:

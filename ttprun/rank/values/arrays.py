@@ -18,9 +18,10 @@ import numpy
 import torch
 
 from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_followed
+from ttprun.rank.values.large_data import record_data
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 
 
@@ -33,7 +34,7 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
         return [Tag.OBJECT_ARRAY, number, list(value.shape), snapshot.items(value.reshape(-1).tolist(), depth)]
     text, shape = dtype_text(value.dtype), list(value.shape)
     if value.nbytes > SMALL_BYTES:
-        return _record_large(snapshot, value, text, shape)
+        return record_data(snapshot, value, *_followed(snapshot, value))
     number = snapshot.number(value)
     base = _memory_of(value)
     if base is not None and _is_told_with_it(snapshot, base):
@@ -96,15 +97,6 @@ def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
     return [list(value.strides), offset, size, is_held]
 
 
-def _record_large(snapshot: Snapshot, value: numpy.ndarray[Any, Any], text: str, shape: list[int]) -> Any:
-    digest, has_changed = _followed(snapshot, value)
-    if not has_changed:
-        return [Tag.ARRAY_DATA, text, shape, digest]
-    node = [Tag.CHANGED_ARRAY, snapshot.number(value), text, shape, len(snapshot.blobs)]
-    snapshot.blobs.append(torch.from_numpy(numpy.ascontiguousarray(value).reshape(-1).view("u1").copy()))
-    return node
-
-
 def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Matrices, masked and record arrays: compared."""
     if value.dtype.hasobject:
@@ -158,32 +150,3 @@ def restore_object_array(restore: Restore, live: Any, node: list[Any], name: str
     if len(items) == target.size:
         target.reshape(-1)[:] = items
     return target
-
-
-def compare_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the replay has loaded again."""
-    _, text, shape, expected = node
-    if not restore.is_comparing:
-        return live
-    if not isinstance(live, numpy.ndarray) or dtype_text(live.dtype) != text or list(live.shape) != shape:
-        restore.is_same(False, name, "is another array than in the lost rank")
-    else:
-        restore.is_same(follow_array(live)[0] == expected, name, "holds other data than in the lost rank")
-    return live
-
-
-def restore_changed_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """A large array that the script changes: from the record's blobs."""
-    _, number, text, shape, index = node
-    found = numpy.frombuffer(restore.blob(index), dtype=dtype_of(text)).reshape(shape)
-    if isinstance(live, numpy.ndarray) and live.dtype == found.dtype and list(live.shape) == shape:
-        if not live.flags.writeable:
-            return restore.refuse(live, f"{name} is an array that can be written in the lost rank and not here")
-        if restore.claim(number, live):
-            live[...] = found
-            return live
-    if live is not MISSING and not isinstance(live, numpy.ndarray):
-        return restore.refuse(live, f"{name} is an array in the lost rank and {told(live)} here")
-    made = found.copy()
-    restore.claim(number, made)
-    return made

@@ -21,8 +21,8 @@ from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.tensors import forget_gradient
 from ttprun.rank.values.unchanged import ARE_TOLD, Remembered, Unchanged, version_of
+from ttprun.rank.values.unrecorded import forget_gradient
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import plain
 

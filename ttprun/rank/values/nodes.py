@@ -49,15 +49,13 @@ class Tag(enum.StrEnum):
     PARTIAL = "P"  # functools.partial: [tag, number, function, arguments, keywords]
     TENSOR = "T"  # see tensors.py
     WEIGHT = "w"  # what an optimizer updates: [tag, index, dtype, shape, stride, offset, is the parameter itself]
-    DATA = "D"  # a large tensor that the replay reproduces: [tag, dtype, shape, fingerprint]
-    CHANGED_DATA = "E"  # a large tensor that was changed since the boundary before: [tag, number, dtype, shape, blob]
+    DATA = "D"  # a large tensor or array that the replay reproduces: see large_data.py
+    CHANGED_DATA = "E"  # one that was changed since the boundary before
     ACTIVATION = "A"  # a large tensor that depends on the weights: [tag, shape]
     SHARDED = "x"  # a tensor that is sharded over the ranks: see shards.py
     MODULE = "m"  # see modules.py
     ARRAY = "n"  # see arrays.py
     OBJECT_ARRAY = "a"
-    ARRAY_DATA = "N"
-    CHANGED_ARRAY = "e"
     RANDOM = "g"  # a random generator's state: [tag, number, kind, state]
     OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
     ITERATOR = "i"  # [tag, number, type, [arguments], state]

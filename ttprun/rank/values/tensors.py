@@ -19,25 +19,17 @@ import torch
 
 from ttprun.rank.values.arrays import is_changing
 from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed, keep_node, node_as_before
+from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unrecorded import Unrecorded, shape_of, without_history
+from ttprun.rank.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import plain
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node
-_dtype_names: dict[torch.dtype, str] = {}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name in `torch`."""
-    name = _dtype_names.get(dtype)
-    if name is None:
-        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
-    return name
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -48,14 +40,6 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
         tensor = tensor.detach().contiguous()
     size = tensor.nbytes
     return ctypes.string_at(tensor.data_ptr(), size) if size else b""
-
-
-def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Tensor:
-    """A new tensor from recorded bytes."""
-    kind = getattr(torch, dtype)
-    if not len(raw):
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
 
 
 def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
@@ -79,7 +63,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     if value.grad_fn is not None:
         snapshot.computed.append(value)
     if value.nbytes > SMALL_BYTES:
-        return _record_large(snapshot, value, dtype, shape)
+        return _record_large(snapshot, value)
     number = snapshot.number(value)
     flags = 0
     if value.requires_grad and value.is_leaf:
@@ -157,16 +141,14 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _record_large(snapshot: Snapshot, value: torch.Tensor, dtype: str, shape: list[int]) -> list[Any]:
+def _record_large(snapshot: Snapshot, value: torch.Tensor) -> list[Any]:
     if value.grad_fn is not None:
-        return [Tag.ACTIVATION, shape]
+        return [Tag.ACTIVATION, list(value.shape)]
     digest, is_changing = follow(value)
+    node = record_data(snapshot, value, digest, is_changing)
     if not is_changing:
-        node = [Tag.DATA, dtype, shape, digest]
         keep_node(value, node, snapshot.stepped)
-        return node
-    snapshot.blobs.append(plain(value))
-    return [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs) - 1]
+    return node
 
 
 def _record_unusual(value: torch.Tensor) -> Any:
@@ -225,12 +207,6 @@ def _restore_gradient(leaf: torch.Tensor, gradient: Any) -> None:
         forget_gradient(leaf)
     else:
         leaf.grad.data.copy_(gradient)
-
-
-def forget_gradient(tensor: torch.Tensor) -> None:
-    """A gradient that is in no record becomes NaN, so that using it cannot pass unseen: see gradients.py."""
-    if tensor.is_leaf and tensor.grad is not None:
-        local_of(tensor.grad).detach().fill_(float("nan"))
 
 
 def _restored(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
@@ -371,32 +347,3 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
         return restore.refuse(live, f"{name} is a view of a weight that is smaller here")
     view = owner.detach().as_strided(shape, stride, offset)
     return without_history(view, name) if is_computed else view
-
-
-def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the replay has loaded again."""
-    _, dtype, shape, expected = node
-    if not restore.is_comparing:
-        return live
-    if not isinstance(live, torch.Tensor):
-        restore.is_same(False, name, "is a large tensor in the lost rank and not in the replacement")
-    elif list(live.shape) != shape or dtype_name(live.dtype) != dtype:
-        restore.is_same(False, name, f"has shape {list(live.shape)} where the lost rank had {shape}")
-    else:
-        restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
-        forget_gradient(live)
-    return live
-
-
-def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """A large tensor that the script changes: from the record's blobs."""
-    _, number, dtype, shape, index = node
-    found = tensor_of(dtype, shape, restore.blob(index))
-    is_alike = isinstance(live, torch.Tensor) and dtype_name(live.dtype) == dtype and list(live.shape) == shape
-    if is_alike and live.grad_fn is None and restore.claim(number, live):
-        live.data.copy_(found)
-        if restore.is_comparing:
-            forget_gradient(live)
-        return live
-    restore.claim(number, found)
-    return found

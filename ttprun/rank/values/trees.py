@@ -12,9 +12,9 @@ from typing import Any
 
 import xxhash
 
+from ttprun.rank.values.large_data import tensor_of
 from ttprun.rank.values.nodes import MISSING, Tag, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED
-from ttprun.rank.values.tensors import tensor_of
 
 Node = Any
 
@@ -53,7 +53,6 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.PARTIAL: {1: _N, 2: Part.NODE, 3: Part.NODE, 4: Part.NODE},
     Tag.TENSOR: {1: _N},
     Tag.CHANGED_DATA: {1: _N},
-    Tag.CHANGED_ARRAY: {1: _N},
     Tag.ARRAY: {1: _N, 6: Part.NODE},
     Tag.OBJECT_ARRAY: {1: _N, 3: Part.NODES},
     Tag.RANDOM: {1: _N},
@@ -64,7 +63,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.MODULE: {1: _N},
 }
 _RAW_STATES = ("torch", "python")  # random generators whose state is no node
-BLOB_AT = {Tag.CHANGED_DATA: 4, Tag.CHANGED_ARRAY: 4}
+BLOB_AT = {Tag.CHANGED_DATA: 4}
 _KEYS = 2  # of a dictionary's node
 LAYOUT = 4  # of a tensor's node: see tensors.py
 CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor whose memory it shares

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ttprun.rank.weights.sharded import local_of
+
 
 class UnrecordedTensorError(RuntimeError):
     """The script uses of a tensor of the step before what was not recorded."""
@@ -36,6 +38,12 @@ def without_history(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The tensor as one that was computed with gradients; backward() through it raises UnrecordedTensorError."""
     made: torch.Tensor = _NotRecorded.apply(torch.empty(0, requires_grad=True), [tensor], name)  # type: ignore[no-untyped-call]
     return made
+
+
+def forget_gradient(tensor: torch.Tensor) -> None:
+    """A gradient that is in no record becomes NaN, so that using it cannot pass unseen: see gradients.py."""
+    if tensor.is_leaf and tensor.grad is not None:
+        local_of(tensor.grad).detach().fill_(float("nan"))
 
 
 class Unrecorded:

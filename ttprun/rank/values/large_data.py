@@ -1,0 +1,99 @@
+"""Large tensors and arrays in a record: compared, or recorded whole once they are known to change (large.py tells).
+
+Both have the same two nodes: [tag, dtype, shape, fingerprint] and [tag, number, dtype, shape, blob]. A dtype of numpy
+begins with its byte order or a bracket, one of torch with a letter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+
+from ttprun.rank.values.large import follow, follow_array
+from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.plain import dtype_of, dtype_text
+from ttprun.rank.values.restore import Restore
+from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unrecorded import forget_gradient
+from ttprun.rank.weights.tensor_bytes import plain
+
+_dtype_names: dict[torch.dtype, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype's name in `torch`."""
+    name = _dtype_names.get(dtype)
+    if name is None:
+        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
+    return name
+
+
+def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Tensor:
+    """A new tensor from recorded bytes."""
+    kind = getattr(torch, dtype)
+    if not len(raw):
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
+
+
+def _form(value: Any) -> tuple[str, list[int]] | None:
+    """(dtype, shape) of a tensor or array; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        return dtype_name(value.dtype), list(value.shape)
+    return (dtype_text(value.dtype), list(value.shape)) if isinstance(value, numpy.ndarray) else None
+
+
+def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
+    """A large tensor or array, with what `follow` or `follow_array` tells of it."""
+    dtype, shape = _form(value) or ("", [])
+    if not is_changing:
+        return [Tag.DATA, dtype, shape, digest]
+    is_tensor = isinstance(value, torch.Tensor)
+    snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
+    return [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs) - 1]
+
+
+def _bytes_of(array: Any) -> Any:
+    return numpy.ascontiguousarray(array).reshape(-1).view("u1")
+
+
+def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the replay has loaded again."""
+    _, dtype, shape, expected = node
+    if not restore.is_comparing:
+        return live
+    form = _form(live)
+    if form is None:
+        restore.is_same(False, name, "is large data in the lost rank and not in the replacement")
+    elif form != (dtype, shape):
+        restore.is_same(False, name, f"has shape {form[1]} of {form[0]} where the lost rank had {shape} of {dtype}")
+    else:
+        digest, _ = follow(live) if isinstance(live, torch.Tensor) else follow_array(live)
+        restore.is_same(digest == expected, name, "holds other data than in the lost rank")
+        if isinstance(live, torch.Tensor):
+            forget_gradient(live)
+    return live
+
+
+def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """What the script changes: from the record's blobs, in place where the live one has the same form."""
+    _, number, dtype, shape, index = node
+    raw = restore.blob(index)
+    is_tensor = dtype[0].isalpha()
+    found: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
+    is_alike = _form(live) == (dtype, shape)
+    if is_alike and not is_tensor and not live.flags.writeable:
+        return restore.refuse(live, f"{name} is an array that can be written in the lost rank and not here")
+    if is_alike and not (is_tensor and live.grad_fn is not None) and restore.claim(number, live):
+        if is_tensor:
+            live.data.copy_(found)
+            if restore.is_comparing:
+                forget_gradient(live)
+        else:
+            live[...] = found
+        return live
+    made = found if is_tensor else found.copy()
+    restore.claim(number, made)
+    return made
