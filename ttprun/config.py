@@ -178,8 +178,8 @@ class Config(BaseModel):
         return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never", "verify_every": 0})
 
     def for_one_rank(self) -> Config:
-        """The same for a job without peers: what is lost can only come from a snapshot or a checkpoint."""
-        needs_peers = ("reconnect", "rerun", "replace", "resize")
+        """The same for a job without peers: what is lost can only come from what the rank itself has kept."""
+        needs_peers = ("reconnect", "rerun", "resize")
         return self.model_copy(update={"rungs": [rung for rung in self.rungs if rung not in needs_peers]})
 
     def to_yaml(self) -> str:

@@ -49,6 +49,7 @@ class Lookout:
         limit = supervisor.config.hang_timeout_s
         self._limit_s = None if limit == "auto" else float(limit)
         self._watch = Watch(self._limit_s)
+        self._of_alone: dict[int, Watch] = {}  # by rank
         self._next_s = 0.0
         self._is_repairing = False
         self._reported: set[tuple[int, int]] = set()  # what has been told already
@@ -62,6 +63,7 @@ class Lookout:
     def begin_group(self) -> None:
         """New ranks: nothing is known of them."""
         self._watch = Watch(self._limit_s)
+        self._of_alone = {}
         self._reported = set()
 
     def look(self) -> None:
@@ -86,7 +88,7 @@ class Lookout:
             if self._is_repairing:
                 self._watch.begin_anew(now)
             self._is_repairing = False
-            verdicts = self._watch.look(now, self._sights())
+            verdicts = self._watch_all(now)
         elif phase in _REPAIRING:
             self._is_repairing = True
             replaying = [
@@ -99,6 +101,17 @@ class Lookout:
             return
         for verdict in verdicts:
             self._act(verdict)
+
+    def _watch_all(self, now: float) -> tuple[Verdict, ...]:
+        """Ranks that wait for each other are judged together, others each for itself."""
+        job, sights = self._supervisor.job, self._sights()
+        if not recovery.is_alone(job, 0) or (job.settings.world_size == 1 and self._limit_s is None):
+            return self._watch.look(now, sights)  # one rank alone may wait for a person, who debugs it
+        found: tuple[Verdict, ...] = ()
+        for sight in sights:
+            watch = self._of_alone.setdefault(sight.rank, Watch(self._limit_s))
+            found += watch.look(now, [sight], is_alone=True)
+        return found
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the present phase of a recovery up, as far as the board tells; () if it does not."""
@@ -199,7 +212,12 @@ class Lookout:
         if seat.is_lost or seat.pid != sight.pid:
             return  # what was done about another rank has ended this process
         is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
-        if is_only_told and (sight.rank, sight.boundary) in self._reported:
+        is_known = (sight.rank, sight.boundary) in self._reported
+        if is_known and not is_only_told and recovery.is_alone(supervisor.job, sight.rank):
+            is_only_told = True  # it stands there again: it waits for something, and not for another rank
+            if seat.pid in self._told_pids:
+                return
+        elif is_known and is_only_told:
             return
         self._reported.add((sight.rank, sight.boundary))
         self._told_pids.add(seat.pid)
@@ -228,12 +246,16 @@ class Lookout:
         if not is_only_told:
             failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
+            if recovery.is_alone(supervisor.job, seat.rank):
+                seat.kill()  # it must not keep another state while it is decided to which one it goes back
+                seat.handler.proc.wait()
+                supervisor.own_states.tell_what_is_left(seat)
             supervisor.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),
                     rank=sight.rank,
                     pid=sight.pid,
-                    boundary=supervisor.board.get(seat.local_rank, Field.RECORDED),
+                    boundary=supervisor.own_states.reached(seat, supervisor.board.get(seat.local_rank, Field.RECORDED)),
                     detected_after_s=hung.for_s,
                     reason=reason,
                 )
@@ -241,6 +263,8 @@ class Lookout:
 
     def _is_unrepairable(self, rank: int) -> bool:
         job = self._supervisor.job
+        if recovery.is_alone(job, rank):
+            return self._supervisor.own_states.newest(self._supervisor.seats[rank]) is None
         is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 

@@ -108,14 +108,16 @@ class Orders:
         return board.get(row, Field.LINES_OUT) - out, board.get(row, Field.LINES_ERR) - err
 
     def rewind(self, action: recovery.Rewind) -> None:
-        """Put what was stored of each rank in the place of what it has recorded since. No rank has a process now."""
+        """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
         supervisor = self._supervisor
-        supervisor.board.set(LEADER, Field.SNAPSHOT_AT, 0)
-        supervisor.board.set(LEADER, Field.OPEN_AT, 0)
-        seat = supervisor.seats[0]
+        if len(action.ranks) == len(supervisor.seats):
+            supervisor.board.set(LEADER, Field.SNAPSHOT_AT, 0)
+            supervisor.board.set(LEADER, Field.OPEN_AT, 0)
+        seat = supervisor.seats[action.ranks[0]]
         try:
-            stored = supervisor.stored = self._stored(action)
-            for seat in supervisor.seats:
+            stored = self._stored(action)
+            for seat in (supervisor.seats[rank] for rank in action.ranks):
+                seat.stored = stored
                 self._go_back(seat, stored)
         except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
             event = recovery.MismatchFound(
@@ -132,6 +134,11 @@ class Orders:
             return None
         if action.place:
             return self._supervisor.resumption.opened(action.place)
+        own = None
+        if recovery.is_alone(self._supervisor.job, action.ranks[0]):
+            own = self._supervisor.own_states.stored(self._supervisor.seats[action.ranks[0]], action.boundary)
+        if own is not None:
+            return own
         newest = self._supervisor.snapshots.newest
         if newest is None or newest.boundary != action.boundary:
             raise LookupError(f"there is no snapshot of step {action.boundary} any more")
@@ -147,6 +154,14 @@ class Orders:
     def _go_back(self, seat: Seat, stored: Stored | None) -> None:
         """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
         board, row = self._supervisor.board, seat.local_rank
+        if stored is not None and stored.is_in_recorder:
+            seat.go_back_to(stored.boundary)
+            board.set(row, Field.RECORDED, stored.boundary)
+            board.set(row, Field.APPLIED, stored.boundary)
+            board.forget_process(row)
+            return
+        if stored is None:
+            self._supervisor.own_states.forget(seat)
         slot_bytes = self._supervisor.config.record_limit_mib << 20
         os.close(seat.record_fd)
         seat.record_fd = Recorder.create(slot_bytes)
@@ -166,13 +181,14 @@ class Orders:
 
     def load_state(self, action: recovery.LoadState) -> None:
         """Tell ranks to load what replicas share."""
-        stored = self._supervisor.stored
-        assert stored is not None
-        self._supervisor.reports.note_repair(action.ranks, stored.boundary)
-        order = {"op": "load_state", "files": list(stored.files), "owners": stored.replicas.parted}
+        seats = self._supervisor.seats
+        if len(action.ranks) == len(seats):
+            self._supervisor.reports.note_repair(action.ranks, action.boundary)
         for rank in action.ranks:
-            told = order | {"header": stored.header_of(rank), "generation": action.generation}
-            self._supervisor.seats[rank].tell(told)
+            stored = seats[rank].stored
+            assert stored is not None
+            order = {"op": "load_state", "files": list(stored.files), "owners": stored.replicas.parted}
+            seats[rank].tell(order | {"header": stored.header_of(rank), "generation": action.generation})
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold, who are all quiesced."""
@@ -192,7 +208,7 @@ class Orders:
 
     def set_deadline(self, action: recovery.SetDeadline) -> None:
         """Ask for an event at a later time."""
-        self._supervisor.set_deadline(action.generation, action.name, action.after_s)
+        self._supervisor.set_deadline(action.generation, action.name, action.after_s, action.rank)
 
     def kill_rank(self, action: recovery.KillRank) -> None:
         """End a process whose rank is given to another one.

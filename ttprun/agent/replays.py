@@ -31,7 +31,7 @@ class Replays(Repairs):
         supervisor = self._supervisor
         seat = supervisor.seats[action.rank]
         order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
-        stored = supervisor.stored
+        stored = seat.stored
         if action.source is None and stored is not None and stored.origin is not None:
             seat.tell(order | {"adapt": stored.origin.told_to(seat.rank)})
             return

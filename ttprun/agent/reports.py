@@ -64,6 +64,10 @@ class Reports:
                 supervisor.advance(recovery.RankProtected(at_s=at_s, rank=rank))
             case from_rank.Unprotected(reason=reason):
                 self._on_unprotected(seat, reason)
+            case from_rank.TrainsAlone() | from_rank.Joined():
+                self._on_ties(seat, message)
+            case from_rank.OwnStateKept():
+                supervisor.own_states.note(seat, message)
             case from_rank.Hindered():
                 self._on_hindered(seat, message)
             case from_rank.HoldsAlone(reason=reason):
@@ -330,6 +334,7 @@ class Reports:
         """A transient error has ended the script of a rank, which waits for orders."""
         supervisor = self._supervisor
         seat.fault(supervisor.board)
+        seat.lost_boundary = supervisor.own_states.reached(seat, seat.lost_boundary)
         self.tell_owners(seat)
         failure = Failure(seat.rank, seat.pid, 1, message.error, message.detail)
         supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
@@ -351,6 +356,7 @@ class Reports:
             traceback=message.detail,
             at_s=event.at_s,
         )
+        supervisor.own_states.tell_what_is_left(seat)
         supervisor.advance(event)
 
     def _on_nan(self, seat: Seat, message: from_rank.NanFound) -> None:
@@ -389,12 +395,26 @@ class Reports:
         supervisor = self._supervisor
         supervisor.log("rank_unprotected", rank=seat.rank, reason=reason)
         is_first = not supervisor.job.unprotected_reason
-        for other in supervisor.seats:
-            if other is not seat:
-                other.tell(from_rank.Unprotected(reason))
         supervisor.advance(recovery.RankUnprotected(at_s=time.monotonic(), rank=seat.rank, reason=reason))
         if is_first:
+            self._pass_on_unprotected(seat)
             self._announce(seat, reason)
+
+    def _on_ties(self, seat: Seat, message: from_rank.TrainsAlone | from_rank.Joined) -> None:
+        """A rank has to do with others, or with none; one that cannot be repaired may be of a group from now on."""
+        supervisor, is_joined = self._supervisor, isinstance(message, from_rank.Joined)
+        is_first = not supervisor.job.unprotected_reason
+        event = recovery.RankJoined if is_joined else recovery.RankTrainsAlone
+        supervisor.advance(event(at_s=time.monotonic(), rank=seat.rank))
+        if is_first:
+            self._pass_on_unprotected(seat)
+
+    def _pass_on_unprotected(self, seat: Seat) -> None:
+        """If no rank can be repaired any more because of this one, the others need not record anything for it."""
+        reason = self._supervisor.job.unprotected_reason
+        for other in self._supervisor.seats:
+            if other is not seat and reason:
+                other.tell(from_rank.Unprotected(reason))
 
     def _on_holds_alone(self, seat: Seat, reason: str) -> None:
         """No rank can be repaired from another one."""
@@ -441,6 +461,11 @@ class Reports:
         if why in self._announced or job.settings.rungs.isdisjoint(("replace", "rerun", "rewind")):
             return
         self._announced.add(why)
+        if recovery.is_alone(job, seat.rank) and job.settings.world_size > 1:
+            kept = self._supervisor.own_states.newest(seat)
+            cost = recovery.cost_of_a_loss_alone(job, seat.rank, None, kept)
+            logger.warning("rank %d cannot be repaired: %s. If it is lost, %s", seat.rank, why, cost)
+            return
         cost = recovery.cost_of_a_loss(job)
         logger.warning("no rank can be replaced: rank %d reports: %s. If a rank is lost, %s", seat.rank, why, cost)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, kill_session
+from ttprun.agent.stored import Stored
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
@@ -34,6 +35,7 @@ class Seat:
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
                     taken its place; None: it is open
     held            an order that waits for the greeting; a newer one takes its place
+    stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
@@ -54,6 +56,7 @@ class Seat:
     is_buried: bool = False
     spawn: Callable[[], None] | None = None
     held: Message | None = None
+    stored: Stored | None = None
     script_error: str = ""
     device_fault: str = ""
     traceback: str = ""

@@ -129,6 +129,11 @@ class Snapshots:
         self._told = ""
 
     @property
+    def is_never(self) -> bool:
+        """The user wants none."""
+        return self._interval.is_never
+
+    @property
     def is_off(self) -> bool:
         """None is taken, or none any more."""
         return self._is_off
@@ -163,7 +168,7 @@ class Snapshots:
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""
         job = self._supervisor.job
-        if self._is_off or job.phase is not recovery.Phase.RUNNING or job.unprotected_reason:
+        if self._is_off or job.phase is not recovery.Phase.RUNNING or job.unprotected_reason or job.are_alone:
             self._is_pending = False  # a rank that has been replaced does not take it
             return
         if self.share_bytes and not self._has_room and self._is_due(_ROOM_AHEAD_S):
@@ -202,8 +207,11 @@ class Snapshots:
     def _is_only_source(self) -> bool:
         """With `auto`, where a lost rank can only come from a snapshot: then they are taken often."""
         job = self._supervisor.job
-        has_no_peer = len(self._supervisor.seats) == 1 or job.replicas.has_single_holders or job.unreplicated_reason
-        return self._interval.is_auto and bool(has_no_peer)
+        seats = self._supervisor.seats
+        has_no_peer = bool(job.replicas.has_single_holders or job.unreplicated_reason)
+        if len(seats) == 1:  # what it keeps of itself is newer, if it keeps anything
+            has_no_peer = not self._supervisor.board.get(LEADER, Field.OWN_STATE)
+        return self._interval.is_auto and has_no_peer
 
     def _next_number(self) -> int:
         """Its place is not that of the newest complete one."""

@@ -22,7 +22,7 @@ from ttprun.observe.status import (
     write_status,
 )
 from ttprun.protocol.board import FINISHED, Field, Phase
-from ttprun.recovery import Incident, Job, cost_of_a_loss, is_elastic
+from ttprun.recovery import Incident, Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery import Phase as JobPhase
 from ttprun.recovery.job import name_ranks
 from ttprun.recovery.replicas import in_short
@@ -171,6 +171,9 @@ def is_seen(supervisor: Supervisor, seat: Seat) -> bool:
 
 def _protection_of_rank(supervisor: Supervisor, seat: Seat) -> str:
     job = supervisor.job
+    own = job.alone.get(seat.rank)
+    if own is not None and own.unprotected_reason:
+        return "off"
     is_hindered = any(member.hindrance for member in job.members if member.rank == seat.rank)
     if job.unprotected_reason or is_hindered or job.settings.rungs.isdisjoint(("replace", "rerun", "resize")):
         return "off"
@@ -191,6 +194,8 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
     if job.replicas.has_single_holders and not job.unprotected_reason:
         names = in_short(job.replicas.all_names)
         return f"on, but all ranks go back to the newest snapshot: no other rank holds a rank's own {names}"
+    if job.are_alone and not job.unprotected_reason:
+        return _protection_of_alone(job)
     hindered = [member for member in job.members if member.hindrance]
     if hindered and not job.unprotected_reason:
         ranks = name_ranks(tuple(member.rank for member in hindered))
@@ -198,6 +203,17 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
     if not job.unprotected_reason and (waited_for := [rank for rank in unseen if rank not in job.away]):
         return f"not yet: ttprun has not seen an optimizer step of {name_ranks(tuple(waited_for))}"
     return f"off: {job.unprotected_reason}; if one is lost, {cost_of_a_loss(job)}" if job.unprotected_reason else "on"
+
+
+def _protection_of_alone(job: Job) -> str:
+    """ "on", or why a lost rank of those that train each for itself begins anew."""
+    for member in job.members:
+        own = job.alone.get(member.rank)
+        why_not = member.hindrance or ("" if own is None else own.unprotected_reason)
+        if why_not:
+            cost = cost_of_a_loss_alone(job, member.rank, None)
+            return f"off: rank {member.rank} cannot be repaired ({why_not}); if it is lost, {cost}"
+    return "on"
 
 
 def write_last_status(run: RunDirectory, exit_code: int, reason: str) -> None:

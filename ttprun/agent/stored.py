@@ -63,6 +63,7 @@ class Stored:
     rank_part  gives a rank's own part, as `Recorder.restore` takes it, with the "lines" that it had written since;
                raises InvalidCheckpointError if that cannot be read
     origin     set if it is of other ranks or other arguments: then no rank can go on from it as it is
+    is_in_recorder  a rank's own part is in its recorder already, with all that has come since
     checked_s  seconds that it took to read all files and compare their digests; 0 if they are not on disk
     """
 
@@ -76,6 +77,7 @@ class Stored:
     origin: Origin | None = None
     headers: Mapping[int, list[Any]] = field(default_factory=dict)
     replicas: Replicas = UNKNOWN
+    is_in_recorder: bool = False
 
     def header_of(self, rank: int) -> list[Any]:
         """What a rank holds."""

@@ -29,6 +29,7 @@ from ttprun.agent.frameworks import Frameworks
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.orders import Orders
+from ttprun.agent.own_state import OwnStates
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.replays import Replays
@@ -39,7 +40,6 @@ from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.standing import Standing
 from ttprun.agent.status import StatusPublisher
-from ttprun.agent.stored import Stored
 from ttprun.agent.unseen import Unseen
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
@@ -61,7 +61,6 @@ class Supervisor:
 
     verdict    set when the present group must be restarted, has failed or is done; None while it lives
     resumption opens checkpoints to go on from
-    stored     what all ranks go back to, or could: a snapshot, or a checkpoint
     is_broken  it has failed: nothing is decided any more, and the job goes on as under torchrun
     """
 
@@ -87,7 +86,7 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._deadlines: list[tuple[float, int, int, str]] = []
+        self._deadlines: list[tuple[float, int, int, str, int | None]] = []
         self._count = itertools.count()
         self._board: Board | None = None
         self.board_fd = -1
@@ -100,11 +99,11 @@ class Supervisor:
         self.repairs: Repairs = Frameworks(self) if config.mindio else Replays(self)
         self.lookout = Lookout(self)
         self.snapshots = Snapshots(self)
+        self.own_states = OwnStates(self)
         self.checkpoints = Checkpoints(self, store)
         self.standing = Standing(self)
         self.unseen = Unseen(self)
         self.resumption = resumption
-        self.stored: Stored | None = None
         self._resume_from = resumption.find() if is_python else ()
         self._is_stopping = False
         self._is_paused = False
@@ -123,6 +122,7 @@ class Supervisor:
         rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()
         settings = recovery.Settings(
             world_size=world_size,
+            is_alone=world_size == 1 and is_python and not config.mindio,
             rungs=frozenset(rungs.rungs),
             max_incidents_per_hour=config.max_incidents_per_hour,
             max_restarts=max_restarts,
@@ -159,6 +159,7 @@ class Supervisor:
         self.seats = [Seat(rank, local, unsat, Recorder.create(slot_bytes), stacks.create()) for rank, local in ranks]
         self.lookout.begin_group()
         self.snapshots.begin_group(len(ranks))
+        self.own_states.begin_group(len(ranks))
         self.reports.begin_group(len(ranks))
         self.repairs.begin_group()
         self.replace_handler = replace_handler
@@ -346,9 +347,10 @@ class Supervisor:
 
     def _pass_deadlines(self) -> None:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            at_s, _, generation, name = heapq.heappop(self._deadlines)
-            silent = self.lookout.silent_ranks() if generation == self.job.generation else ()
-            self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name, silent=silent))
+            at_s, _, generation, name, rank = heapq.heappop(self._deadlines)
+            is_of_all = rank is None and generation == self.job.generation
+            silent = self.lookout.silent_ranks() if is_of_all else ()
+            self.advance(recovery.DeadlinePassed(at_s=at_s, generation=generation, name=name, silent=silent, rank=rank))
 
     # Decisions, and what they order.
 
@@ -380,9 +382,12 @@ class Supervisor:
         for action in actions:
             self.orders.carry_out(action)
 
-    def set_deadline(self, generation: int, name: str, after_s: float) -> None:
-        """Let the machine know when so many seconds have passed."""
-        heapq.heappush(self._deadlines, (time.monotonic() + after_s, next(self._count), generation, name))
+    def set_deadline(self, generation: int, name: str, after_s: float, rank: int | None = None) -> None:
+        """Let the machine know when so many seconds have passed.
+
+        rank   see recovery.SetDeadline
+        """
+        heapq.heappush(self._deadlines, (time.monotonic() + after_s, next(self._count), generation, name, rank))
 
     @property
     def board(self) -> Board:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import selectors
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttprun import recovery
@@ -53,6 +54,7 @@ class Watch:
             "options": {
                 "allow_faults": config.allow_faults,
                 "keeps_state": not supervisor.job.settings.rungs.isdisjoint(("rewind", "persist")),
+                "own_state": supervisor.own_states.paths_for(seat.local_rank),
                 "shelves": supervisor.snapshots.paths_for(seat.local_rank),
                 "snapshot_every_steps": supervisor.snapshots.every_steps,
                 "record_limit_mib": config.record_limit_mib,
@@ -127,6 +129,8 @@ class Watch:
         with contextlib.suppress(KeyError, ValueError):
             supervisor.selector.unregister(seat.handler.channel.sock)
         event = seat.leave(code, supervisor.board, self._causes.of_signal)
+        if not seat.is_finished:
+            event = replace(event, boundary=supervisor.own_states.reached(seat, event.boundary))
         if seat.is_finished:
             supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         else:
@@ -145,6 +149,8 @@ class Watch:
             reason=event.reason,
             at_s=event.at_s,
         )
+        if not seat.is_finished:
+            supervisor.own_states.tell_what_is_left(seat)
         supervisor.advance(event)
 
     def _drain(self, seat: Seat) -> None:

@@ -47,6 +47,7 @@ class Field:
     STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
+    OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
 
 
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())

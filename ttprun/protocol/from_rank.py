@@ -61,6 +61,31 @@ class HoldsAlone:
 
 
 @dataclass(frozen=True)
+class TrainsAlone:
+    """The rank takes its steps without a process group, in a world of several ranks."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The rank is about to make a process group with others, or has one when it goes live after a replay."""
+
+
+@dataclass(frozen=True)
+class OwnStateKept:
+    """A rank that is alone has kept its own state for the first time in this process, or cannot.
+
+    bytes    of tensors
+    took_s   processor time
+    why_not  "" if it can
+    """
+
+    boundary: int
+    bytes: int = 0
+    took_s: float = 0.0
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
 class Note:
     """Something that the operator should know."""
 
@@ -524,7 +549,7 @@ OfFramework = (
     | Prepared | SavedByFramework | Renamed
 )  # fmt: skip
 Report = (
-    Present | Protected | Unprotected | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
+    Present | Protected | Unprotected | TrainsAlone | Joined | OwnStateKept | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
     | Held | SteppedAside | NanFound

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ttprun.rank.replay.recovery import Recovery
     from ttprun.rank.replay.replay import Replay
     from ttprun.rank.weights.holdings import Holdings
+    from ttprun.rank.weights.own_state import OwnState
     from ttprun.rank.weights.post_step_weights import KeptWeights
     from ttprun.rank.weights.snapshots import Snapshots
 
@@ -49,6 +50,7 @@ class Session:
     times_left    how often the script has been done with its process group
     hindrance     why no replay would come to the newest boundary, "" if one would
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
+    trains_alone  it takes its steps without a process group, in a world of several ranks
     is_over       this run of the script has ended with an exception
     proof         set while a replacement is in the step in which its rank was lost
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
@@ -73,6 +75,7 @@ class Session:
     verifier: Verifier
     snapshots: Snapshots
     kept_weights: KeptWeights
+    own_state: OwnState
     holdings: Holdings
     generation: int = 0
     applied: int = 0
@@ -82,6 +85,7 @@ class Session:
     is_holding: bool = False  # the recovery thread has stopped the main thread in front of its commit
     settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
+    trains_alone: bool = False
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
     groups_made: Counter[str] = field(default_factory=Counter)
     groups_count: int = 0
@@ -100,6 +104,7 @@ class Session:
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
         self._hindrances_told = 0
+        self._is_joined = False
         self.recorded = self.board.column(Field.RECORDED)
         self.row = self.board.row(self.local_rank)
         self._told_not_proved: list[str] = []
@@ -112,7 +117,23 @@ class Session:
         """Whether records are of use: other ranks can be repaired from them, or this one can go on from a snapshot."""
         if self.unprotected:
             return False
-        return bool(self.groups) if self.world_size > 1 else bool(self.options["keeps_state"])
+        return bool(self.groups) if self.world_size > 1 and not self.trains_alone else bool(self.options["keeps_state"])
+
+    def is_alone(self) -> bool:
+        """Whether a fault of this rank is no affair of others: there are none, or it has no process group with them."""
+        return self.world_size == 1 or self.trains_alone
+
+    def part(self) -> None:
+        """Report, once, that this rank takes its steps without a process group, as long as it has none."""
+        if not self.trains_alone:
+            self.trains_alone, self._is_joined = True, False
+            self.channel.send(from_rank.TrainsAlone())
+
+    def join(self) -> None:
+        """Report, before any other rank can meet it there, that this rank has a process group with others."""
+        if self.world_size > 1 and not self._is_joined and not self.meets_nobody():
+            self.trains_alone, self._is_joined = False, True
+            self.channel.send(from_rank.Joined())
 
     def is_replaying_alone(self) -> bool:
         """Collectives are answered by the replay: the other ranks have been here before, and do not come again."""

@@ -29,7 +29,7 @@ from ttprun.recovery.actions import (
     SpawnRank,
 )
 from ttprun.recovery.alone import is_alone
-from ttprun.recovery.cost import cost_of_a_loss
+from ttprun.recovery.cost import cost_of_a_loss, cost_of_a_loss_alone
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
 from ttprun.recovery.events import (
     CheckpointAsked,
@@ -145,6 +145,7 @@ __all__ = [
     "UpgradeAsked",
     "advance",
     "cost_of_a_loss",
+    "cost_of_a_loss_alone",
     "groups_left",
     "is_alone",
     "is_elastic",

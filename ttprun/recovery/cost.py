@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ttprun.recovery.alone import as_own
 from ttprun.recovery.job import Job
 from ttprun.recovery.ladder import may_persist, may_rewind
 
@@ -20,3 +21,22 @@ def cost_of_a_loss(job: Job) -> str:
         "the job ends, and what the script has not saved itself is lost (with --max-restarts N all ranks would start "
         "again from its top)"
     )
+
+
+def cost_of_a_loss_alone(job: Job, rank: int, every_s: float | None, kept: int | None = None) -> str:
+    """A clause that goes on from "if rank 1 is lost, ", for a rank that no other one waits for.
+
+    every_s  seconds between two states that it keeps of itself; 0: it keeps one after each step; None: it keeps none
+    kept     boundary of one that it has kept before
+    """
+    if every_s is None and kept:
+        return f"it alone goes back to its step {kept}, and its steps since are lost"
+    if every_s is None:
+        if job.settings.world_size == 1:
+            return "it goes back to the newest snapshot, if there is one"
+        has_joined = as_own(job, rank).members[rank].has_joined
+        may_begin_anew = "rewind" in job.settings.rungs and not has_joined
+        return "it alone begins anew, and its steps are lost" if may_begin_anew else cost_of_a_loss(job)
+    if every_s:
+        return f"it alone goes back to the newest such state, one every {every_s:.1f} s, and loses its steps since"
+    return "it alone is replaced, and loses no step: it keeps one after each"

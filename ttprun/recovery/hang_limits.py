@@ -47,6 +47,12 @@ class Limits:
         is_pause = sight.doing is Doing.SAVING or (awaited is not None and awaited.operation == "barrier")
         return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
 
+    def rest_limit_s(self, sight: Sight) -> float:
+        """For a rank that shows no sign of work, and for which nobody waits."""
+        if self.hang_s is not None:
+            return self.hang_s
+        return SETUP_LIMIT_S if sight.boundary == 0 else max(PAUSE_LIMIT_S, self.stop_limit_s)
+
     @property
     def stop_limit_s(self) -> float:
         """For a process that has been stopped: a script has no reason to do that, whatever it is at."""

@@ -110,15 +110,16 @@ class Watch:
         self._stepped_at_s: float | None = None
         self._is_slow = False
 
-    def look(self, at_s: float, sights: Sequence[Sight]) -> tuple[Verdict, ...]:
+    def look(self, at_s: float, sights: Sequence[Sight], is_alone: bool = False) -> tuple[Verdict, ...]:
         """Judge the ranks while all train.
 
         sights    of the ranks that live and have not finished, in any order
+        is_alone  it is one, for which nobody will ever wait
         returns   ranks that hang, or a stalled connection, else stragglers; the agent acts on each at once
         """
         self._note(at_s, sights)
         self._learn(at_s, sights)
-        hung = self.stopped(at_s) or self._absent(at_s)
+        hung = self.stopped(at_s) or (self._at_rest(at_s) if is_alone else self._absent(at_s))
         if hung:
             return hung
         return self._stalled(at_s) or self._stragglers(at_s)
@@ -257,6 +258,21 @@ class Watch:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
             elif busy_s > max(self.limits.busy_limit_s, limit_s):
                 found.append(self._hung(at_s, track, way, self.limits.busy_limit_s, awaited))
+        return tuple(found)
+
+    def _at_rest(self, at_s: float) -> tuple[Hung, ...]:
+        """A rank for which nobody waits, and which has done nothing for long; one that works may go on for ever.
+
+        Unless the user has set a limit it is a long one: it costs nobody anything if it is found late.
+        """
+        found = []
+        for track in self._tracks.values():
+            way = self._way(at_s, track)
+            limit_s = self.limits.rest_limit_s(track.sight)
+            if way is Way.BUSY and self.limits.hang_s is not None and at_s - track.progressed_at_s > 10 * limit_s:
+                found.append(self._hung(at_s, track, way, 10 * limit_s, None))
+            elif way is not Way.BUSY and track.sight.pulse_at_s and at_s - track.worked_at_s > limit_s:
+                found.append(self._hung(at_s, track, way, limit_s, None))
         return tuple(found)
 
     def _hung(self, at_s: float, track: Track, way: Way, limit_s: float, awaited: Sight | None) -> Hung:

@@ -36,6 +36,7 @@ from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import step_hooks
 from ttprun.rank.weights import last_hook, optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.snapshots import Snapshots
 
@@ -138,6 +139,7 @@ def make_session(presence: Presence) -> Session:
         holdings=Holdings(),
         snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
+        own_state=OwnState(board, welcome["local_rank"], options["own_state"]),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

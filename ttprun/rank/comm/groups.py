@@ -64,6 +64,7 @@ def wrap_init_process_group(original: Any) -> Any:
             return original(backend, *args, **kwargs)
         moments.reached("init")
         session.touch(Phase.SETUP)
+        session.join()
         if not _is_managed(backend):
             if session.framework is None:  # whose own callbacks stop and rebuild what is not ours
                 session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")

@@ -24,6 +24,7 @@ class Memory:
         self._path = path
         self._map: Any = None
         self._size = 0
+        self._address = 0
 
     def held_bytes(self) -> int:
         """What it takes of the machine's memory now. Raises OSError."""
@@ -34,9 +35,8 @@ class Memory:
 
         Raises OSError, also if there is no memory for it; the content is not the old one then.
         """
-        if size_bytes != self._size:
-            self._fit(size_bytes)
-        at = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.fit(size_bytes)
+        at = self._address
         end = at + size_bytes
         for chunk in content:
             if at + chunk.nbytes > end:
@@ -44,7 +44,20 @@ class Memory:
             ctypes.memmove(at, numpy.frombuffer(chunk, numpy.uint8).ctypes.data, chunk.nbytes)  # lets the GIL go
             at += chunk.nbytes
 
-    def _fit(self, size_bytes: int) -> None:
+    def write(self, content: bytes) -> None:
+        """Write to the beginning of the file, which `fit` has made large enough."""
+        self._map[: len(content)] = content
+
+    def copy(self, at: int, address: int, size_bytes: int) -> None:
+        """Write so many bytes from an address to a place in the file, which `fit` has made large enough."""
+        if at + size_bytes > self._size:
+            raise ValueError(f"more than {self._size} bytes for {self._path}")
+        ctypes.memmove(self._address + at, address, size_bytes)  # lets the GIL go
+
+    def fit(self, size_bytes: int) -> None:
+        """Make the file so many bytes long. Raises OSError, also if there is no memory for it."""
+        if size_bytes == self._size:
+            return
         self._map, self._size = None, 0
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -54,4 +67,5 @@ class Memory:
         finally:
             os.close(fd)
         self._map.madvise(mmap.MADV_DONTFORK)  # a DataLoader's worker would hold the memory longer than we do
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._size = size_bytes

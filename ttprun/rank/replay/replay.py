@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 STEPS_TO_LOOK_FOR = (
     64  # optimizer steps that the replay may pass before it comes by the place of the first recorded boundary
 )
+_MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
 
 
 class _Skip:
@@ -91,6 +92,7 @@ class Replay:
         self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
+        self._skipped: dict[Any, int] = {}  # by loop, how often it was come to
         self._output = Diverted(session)
         self._equal: list[str] = []  # what was compared with the lost rank's
         self._not_proved: list[str] = []
@@ -115,10 +117,20 @@ class Replay:
         recorded = self._loop_to_jump(site, frame)
         if recorded is None:
             assert self._before is not None
-            return _Skip if site.key in self._before["has_steps"] else random_state.capture()
+            return self._skip(site) if site.key in self._before["has_steps"] else random_state.capture()
         if recorded["began_with"] is not None:
             random_state.restore(recorded["began_with"])
         return recorded
+
+    def _skip(self, site: loops.Site) -> type[_Skip]:
+        """A loop that the lost rank had left behind trains no more; refuses if the script never comes past it."""
+        self._skipped[site.key] = self._skipped.get(site.key, 0) + 1
+        if self._skipped[site.key] > _MOST_SKIPS:
+            self.refuse(
+                f"the replay comes again and again to the loop at {site.key}, which the lost rank had left behind: a "
+                "`while` loop around it ends by what is done in its steps; write that one as a `for` loop"
+            )
+        return _Skip
 
     def _loop_to_jump(self, site: loops.Site, frame: FrameType) -> dict[str, Any] | None:
         assert self._before is not None
@@ -362,6 +374,10 @@ class Replay:
         session.kept_weights.is_kept = self._target["kept"]
         session.kept_weights.note(self.boundary)
         session.replay = None
+        if session.groups:
+            session.join()
+        else:
+            session.trains_alone = session.world_size > 1
         session.applied = self.boundary
         session.board.announce(session.local_rank, Field.APPLIED, self.boundary)
         session.board.announce(session.local_rank, Field.RECORDED, self.boundary)

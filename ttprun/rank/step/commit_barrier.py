@@ -15,7 +15,7 @@ _LOOK_AGAIN_S = 1.0
 def commit(
     session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
 ) -> None:
-    """Wait until every rank of the node has recorded the boundary.
+    """Wait until every rank of the node has recorded the boundary; a rank that trains alone waits for none.
 
     held   called now and then while a recovery holds this rank back; what it raises ends the wait
 
@@ -33,7 +33,7 @@ def commit(
                     raise EndedError
                 session.changed.wait(look_again_s)
                 continue
-            if min(session.recorded) >= boundary or _is_free(session, boundary):
+            if session.trains_alone or min(session.recorded) >= boundary or _is_free(session, boundary):
                 session.is_applying = True
                 return
         session.touch(Phase.COMMITTING)

@@ -6,6 +6,7 @@ at the first step, while somebody is there to change the script, and not when a 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ttprun.rank import values
 from ttprun.rank.session import Session
 
 _MOST = 3  # variables that are named
+_OTHER_WAYS = {"mpi4py.MPI": "MPI", "horovod.torch": "Horovod", "byteps.torch": "BytePS"}  # by which ranks meet
 
 
 def look(record: dict[str, Any], head: bytes) -> str:
@@ -37,19 +39,31 @@ def look(record: dict[str, Any], head: bytes) -> str:
     return "; ".join(found[:_MOST]) + more
 
 
-def look_without_record(session: Session) -> None:
-    """The first step is taken, and this rank records nothing: say why, unless that has been said."""
+def look_without_group(session: Session) -> None:
+    """A step is taken, and none of our groups is there: this rank trains alone, unless it has others by other ways."""
     if session.unprotected or session.framework is not None or session.world_size == 1:
         return
+    why = _why_not_alone()
+    if why:
+        session.join()
+        session.give_up_protection(why)
+    else:
+        session.part()
+
+
+def _why_not_alone() -> str:
+    """How this rank has to do with others, though none of our groups is there; "" if we know of nothing."""
     if dist.is_initialized():
-        session.give_up_protection(
+        return (
             "its process group was made by a function of torch's that somebody had taken before ttprun came: import "
             "torch.distributed, and call init_process_group from there"
         )
-    else:
-        session.note_hindrance(
-            session.applied + 1, "it trains without a process group, so there is nobody to repair it from"
-        )
+    if (found := next(filter(sys.modules.__contains__, _OTHER_WAYS), None)) is not None:
+        return f"it trains without a process group of torch's, but with {_OTHER_WAYS[found]}, which is not repaired"
+    rpc = sys.modules.get("torch.distributed.rpc")
+    if rpc is not None and rpc.is_available() and rpc.api._is_current_rpc_agent_set():
+        return "it has to do with other ranks by torch.distributed.rpc, which is not repaired"
+    return ""
 
 
 def why_shards_unknown(optimizer: torch.optim.Optimizer) -> str:

@@ -111,6 +111,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             "the script carries gradients across an optimizer step, and those of the lost rank are not known "
             "(or they have become NaN)",
         )
+    if not session.groups:
+        hindrances.look_without_group(session)
     if session.is_recorded():
         for entry in session.journal.unfinished():
             session.touch(Phase.WAITING)
@@ -120,13 +122,12 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         if session.proof is not None:
             session.proof.end_step()
         boundary = session.applied + 1
-        stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
-        are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
-        session.verifier.look(boundary, optimizer, frame, are_new)
+        if not session.trains_alone:
+            stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+            are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
+            session.verifier.look(boundary, optimizer, frame, are_new)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
-    elif not session.has_stepped:
-        hindrances.look_without_record(session)
     for group in list(session.groups.values()):
         group.buckets.end_step()
     session.journal.clear()
@@ -163,7 +164,9 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     session.updates.end()
     if session.is_recorded():
         _note_weights(session)
-    if session.snapshots.is_due(session.applied + 1):
+        if session.is_alone():
+            session.own_state.keep(session, session.applied + 1)
+    if not session.trains_alone and session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
     session.verifier.step_aside_if_odd()
@@ -209,6 +212,7 @@ def _write_record(
     session: Session, boundary: int, frame: FrameType, optimizer: torch.optim.Optimizer, returned: Any
 ) -> bool:
     is_open = False
+    session.own_state.is_apt = False
     try:
         why_not = _why_not_recorded(session, optimizer)
         if why_not:
@@ -217,8 +221,10 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
-            session.note_hindrance(boundary, hindrances.look(record, head))
+            hindrance = hindrances.look(record, head)
+            session.note_hindrance(boundary, hindrance)
             session.recorder.write(boundary, head, blobs)
+            session.own_state.is_apt = not hindrance and not is_open
             session.tell_not_proved(record["not_proved"])
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
@@ -226,9 +232,9 @@ def _write_record(
         session.give_up_protection(str(error))
     except Exception as error:  # a script that we cannot record must go on as under torchrun
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
-    if session.local_rank == LEADER:
+    if session.local_rank == LEADER and not session.trains_alone:
         session.snapshots.agree(session.channel, boundary, is_open)
-    if is_open:
+    if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
     session.board.announce(session.local_rank, Field.RECORDED, boundary)
     return not session.unprotected

@@ -1,0 +1,138 @@
+"""Ranks without a process group, as in a sweep or an ensemble: a lost one is repaired alone, none other disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.e2e.harness import (
+    PLAIN,
+    Run,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
+
+RunTtprun = Callable[..., Run]
+Undisturbed = Callable[..., Run]
+SCRIPT = "each_for_itself.py"
+MORE = ["--more", "10"]
+TOGETHER = ("phase_changed", "replicas_parted", "snapshot_taken")  # events of a job whose ranks depend on each other
+
+
+def assert_repaired_alone(run: Run, reference: Run, incidents: int = 1) -> None:
+    """Nothing was lost, nothing differs, and nobody else noticed."""
+    assert_only_replaced(run, incidents)
+    assert_same_outcome(run, reference)
+    assert_survivors_kept_their_pids(run)
+    assert all(len(incident["ranks"]) == 1 for incident in run.incidents), run.story()
+    assert run.status["generation"] == 0, run.story()
+    seen = [event["event"] for event in run.events if event["event"] in TOGETHER and event.get("after") != "DONE"]
+    assert seen == [], run.story()
+
+
+@pytest.mark.parametrize(
+    ("faults", "arguments"),
+    [
+        (["kill:rank=1,step=20,phase=backward"], MORE),
+        (["kill:rank=0,step=20,phase=in_step"], MORE),
+        (["kill:rank=0,step=20,phase=after_step", "kill:rank=1,step=20,phase=forward"], []),
+        (["kill:rank=1,step=1,phase=in_step"], []),
+        (["kill:rank=1,step=45,phase=backward"], MORE),  # when rank 0 has ended
+        (["kill:rank=1,step=9,phase=forward", "kill:rank=1,phase=replay"], []),
+        (["exit:rank=1,step=20,phase=forward,code=7"], []),
+        (["exception:rank=1,step=20,phase=backward"], []),
+        (["kill:rank=1,step=20,phase=backward"], ["--group", "before"]),
+        (["kill:rank=1,step=20,phase=backward"], ["--group", "ends", *MORE]),
+    ],
+    ids=[
+        "rank 1",
+        "rank 0 in its step",
+        "both at once",
+        "in the first step",
+        "when another has ended",
+        "its replacement too",
+        "exit",
+        "exception",
+        "group destroyed before",
+        "group made at the end",
+    ],
+)
+def test_a_rank_without_a_process_group_is_repaired_alone(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, faults: Sequence[str], arguments: Sequence[str]
+) -> None:
+    run = run_ttprun(SCRIPT, 2, faults=faults, script_args=arguments)
+
+    incidents = len(faults) if "replay" not in faults[-1] else 1
+    assert_repaired_alone(run, undisturbed(SCRIPT, 2, arguments), incidents)
+
+
+def test_a_rank_that_is_killed_before_anybody_has_taken_a_step_runs_from_the_top(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """Whether it will make a group with the others is not known yet."""
+    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,phase=start"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(SCRIPT, 2))
+    assert_survivors_kept_their_pids(run)
+
+
+def test_a_rank_that_hangs_for_itself_is_found_and_repaired_alone(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    options = ["--hang-timeout-s", "3"]
+
+    run = run_ttprun(SCRIPT, 2, faults=["sleep:rank=1,step=20,phase=forward"], options=options)
+
+    assert run.incidents[0]["kind"] == "hang", run.story()
+    assert_repaired_alone(run, undisturbed(SCRIPT, 2))
+
+
+def test_a_group_that_is_made_late_ends_what_is_each_rank_s_own(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """One rank is lost before, another when all train together: then it is repaired from the other."""
+    arguments, faults = ["--group", "late"], ["kill:rank=1,step=8,phase=forward", "kill:rank=0,step=30,phase=backward"]
+
+    run = run_ttprun(SCRIPT, 2, faults=faults, script_args=arguments)
+
+    assert_only_replaced(run, 2)
+    assert_same_outcome(run, undisturbed(SCRIPT, 2, arguments))
+    assert run.status["generation"] == 1, run.story()
+
+
+def test_a_rank_whose_steps_cannot_be_replayed_says_what_that_costs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=20,phase=backward"], script_args=["--unseeded"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"], incident["steps_lost"]) == ("rewind", "recovered", 19), run.story()
+    assert "it alone goes back to its step 1, and its steps since are lost" in run.output, run.story()
+    assert run.hashes[0] == undisturbed(SCRIPT, 2).hashes[0]
+    assert_survivors_kept_their_pids(run)
+
+
+def test_what_is_large_is_kept_now_and_then_and_the_steps_since_are_run_again(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    arguments = ["--hidden", "200000"]
+
+    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=30,phase=backward"], script_args=arguments)
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
+    assert 0 < incident["steps_lost"] <= 30, run.story()
+    assert incident["boundary"] == 30 - incident["steps_lost"], run.story()
+    assert "it alone goes back to the newest such state" in run.output, run.story()
+    assert run.hashes == undisturbed(SCRIPT, 2, arguments).hashes, run.story()
+    assert_survivors_kept_their_pids(run)
+
+
+def test_a_rank_without_others_loses_no_step_either(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+    run = run_ttprun(PLAIN, 1, faults=["kill:rank=0,step=20,phase=backward"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(PLAIN, 1))

@@ -1,0 +1,83 @@
+"""Each rank trains a model of its own, without a process group, and some have more steps than others.
+
+torchrun --nproc-per-node 2 each_for_itself.py --out DIR
+
+--group before: a group is made and destroyed before the first step; late: after half of the steps all train one model
+in a group; ends: one is made after the last step, to gather what came of it.
+"""
+
+import argparse
+import hashlib
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--more", type=int, default=0, help="further steps of each rank than of the one before")
+parser.add_argument("--seconds", type=float, default=0.01, help="of a step, at least")
+parser.add_argument("--hidden", type=int, default=16)
+parser.add_argument("--group", choices=["no", "before", "late", "ends"], default="no")
+parser.add_argument("--unseeded", action="store_true", help="the steps draw from the system")
+args = parser.parse_args()
+
+rank = int(os.environ["RANK"])
+torch.manual_seed(rank)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, args.hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(args.hidden, 2))
+if args.group == "before":
+    dist.init_process_group("gloo")
+    seeds = torch.tensor([float(rank)])
+    dist.all_reduce(seeds)
+    dist.destroy_process_group()
+    torch.manual_seed(int(seeds) * 100 + rank)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2 * (rank + 1))
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.5)
+dataset = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(2, (64,)))
+loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True)
+
+steps = args.steps + rank * args.more
+half = steps // 2 if args.group == "late" else steps
+step = 0
+for _ in range(steps):
+    for features, labels in loader:
+        if step == half:
+            break
+        optimizer.zero_grad()
+        if args.unseeded:
+            features = features + int.from_bytes(os.urandom(1), "little") * 0.0
+        loss = nn.functional.cross_entropy(model(features), labels)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        step += 1
+        print(f"[rank {rank}] step {step} loss {loss.item():.6f}", flush=True)
+        time.sleep(args.seconds)
+
+if args.group in ("late", "ends"):
+    dist.init_process_group("gloo")
+    torch.manual_seed(100)
+    model = nn.Linear(8, 2)
+    together, schedule = nn.parallel.DistributedDataParallel(model), None
+    optimizer = torch.optim.Adam(model.parameters())
+    torch.manual_seed(100 + rank)
+    for features, labels in [*loader, *loader, *loader]:
+        if step == steps:
+            break
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(together(features), labels)
+        loss.backward()
+        optimizer.step()
+        step += 1
+        print(f"[rank {rank}] step {step} loss {loss.item():.6f}", flush=True)
+        time.sleep(args.seconds)
+    dist.destroy_process_group()
+
+sha = hashlib.sha256()
+for value in model.state_dict().values():
+    sha.update(value.numpy().tobytes())
+print(f"[rank {rank}] sha256 {sha.hexdigest()}", flush=True)

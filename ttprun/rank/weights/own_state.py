@@ -1,0 +1,207 @@
+"""What a rank without others keeps of itself in shared memory, behind a step: its next process goes on from there.
+
+Two files of safetensors take turns, so that one is whole at any moment; the board says which, and of which boundary.
+Where that is cheap it is done behind each step, and no step can be lost; else so rarely that it takes a small part of
+the time. The records of the newest boundaries outlive the process anyway (`records/recorder.py`); if the next boundary
+is not kept, those that a replay needs are written out before they are overwritten. Begin with `OwnState.keep`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgpack
+import torch
+
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.rank.process.free_memory import free_bytes
+from ttprun.rank.process.shared_memory import Memory
+from ttprun.rank.weights import optimizer_registry, replicated
+from ttprun.rank.weights.tensor_bytes import plain
+from ttprun.state.tensor_file import lay_out
+
+if TYPE_CHECKING:
+    from ttprun.rank.session import Session
+
+CHEAP_S = 0.0005  # what takes no longer is done behind each step
+SHARE = 0.01  # of the time, that the rest may take
+_LOOKED_AT = 4  # measurements
+HEADER = "ttprun"  # under this name the file's own header says what the tensors are, as `replicated.describe` does
+
+
+class _Layout(NamedTuple):
+    """Where each tensor goes in a file, as long as the optimizers hold what they hold now.
+
+    header   of the file
+    forms    of each parameter: its shape and dtype, then of each value of its state the name, and shape and dtype or
+             the value itself
+    offsets  in the file, of all tensors in that order
+    size     of the file in bytes
+    is_lasting  it can be seen whether it is still so: no state is a list, whose items may be other ones
+    """
+
+    header: bytes
+    forms: list[list[tuple[Any, ...]]]
+    offsets: list[int]
+    size: int
+    is_lasting: bool
+
+
+class OwnState:
+    """Keeps this rank's state.
+
+    shelves   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
+    why_off   why nothing is kept any more; "" if it is
+    is_apt    the newest recorded boundary is one that a replay can come to
+    """
+
+    def __init__(self, board: Board, local_rank: int, shelves: Sequence[Sequence[str]]) -> None:
+        self._board = board
+        self._local_rank = local_rank
+        self._shelves = [(Memory(records), Memory(tensors)) for records, tensors in shelves]
+        self.why_off = "" if shelves else "it is switched off"
+        self.is_apt = True
+        self._kept, self._place = split(board.get(local_rank, Field.OWN_STATE))
+        self._are_records_kept = False
+        self._at_s = 0.0
+        self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
+        self._layout: _Layout | None = None
+        self._has_told = False
+
+    def keep(self, session: Session, boundary: int) -> None:
+        """The step to this boundary has run to its end: keep what it has left, if it is time to. Raises nothing."""
+        if self.why_off:
+            return
+        try:
+            if self.is_apt and self._is_due():
+                self._copy(boundary)
+                if not self._has_told:
+                    self._has_told = True
+                    size = self._layout.size if self._layout else 0
+                    session.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
+            elif self._kept and not self._are_records_kept:
+                self._keep_records(session)
+        except Exception as error:  # no memory for it, say: the script must go on
+            self._board.set(self._local_rank, Field.OWN_STATE, 0)
+            self.why_off = str(error) or repr(error)
+            session.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
+
+    def _is_due(self) -> bool:
+        cost_s = self.cost_s
+        return cost_s <= CHEAP_S or time.monotonic() - self._at_s >= cost_s / SHARE
+
+    @property
+    def cost_s(self) -> float:
+        """Processor time that it takes to keep the state: what was measured without others in the way."""
+        return min(self._took_s, default=0.0)
+
+    def _copy(self, boundary: int) -> None:
+        place = 1 - self._place
+        began_s = time.thread_time()
+        tensors = self._tensors()
+        is_new = tensors is None
+        if tensors is None:
+            self._layout, tensors = _lay_out()
+        layout, (_, memory) = self._layout, self._shelves[place]
+        assert layout is not None
+        laid_out_s = time.thread_time()
+        if not self._kept:
+            self._check_room(layout.size)
+        memory.fit(layout.size)
+        fitted_s = time.thread_time()
+        memory.write(layout.header)
+        for offset, tensor in zip(layout.offsets, tensors, strict=True):
+            flat = plain(tensor)
+            memory.copy(offset, flat.data_ptr(), flat.nbytes)
+        self._board.set(self._local_rank, Field.OWN_STATE, joined(boundary, place))
+        self._kept, self._place, self._are_records_kept = boundary, place, False
+        self._at_s = time.monotonic()
+        took_s = time.thread_time() - fitted_s
+        if not (is_new and layout.is_lasting):  # else it is done once
+            took_s += laid_out_s - began_s
+        self._took_s.append(took_s)
+
+    def _check_room(self, size_bytes: int) -> None:
+        """Raises MemoryError if there is no room for this rank's two copies, and those of the ranks that have none."""
+        rows = [self._board.get(row, Field.OWN_STATE) for row in range(self._board.n_ranks)]
+        needed, free = 2 * size_bytes * rows.count(0), free_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and less than that is free")
+
+    def _keep_records(self, session: Session) -> None:
+        """The next boundary was not kept: what a replay to this one needs would be overwritten soon."""
+        began_s = time.thread_time()
+        # What is written after this boundary comes out again: how much that will be is not known.
+        records = msgpack.packb(session.recorder.export(self._kept) | {"lines": [0, 0]})
+        memory = self._shelves[self._place][0]
+        memory.fit(len(records))
+        memory.write(records)
+        self._are_records_kept = True
+        if self._took_s:
+            self._took_s[-1] += time.thread_time() - began_s
+
+    def _tensors(self) -> list[torch.Tensor] | None:
+        """What the optimizers hold now, if it is what the layout is for, else None."""
+        if self._layout is None or not self._layout.is_lasting:
+            return None
+        found = []
+        forms = iter(self._layout.forms)
+        for optimizer in optimizer_registry.optimizers():
+            state_of = optimizer.state
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    form = next(forms, None)
+                    state = state_of.get(parameter) or {}
+                    if form is None or form[0] != (parameter.shape, parameter.dtype) or len(form) != len(state) + 1:
+                        return None
+                    found.append(parameter)
+                    for known, (name, value) in zip(form[1:], state.items(), strict=True):
+                        if isinstance(value, torch.Tensor):
+                            if known != (name, value.shape, value.dtype):
+                                return None
+                            found.append(value)
+                        elif known != (name, value):
+                            return None
+        return found if next(forms, None) is None else None
+
+
+def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
+    """A layout for what the optimizers hold, and that in its order. Raises NotRepairableError, ValueError."""
+    header, parts = replicated.describe()
+    if any(part.chunk is not None for part in parts):
+        raise replicated.NotRepairableError("its parameters are sharded, and such are kept in snapshots only")
+    tensors = {part.key: part.tensor for part in parts}
+    packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
+    at, offset_of = len(packed), {}
+    for tensor in ordered:
+        offset_of[id(tensor)] = at
+        at += tensor.nbytes
+    forms: list[list[tuple[Any, ...]]] = []
+    for optimizer in optimizer_registry.optimizers():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter) or {}
+                of_state = (
+                    (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, value)
+                    for name, value in state.items()
+                )
+                forms.append([(parameter.shape, parameter.dtype), *of_state])
+    in_order = [part.tensor for part in parts]
+    offsets = [offset_of[id(tensor)] for tensor in in_order]
+    is_lasting = not any(type(value) is list for form in forms for _, *rest in form[1:] for value in rest)
+    return _Layout(packed, forms, offsets, at, is_lasting), in_order
+
+
+def joined(boundary: int, place: int) -> int:
+    """How the board says what is kept: of which boundary, and in which of the two places."""
+    return boundary << 1 | place
+
+
+def split(cell: int) -> tuple[int, int]:
+    """(boundary, place) of a cell of the board; boundary 0: nothing is kept."""
+    return cell >> 1, cell & 1
