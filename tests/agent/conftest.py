@@ -51,7 +51,7 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
             "options": {
                 "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1,
                 "allow_faults": False, "may_rerun": False, "mindio": False, "retry_on": [], "device_errors": {}, "keeps_state": False,
-                "shelves": [], "snapshot_every_steps": 0, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "nan_limit_s": None,
+                "shelves": [], "own_state": [], "snapshot_every_steps": 0, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "nan_limit_s": None,
             },
         }  # fmt: skip
         handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])

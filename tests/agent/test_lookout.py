@@ -19,6 +19,7 @@ import pytest
 from ttprun.agent import stacks
 from ttprun.agent.failures import FirstFailure
 from ttprun.agent.lookout import Lookout, state_of
+from ttprun.agent.own_state import OwnStates
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.seat import Seat
 from ttprun.protocol.board import Board, Field
@@ -276,6 +277,7 @@ class SupervisorThatGoesBack(FakeSupervisor):
             Seat(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
         ]
         self._fresh = fresh
+        self.own_states = OwnStates(self)  # type: ignore[arg-type]
         self._sit(lost)
 
     def advance(self, event: Any) -> None:

@@ -69,6 +69,7 @@ class FakeSupervisor:
         self.job: Any = SimpleNamespace(
             phase=recovery.Phase.RUNNING,
             unprotected_reason="",
+            are_alone=False,
             unreplicated_reason="",
             incident_count=0,
             replicas=UNKNOWN,

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from tests.e2e.harness import (
     PLAIN,
     Run,
+    RunTtprun,
+    Undisturbed,
     assert_only_replaced,
     assert_same_outcome,
     assert_survivors_kept_their_pids,
 )
 
-RunTtprun = Callable[..., Run]
-Undisturbed = Callable[..., Run]
 SCRIPT = "each_for_itself.py"
 MORE = ["--more", "10"]
 TOGETHER = ("phase_changed", "replicas_parted", "snapshot_taken")  # events of a job whose ranks depend on each other

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PLAIN, Run, RunTtprun, Undisturbed, assert_same_outcome
+from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
 
 SHARDS = "tensor_parallel.py"  # 30 steps
@@ -141,17 +141,6 @@ def test_a_job_that_is_ended_saves_what_each_rank_holds_and_goes_on_with_it(
     assert "the ranks held different values of down.weight, up.bias, up.weight" in exported.stderr + exported.stdout
     assert_resumed(second, first.status["checkpoint"]["boundary"])
     assert_same_outcome(job.as_one(), undisturbed(SHARDS, 2))
-
-
-def test_a_rank_alone_goes_back_to_a_snapshot_of_a_moment_ago(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
-    longer = ["--steps", "4000"]
-
-    run = run_ttprun(PLAIN, 1, faults=["kill:rank=0,step=3990,phase=backward"], script_args=longer)
-
-    (incident,) = run.incidents
-    assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
-    assert incident["boundary"] > 100, run.story()
-    assert (run.exit_code, run.final) == (0, undisturbed(PLAIN, 1, longer).final), run.story()
 
 
 def test_shards_are_not_dealt_out_to_another_number_of_ranks(run_ttprun: RunTtprun, tmp_path: Path) -> None:

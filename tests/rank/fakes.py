@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "is_replaced": True,
     "keeps_state": False,
     "shelves": [],
+    "own_state": [],
     "snapshot_every_steps": 0,
     "verify_every": 0,
     "may_rerun": True,

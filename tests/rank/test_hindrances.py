@@ -123,8 +123,6 @@ def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: 
     found = run_under_shim([str(script)], tmp_path, world_size=2, local_world_size=2)
 
     assert (found.code, found.printed) == (0, "")
-    reported = [
-        (message.boundary, message.reason) for message in found.messages if isinstance(message, from_rank.Hindered)
-    ]
-    assert [boundary for boundary, _ in reported] == [1]
-    assert "without a process group" in reported[0][1]
+    kinds = [type(message) for message in found.messages]
+    assert kinds.count(from_rank.TrainsAlone) == 1
+    assert not {from_rank.Hindered, from_rank.Unprotected, from_rank.Joined, from_rank.Held} & {*kinds}

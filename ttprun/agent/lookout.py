@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import subprocess
 import time
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.25
+_KILL_LIMIT_S = 10.0
 _TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
     recovery.Phase.FREEZING,
@@ -248,7 +250,8 @@ class Lookout:
             supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
             if recovery.is_alone(supervisor.job, seat.rank):
                 seat.kill()  # it must not keep another state while it is decided to which one it goes back
-                seat.handler.proc.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    seat.handler.proc.wait(_KILL_LIMIT_S)
                 supervisor.own_states.tell_what_is_left(seat)
             supervisor.advance(
                 recovery.RankHung(

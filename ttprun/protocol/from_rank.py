@@ -549,7 +549,8 @@ OfFramework = (
     | Prepared | SavedByFramework | Renamed
 )  # fmt: skip
 Report = (
-    Present | Protected | Unprotected | TrainsAlone | Joined | OwnStateKept | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
+    Present | Protected | Unprotected | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
+    | TrainsAlone | Joined | OwnStateKept
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
     | Held | SteppedAside | NanFound
