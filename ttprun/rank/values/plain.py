@@ -10,8 +10,10 @@ import datetime
 import decimal
 import enum
 import fractions
+import operator
 import pathlib
 import re
+import struct
 import sys
 import types
 import uuid
@@ -127,6 +129,7 @@ def _scalar_of(kind: str, value: Any) -> Any:
     return type(value).__new__(found, value)
 
 
+_GETTERS: dict[str, Any] = {name_of(kind): kind for kind in (operator.itemgetter, operator.attrgetter)}
 Codec = tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]
 
 # kind: (parts of a value, value of the parts)
@@ -164,6 +167,8 @@ CODECS: dict[str, Codec] = {
         lambda text, raw: numpy.frombuffer(raw, dtype=dtype_of(text)).copy()[0],
     ),
     "scalar": (_scalar_parts, _scalar_of),
+    "getter": (lambda v: (name_of(type(v)), *v.__reduce__()[1]), lambda kind, *args: _GETTERS[kind](*args)),
+    "format": (lambda v: (v.format,), struct.Struct),
     "module": (lambda v: (v.__name__,), _module_of),
     "global": (lambda v: (name_of(v),), _found),
     "class": (lambda v: (name_of(v),), _found),

@@ -6,7 +6,6 @@ A file that is closed can be made again.
 from __future__ import annotations
 
 import io
-import struct
 import weakref
 from typing import Any
 
@@ -46,11 +45,6 @@ def record_weak(snapshot: Snapshot, value: Any, depth: int) -> Any:
         kinds = sorted(name_of(type(item)) for item in value)
         return [Tag.SAME, name_of(type(value)), f"{len(kinds)} of {', '.join(kinds)}"]
     return _same_if_alike(snapshot, value, list(value.items()), depth)
-
-
-def record_format(snapshot: Snapshot, value: struct.Struct, depth: int) -> Any:
-    """A struct.Struct: compared by its format."""
-    return [Tag.SAME, name_of(type(value)), value.format]
 
 
 def _same_if_alike(snapshot: Snapshot, value: Any, held: Any, depth: int) -> Any:
