@@ -114,8 +114,8 @@ import builtins, numpy as np
 from ttprun.rank.values import large
 builtins.array = np.zeros(1 << 20)  # lives longer than all modules
 for _ in range(9):
-    large.follow_array(array)
-print(large._arrays[id(array)].watched.is_untouched())
+    large.follow(array)
+print(large._met[id(array)].watched.is_untouched())
 """
 
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)

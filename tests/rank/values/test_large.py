@@ -101,12 +101,12 @@ def test_two_arrays_over_the_same_memory_both_see_what_one_of_them_writes() -> N
     half = whole[ELEMENTS // 2 :]
     for _ in range(MANY):
         record(whole)
-        large.follow_array(half)
+        large.follow(half)
 
     half[5] = 7.0
 
-    assert large.follow_array(whole)[1]
-    assert large.follow_array(half)[1]
+    assert large.follow(whole)[1]
+    assert large.follow(half)[1]
 
 
 def test_memory_of_arrays_that_are_gone_is_let_go_of() -> None:
@@ -118,7 +118,7 @@ def test_memory_of_arrays_that_are_gone_is_let_go_of() -> None:
     gc.collect()
 
     assert written_pages._watched == []
-    assert large._arrays == {}
+    assert large._met == {}
 
 
 def test_a_batch_of_which_one_sample_differs_has_another_hash_and_only_parts_of_it_are_read() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import SMALL_BYTES, follow_array, is_followed
+from ttprun.rank.values.large import SMALL_BYTES, follow, is_followed
 from ttprun.rank.values.large_data import record_data
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
@@ -58,7 +58,7 @@ def is_changing(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> bool:
 def _followed(snapshot: Snapshot, value: numpy.ndarray[Any, Any]) -> tuple[bytes, bool]:
     found = snapshot.arrays.get(id(value))
     if found is None:
-        found = snapshot.arrays[id(value)] = follow_array(value)
+        found = snapshot.arrays[id(value)] = follow(value)
     return found
 
 
@@ -102,7 +102,7 @@ def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if value.dtype.hasobject:
         return [Tag.REFUSED, f"is a {type(value).__name__} of objects"]
     mask = numpy.ma.getmaskarray(value) if isinstance(value, numpy.ma.MaskedArray) else None
-    digests = [follow_array(numpy.asarray(part))[0].hex() for part in (value, mask) if part is not None]
+    digests = [follow(numpy.asarray(part))[0].hex() for part in (value, mask) if part is not None]
     return [Tag.SAME, name_of(type(value)), f"{dtype_text(value.dtype)} {list(value.shape)} {' '.join(digests)}"]
 
 

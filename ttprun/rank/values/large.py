@@ -74,6 +74,11 @@ class _Met:
         """Whether its memory is where it was."""
         return self.at == at and self.end == at + size
 
+    def is_as_it_was(self, at: int, size: int, version: int) -> bool:
+        """Whether it is known that nobody has written to it."""
+        is_told = version >= 0 or self.watched is not None
+        return is_told and self.is_at(at, size) and self.version == version and self.is_untouched()
+
     def note_same(self, digest_now: Callable[[], bytes]) -> None:
         """It was as before; after some such boundaries its memory is watched, and all of it hashed before and after."""
         self.looks += 1
@@ -113,7 +118,6 @@ class _Met:
 
 
 _met: dict[int, _Met] = {}
-_arrays: dict[int, _Met] = {}
 
 
 def digest_of(view: memoryview) -> bytes:
@@ -131,28 +135,45 @@ def fingerprint(tensor: torch.Tensor) -> bytes:
     return follow(tensor)[0]
 
 
-def follow(tensor: torch.Tensor) -> tuple[bytes, bool]:
-    """(hash of the elements, whether the tensor has ever been changed between two boundaries)."""
-    if tensor.nbytes <= SMALL_BYTES:
-        return _digest(tensor), False
-    version = -1 if tensor.is_inference() else tensor._version
-    at, size = tensor.data_ptr(), tensor.nbytes
-    known = _met.get(id(tensor))
-    is_known = known is not None and known.reference() is tensor
+def follow(value: Any) -> tuple[bytes, bool]:
+    """(hash of the elements, whether it has ever been changed between two boundaries) of a tensor or numpy array.
+
+    An array has no version counter: one that can be written is hashed at each boundary unless its memory is watched.
+    """
+    is_tensor = isinstance(value, torch.Tensor)
+    size = value.nbytes
+    if is_tensor and size <= SMALL_BYTES:
+        return _digest(value), False
+    at = value.data_ptr() if is_tensor else value.__array_interface__["data"][0]
+    version = _version_of(value)
+    known = _met.get(id(value))
+    is_known = known is not None and known.reference() is value
     if known is None or not is_known:
-        known = _keep(tensor, _met)
-    elif known.is_at(at, size) and known.version == version >= 0 and known.is_untouched():
-        if tensor.is_contiguous() and tensor.device.type == "cpu":
+        known = _keep(value)
+    elif known.is_as_it_was(at, size, version):
+        if is_tensor and value.is_contiguous() and value.device.type == "cpu":
             known.note_same(lambda: digest_of(memoryview(_memory(at, size))))
         return known.digest, known.is_changing
     known.node = []
-    if known.begin_look(at, size):
-        known.probe = _probe(tensor)
-    digest = _digest(tensor)
-    if is_known:
-        known.note_change(digest != known.digest or size > TENSOR_BYTES)
+    if known.begin_look(at, size) and is_tensor:
+        known.probe = _probe(value)
+    digest = _digest(value)
+    # Of what is larger only blocks were hashed, and something was written to it.
+    is_written = size > TENSOR_BYTES if is_tensor else known.watched is not None and size > WHOLE_BYTES
+    has_changed = digest != known.digest or is_written
     known.version, known.digest, known.values = version, digest, known.read_probe()
+    if is_known:
+        known.note_change(has_changed)
+        if not (has_changed or is_tensor) and value.flags.forc:
+            known.note_same(lambda: _digest(value))
     return digest, known.is_changing
+
+
+def _version_of(value: Any) -> int:
+    """Another one after each write, -1 if there is none; an array that cannot be written always has the same."""
+    if isinstance(value, torch.Tensor):
+        return -1 if value.is_inference() else value._version
+    return -1 if value.flags.writeable else 0
 
 
 def node_as_before(tensor: torch.Tensor, stepped: Any) -> list[Any] | None:
@@ -163,8 +184,7 @@ def node_as_before(tensor: torch.Tensor, stepped: Any) -> list[Any] | None:
     known = _met.get(id(tensor))
     if known is None or not known.node or known.stepped is not stepped or known.reference() is not tensor:
         return None
-    is_same = known.is_at(tensor.data_ptr(), tensor.nbytes) and known.version == tensor._version
-    return known.node if is_same and known.is_untouched() else None
+    return known.node if known.is_as_it_was(tensor.data_ptr(), tensor.nbytes, tensor._version) else None
 
 
 def keep_node(tensor: torch.Tensor, node: list[Any], stepped: Any) -> None:
@@ -173,69 +193,44 @@ def keep_node(tensor: torch.Tensor, node: list[Any], stepped: Any) -> None:
     known.node, known.stepped = node if known.version >= 0 and known.looks >= _LOOKS else [], stepped
 
 
-def follow_array(array: Any) -> tuple[bytes, bool]:
-    """The same for a numpy array. It has no version counter: one that can be written is hashed if it is not watched."""
-    known = _arrays.get(id(array))
-    is_known = known is not None and known.reference() is array
-    at, size = array.__array_interface__["data"][0], array.nbytes
-    if known is None or not is_known:
-        known = _keep(array, _arrays)
-    elif not array.flags.writeable:
-        return known.digest, False
-    elif known.watched is not None and known.is_at(at, size) and known.watched.is_untouched():
-        return known.digest, known.is_changing
-    known.begin_look(at, size)
-    digest = _digest_of_array(array)
-    is_same = digest == known.digest and not (known.watched is not None and size > WHOLE_BYTES)
-    known.digest = digest
-    if is_known:
-        known.note_change(not is_same)
-        if is_same and array.flags.forc:
-            known.note_same(lambda: _digest_of_array(array))
-    return known.digest, known.is_changing
-
-
-def _digest_of_array(array: Any) -> bytes:
-    flat: Any = numpy.ascontiguousarray(array).reshape(-1).view("u1")
-    return digest_of(memoryview(flat))
-
-
 def is_followed(value: Any) -> bool:
     """Whether a tensor or array was met before."""
-    known = (_met if isinstance(value, torch.Tensor) else _arrays).get(id(value))
+    known = _met.get(id(value))
     return known is not None and known.reference() is value
 
 
 def array_around(address: int) -> Any:
     """The numpy array, of those that are followed, in whose memory an address lies; None if there is none."""
-    return next((known.reference() for known in _arrays.values() if known.at <= address < known.end), None)
+    around = (known.reference() for known in _met.values() if known.at <= address < known.end)
+    return next((one for one in around if isinstance(one, numpy.ndarray)), None)
 
 
 def forget() -> None:
     """The run of the script is over."""
-    for known in (*_met.values(), *_arrays.values()):
+    for known in _met.values():
         known.unwatch()
     _met.clear()
-    _arrays.clear()
     written_pages.forget()
 
 
-def _keep(value: Any, among: dict[int, _Met]) -> _Met:
+def _keep(value: Any) -> _Met:
     known = _Met()
     key = id(value)
 
     def forget(reference: Any) -> None:
         known.unwatch()
-        if among.get(key) is known:
-            del among[key]
+        if _met.get(key) is known:
+            del _met[key]
 
     known.reference = weakref.ref(value, forget)
-    among[key] = known
+    _met[key] = known
     return known
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg()
+def _digest(value: Any) -> bytes:
+    if isinstance(value, numpy.ndarray):
+        return digest_of(numpy.ascontiguousarray(value).reshape(-1).view("u1").data)
+    flat = value.detach().resolve_conj().resolve_neg()
     if not (flat.is_contiguous() or flat.is_contiguous(memory_format=torch.channels_last)):
         flat = flat.contiguous()
     if flat.device.type != "cpu":

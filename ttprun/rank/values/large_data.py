@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import follow, follow_array
+from ttprun.rank.values.large import follow
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore
@@ -46,7 +46,7 @@ def _form(value: Any) -> tuple[str, list[int]] | None:
 
 
 def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
-    """A large tensor or array, with what `follow` or `follow_array` tells of it."""
+    """A large tensor or array, with what `follow` tells of it."""
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
         return [Tag.DATA, dtype, shape, digest]
@@ -70,8 +70,7 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     elif form != (dtype, shape):
         restore.is_same(False, name, f"has shape {form[1]} of {form[0]} where the lost rank had {shape} of {dtype}")
     else:
-        digest, _ = follow(live) if isinstance(live, torch.Tensor) else follow_array(live)
-        restore.is_same(digest == expected, name, "holds other data than in the lost rank")
+        restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
         if isinstance(live, torch.Tensor):
             forget_gradient(live)
     return live

@@ -7,15 +7,18 @@ compared. `Remembered` holds what was made, as long as it is asked for at each b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
 from operator import is_
 from typing import Any, Generic, TypeVar
 
-from torch._C._dynamo.guards import dict_version
+from torch._C._dynamo import guards
 
 V = TypeVar("V")
-version_of = dict_version  # another one after each change
+# Should torch come without it, all is compared.
+version_of: Callable[[dict[Any, Any]], int] = getattr(
+    guards, "dict_version", lambda dictionary: 0
+)  # another one after each change
 
 
 class _Probe:
