@@ -317,7 +317,7 @@ def test_another_script_or_a_checkpoint_that_is_none_is_one_line_and_nothing_is_
 
     assert (another.exit_code, none.exit_code) == (2, 2)
     assert "start the same script, or give --resume off" in another.output
-    assert "is no valid checkpoint" in none.output
+    assert "is not a valid checkpoint" in none.output
     assert not (another.folder / "run").exists()
 
 
