@@ -2,11 +2,12 @@
 
     python scripts/bench/overhead.py --repeats 5 --json overhead.json
 
-Two sizes of model, with steps of about 50 ms and of about 5 ms; two ranks of one thread. The launchers take turns
-(torchrun, ttprun, torchrun, ...), and each run under ttprun is compared with the one under torchrun before it. The
-script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run
-under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Other load on the
-machine disturbs the processor time of a step less than its wall time. Begin with measure().
+Two sizes of model, with steps of about 50 ms and of about 5 ms; two ranks of one thread. A third one, of 38 MB of
+gradients and small batches, shows whether the cost grows with the gradients (--sizes 50ms 38MB). The launchers take
+turns (torchrun, ttprun, torchrun, ...), and each run under ttprun is compared with the one under torchrun before it.
+The script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run
+under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Neighbours on the
+machine disturb the processor time of a step less than its wall time. Begin with measure().
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LIMIT_S = 600.0
 class Size:
     """A size of train.py.
 
-    label      the step's time that it is meant to have
+    label      the step's time that it is meant to have, or the gradients' size
     arguments  of train.py
     step_s     seconds of a step, roughly, by which the warm-up is counted
     """
@@ -60,7 +61,9 @@ class Size:
 SIZES = (
     Size("50 ms", ("--width=1024", "--depth=3", "--batch-size=64"), 0.050),
     Size("5 ms", ("--width=256", "--depth=3", "--batch-size=64"), 0.005),
+    Size("38 MB", ("--width=1024", "--depth=9", "--batch-size=16"), 0.060),
 )
+DEFAULT_SIZES = ["50ms", "5ms"]
 
 
 @dataclass
@@ -154,6 +157,7 @@ def summarize(size: Size, measurements: list[Measurement]) -> dict[str, Any]:
         "steps": ours[0].reports[0]["steps"],
         "ratio": spread(one.step_s / base.step_s for one, base in pairs),
         "cpu_ratio": spread(one.over_ranks("cpu_step_s") / base.over_ranks("cpu_step_s") for one, base in pairs),
+        "extra_cpu_s": spread(one.over_ranks("cpu_step_s") - base.over_ranks("cpu_step_s") for one, base in pairs),
         "torchrun_ratio": spread(after.step_s / before.step_s for before, after in pairwise(theirs)),
         "extra_bytes": extra,
         "allowed_extra_bytes": gradient_bytes + ALLOWED_BYTES,
@@ -176,12 +180,13 @@ def summarize(size: Size, measurements: list[Measurement]) -> dict[str, Any]:
 def show(summary: dict[str, Any]) -> None:
     """A summary as a table."""
     both = [summary[launcher] for launcher in LAUNCHERS]
-    rows = [[f"step of about {summary['size']}: median (min-max)", *LAUNCHERS, "ttprun/torchrun, pair by pair"]]
+    rows = [[f"{summary['size']}: median (min-max)", *LAUNCHERS, "ttprun/torchrun, pair by pair"]]
     rows.append(["median step, ms", *(scaled(one["step_s"], 1e3, 3) for one in both), told(summary["ratio"], 4)])
     rows.append(["  torchrun from turn to turn", "", "", told(summary["torchrun_ratio"], 4)])
     rows.append(["90th percentile of steps, ms", *(scaled(one["p90_step_s"], 1e3, 3) for one in both), ""])
     cpu = (scaled(one["cpu_step_s"], 1e3, 3) for one in both)
     rows.append(["processor time of a step, ms", *cpu, told(summary["cpu_ratio"], 4)])
+    rows.append(["  more under ttprun, ms", "", "", scaled(summary["extra_cpu_s"], 1e3, 3)])
     for label, name in (
         ("peak memory of a rank, MiB", "peak_bytes"),
         ("  shared memory files in it, MiB", "memory_file_bytes"),
@@ -232,7 +237,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=positive, default=5, help="runs of each launcher at each size (default 5)")
     parser.add_argument("--ranks", type=positive, default=2, help="default 2")
-    parser.add_argument("--sizes", nargs="+", default=["50ms", "5ms"], choices=["50ms", "5ms"], help="default both")
+    parser.add_argument(
+        "--sizes", nargs="+", default=DEFAULT_SIZES, choices=[*DEFAULT_SIZES, "38MB"], help="default: the first two"
+    )
     parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of steps before measuring (default 8)")
     parser.add_argument("--measured", type=float, default=10.0, help="seconds of steps to measure (default 10)")
     parser.add_argument("--json", type=Path, help="write all figures there")
