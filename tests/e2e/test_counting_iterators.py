@@ -16,6 +16,7 @@ EXACT = [
     ("generator", 13),
     ("object", 13),
     ("no loader", 13),
+    ("accumulated", 4),  # of several batches a step, from a generator that counts for itself
     ("slice", 24),  # in the loader's second round
 ]
 

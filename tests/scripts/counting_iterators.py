@@ -53,6 +53,16 @@ def sliced(data, steps):
         yield {"x": x, "y": y, "weight": 1 + 0.01 * step}
 
 
+def pieces(data, steps):
+    for number, first in enumerate(range(0, 8 * steps, 8)):
+        x, y = data[first : first + 8]
+        yield {"x": x, "y": y, "weight": 1 + 0.01 * number}
+
+
+def enumerated(batches):
+    return map(itemgetter(1), enumerate(batches))
+
+
 def numbered(pairs):
     return ({"x": x, "y": y, "weight": 1 + 0.01 * number} for number, (x, y) in pairs)
 
@@ -76,6 +86,7 @@ def main():
         "track": lambda: numbered(track(enumerate(first), total=20, disable=True)),
         "chain": lambda: numbered(itertools.chain(enumerate(second), enumerate(first))),
         "generator": lambda: track(weighted(first, 18), total=18, disable=True),
+        "accumulated": lambda: enumerated(pieces(data, 18)),
         "object": lambda: Limited(first, 18),
         "no loader": lambda: map(itemgetter(1), enumerate(sliced(data, 18))),
         "cycle": lambda: map(weighed, zip(range(26), itertools.cycle(first))),
@@ -84,13 +95,18 @@ def main():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     total = 0.0
-    steps = 0
+    steps = taken = 0
+    every = 3 if options.manner == "accumulated" else 1  # batches for a step
     for batch in manners[options.manner]():
         loss = batch["weight"] * (model(batch["x"]) - batch["y"]).square().mean()
-        optimizer.zero_grad()
+        if taken % every == 0:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
         total += loss.item() * batch["weight"]
+        taken += 1
+        if taken % every:
+            continue
+        optimizer.step()
         steps += 1
         if steps % 5 == 0:
             print(f"step {steps} total {total:.9f}", flush=True)

@@ -101,12 +101,7 @@ def _is_first_round(items: Any) -> bool:
 
 
 def on_stack(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
-    """The iterators that the `for` loops of a suspended generator run over, but for those that are followed."""
-    found = [held for held in gc.get_referents(generator) if hasattr(type(held), "__next__")]
-    cells = generator.gi_code.co_cellvars + generator.gi_code.co_freevars
-    known = [value for name, value in inspect.getgeneratorlocals(generator).items() if name not in cells]
-    for value in (*known, generator.gi_yieldfrom):
-        at = next((at for at, held in enumerate(found) if held is value), None)
-        if at is not None:
-            del found[at]
-    return [held for held in found if not (isinstance(held, GeneratorType) and held.gi_code is Loop._follow.__code__)]
+    """The iterators that a suspended generator runs over where no variable holds them, but for its followed loops."""
+    held = (one for one in gc.get_referents(generator) if hasattr(type(one), "__next__"))
+    known = {id(value) for value in (*inspect.getgeneratorlocals(generator).values(), generator.gi_yieldfrom)}
+    return [one for one in held if id(one) not in known and getattr(one, "gi_code", None) is not Loop._follow.__code__]

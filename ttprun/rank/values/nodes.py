@@ -59,9 +59,7 @@ class Tag(enum.StrEnum):
     RANDOM = "g"  # a random generator's state: [tag, number, kind, state]
     OPTIMIZER = "O"  # [tag, number, type, [{hyper-parameter: node}...], {attribute: node}]
     ITERATOR = "i"  # [tag, number, type, [arguments], state]
-    SUSPENDED = (
-        "G"  # a generator: [tag, number, function, place, {variable: node}, yields from, [its loops' iterators]]
-    )
+    SUSPENDED = "G"  # a generator: [tag, number, function, place, {variable: node}, yields from]
 
 
 class CannotRestoreError(RuntimeError):

@@ -1,13 +1,12 @@
 """Generators that are suspended between two items: their variables are part of the script's state.
 
-[tag, number, function, place, variables, yields from, its loops' iterators]. Its place is told by the instruction, and
-inside of its `for` loops by the loops that are followed. A loop that is not followed hides its
-position: such a generator is refused, unless the position is known from a loop that runs over the generator itself.
+[tag, number, function, place, variables, yields from]. Its place is told by the instruction, and inside of its `for`
+loops by the loops that are followed. A loop that is not followed hides its position: such a generator is refused,
+unless a loop runs over the generator itself: in a replay that asks for the items before its own.
 """
 
 from __future__ import annotations
 
-import dis
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -17,29 +16,6 @@ from ttprun.rank.position.frames import variables_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
-
-_loop_bodies: dict[types.CodeType, list[range]] = {}
-
-
-def _bodies(code: types.CodeType) -> list[range]:
-    """The instructions of each `for` loop and comprehension of a code."""
-    found = _loop_bodies.get(code)
-    if found is None:
-        found = _loop_bodies[code] = [
-            range(step.offset, step.argval) for step in dis.get_instructions(code) if step.opname == "FOR_ITER"
-        ]
-    return found
-
-
-def _hidden_loops(frame: types.FrameType) -> int:
-    """How many loops are under way in a frame whose positions nobody knows."""
-    active = sum(frame.f_lasti in body for body in _bodies(frame.f_code))
-    if not active:
-        return 0
-    known = len(loops.of_frame(frame))
-    return (
-        active - known - (".0" in frame.f_locals)
-    )  # a generator expression holds its outermost iterator under this name
 
 
 def _where(value: types.GeneratorType[Any, Any, Any]) -> str:
@@ -59,27 +35,25 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.SAME, name_of(type(value)), "running"]  # its frame is on the stack
     number = snapshot.number(value)
     if frame is None:
-        return [Tag.SUSPENDED, number, _where(value), _stands_at(value), {}, None, []]
-    is_followed = id(value) in snapshot.followed
+        return [Tag.SUSPENDED, number, _where(value), _stands_at(value), {}, None]
     active = loops.of_frame(frame)
     snapshot.followed |= iterables.followed(active)
     on_stack = iterables.on_stack(value)
-    if is_followed:
+    if id(value) in snapshot.followed:
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *on_stack))
-    if not is_followed and _hidden_loops(frame) > 0:
+    elif on_stack:
         return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
     inner = snapshot.node(value.gi_yieldfrom, depth + 1)
     variables = snapshot.variables(variables_of(frame))
-    stack = [snapshot.node(items, depth + 1) for items in on_stack]
-    return [Tag.SUSPENDED, number, _where(value), _stands_at(value), variables, inner, stack]
+    return [Tag.SUSPENDED, number, _where(value), _stands_at(value), variables, inner]
 
 
 def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write its variables; it must stand at the same instruction."""
-    _, number, where, stands_at, variables, inner, stack = node
+    _, number, where, stands_at, variables, inner = node
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
         return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {told(live)} here")
     frame = live.gi_frame
@@ -90,7 +64,6 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
         if restore.value(MISSING if old is None else old, inner, f"{name}/") not in (old, None):
             return restore.refuse(live, f"{name} takes from another iterator than in the lost rank")
         restore.frame(frame, variables, f"{name}/")
-        _put_in_place(restore, iterables.on_stack(live), stack, f"{name}/")
     return live
 
 

@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.RANDOM: {1: _N},
     Tag.OPTIMIZER: {1: _N, 3: Part.GROUPS, 4: Part.NAMED},
     Tag.ITERATOR: {1: _N, 3: Part.NODES, 4: Part.NODE},
-    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE, 6: Part.NODES},
+    Tag.SUSPENDED: {1: _N, 4: Part.NAMED, 5: Part.NODE},
     Tag.SHARDED: {1: _N, 2: Part.NODE},
     Tag.MODULE: {1: _N},
 }
