@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.agent.starting import LIMIT_S, start_of
+from tests.options import OPTIONS
 from ttprun.agent import stacks
 from ttprun.agent.processes import Copy, RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.protocol.board import Board
+from ttprun.protocol.to_rank import Resume, Welcome
 
 
 @pytest.fixture
@@ -44,19 +47,11 @@ def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
         handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)
         fds.extend((Board.create(1)[0], os.memfd_create("record"), stacks.create()))
         os.ftruncate(fds[-2], 128 << 20)
-        welcome = {
-            "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 2,
-            "run_dir": str(tmp_path), "is_replacement": True, "faults": [], "arguments": words,
-            "env": {"ROLE": "mine", "PATH": os.environ["PATH"]},
-            "options": {
-                "user_paths": [], "prints_traceback": True, "record_limit_mib": 1, "journal_limit_mib": 1,
-                "allow_faults": False, "may_rerun": False, "mindio": False, "retry_on": [], "device_errors": {}, "keeps_state": False,
-                "shelves": [], "own_state": [], "snapshot_every_steps": 0, "commit_timeout_s": 5.0, "is_replaced": True, "verify_every": 0, "nan_limit_s": None,
-            },
-        }  # fmt: skip
+        environment = {"ROLE": "mine", "PATH": os.environ["PATH"]}
+        options = replace(OPTIONS, may_rerun=False)
+        welcome = Welcome(0, 0, 1, 1, 2, str(tmp_path), True, options, arguments=words, env=environment)
         handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])
-        order = {"op": "resume", "generation": 2, "boundary": 0, "expected": {}, "skip_lines": [0, 0]}
-        handler.channel.send(order)
+        handler.channel.send(Resume(2, boundary=0))
         code = handler.proc.wait(LIMIT_S)
         handler.close(signal.SIGKILL)
         handler.channel.close()

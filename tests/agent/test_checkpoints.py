@@ -105,7 +105,7 @@ def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_on
     supervisor = FakeSupervisor(LIMIT_S)
     checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
     checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="ended"))
-    folder = Path(supervisor.told[0]["path"]).parent
+    folder = Path(supervisor.told[0].path).parent
 
     (folder / "part").write_bytes(b"x" * 1000)
     checkpoints.look()
@@ -162,7 +162,7 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_m
     supervisor = FakeSupervisor(LIMIT_S, ranks=2)
     checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
     checkpoints.persist(persist_order(2))
-    folder = Path(supervisor.told[0]["path"]).parent
+    folder = Path(supervisor.told[0].path).parent
     failed = Dumped(1, "rank 1: the disk is full", is_handled=False)
 
     checkpoints.take_dumped(supervisor.seats[1], failed)  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     supervisor = FakeSupervisor(LIMIT_S)
     checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
     checkpoints.persist(persist_order(1))
-    folder = Path(supervisor.told[0]["path"]).parent
+    folder = Path(supervisor.told[0].path).parent
 
     with caplog.at_level(logging.WARNING):
         checkpoints.give_up(0, "rank 1 was ended by signal 9")

@@ -18,7 +18,9 @@ from ttprun.agent.processes import RankHandler, command_of, kill_session
 AGENT = f"""
 import os, signal, sys
 from ttprun.agent.processes import RankHandler, Standby
+from tests.options import OPTIONS
 from ttprun.protocol.board import Board
+from ttprun.protocol.to_rank import Welcome
 
 def start(entry, *words):
     return {{"entrypoint": entry, "args": words, "env": {{"PYTHONPATH": {ROOT!r}}}, "stdout": None, "stderr": None,
@@ -32,9 +34,7 @@ if worker:
     print("worker", worker, flush=True)
 signal.pause()
 '''), "/tmp", True, True)
-rank.channel.send({{"op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
-    "run_dir": "/tmp", "is_replacement": False, "faults": [], "options": {{"user_paths": [], "prints_traceback": True, "may_rerun": False, "mindio": False,
-     "device_errors": {{}}}}}},
+rank.channel.send(Welcome(0, 0, 1, 1, 1, "/tmp", False, OPTIONS),
     [Board.create(1)[0], os.memfd_create("record"), os.memfd_create("stack")])
 program = RankHandler(start("/bin/sh", "-c", "echo program $$; exec sleep 600"), "/tmp", True, False)
 standby = Standby("/tmp", {{}})

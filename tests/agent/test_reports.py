@@ -10,7 +10,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN
 from ttprun.protocol.codec import decode
@@ -23,13 +23,13 @@ class FakeHandler:
     """A rank's process and line: notes what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Any] = []
 
     @property
     def channel(self) -> FakeHandler:
         return self
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         self.told.append(message)
 
 
@@ -100,8 +100,8 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
     hold(reports, supervisor, 4, "aba")
 
     assert survivors == (0, 1, 2)
-    assert told_once == [{"op": "stand_aside"}]
-    assert line.told == [{"op": "stand_aside"}] * 2
+    assert told_once == [to_rank.StandAside()]
+    assert line.told == [to_rank.StandAside()] * 2
 
 
 def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_there_was_no_process(

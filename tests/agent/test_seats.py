@@ -16,7 +16,11 @@ from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.from_rank import Put
+from ttprun.protocol.to_rank import Freeze, Resume
 from ttprun.recovery import Event, SpawnFailed, SpawnRank
+
+FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
 
 
 def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
@@ -46,15 +50,15 @@ def test_a_seat_holds_the_newest_order_till_its_process_greets(
     sent: list[Any] = []
     theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
 
-    seat.tell({"op": "freeze", "generation": 2})
-    seat.tell_news({"op": "put", "key": "a"})
-    seat.tell({"op": "resume", "generation": 3})
+    seat.tell(FREEZE)
+    seat.tell_news(Put(2, "a", ""))
+    seat.tell(RESUME)
     before = list(sent)
     seat.greet()
-    seat.tell({"op": "freeze", "generation": 4})
+    seat.tell(AGAIN)
 
     assert before == []
-    assert sent == [{"op": "resume", "generation": 3}, {"op": "freeze", "generation": 4}]
+    assert sent == [RESUME, AGAIN]
 
 
 @dataclass

@@ -10,7 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from ttprun.protocol import channel
-from ttprun.protocol.channel import Channel
+from ttprun.protocol.channel import Channel, Sent
+from ttprun.protocol.codec import encode
+from ttprun.protocol.from_rank import Note
+from ttprun.protocol.to_rank import Heard, SchedulerCall
 
 Line = tuple[Channel, Channel]
 
@@ -25,10 +28,10 @@ def line() -> Iterator[Line]:
 
 @pytest.mark.parametrize(
     "message",
-    [{}, {"op": "x"}, {"text": "two\nlines"}, {"text": "é \u2028 \x00 \ud800"}, {"list": [[1, 2.5, None, True]] * 50}],
-    ids=["empty", "plain", "two lines", "odd letters", "nested"],
+    [Heard(), Note("two\nlines"), Note("é \u2028 \x00 \ud800"), SchedulerCall("x", [[1, 2.5, None, True]] * 50)],
+    ids=["empty", "two lines", "odd letters", "nested"],
 )
-def test_a_message_comes_as_it_was_sent(line: Line, message: channel.Message) -> None:
+def test_a_message_comes_as_it_was_sent(line: Line, message: Sent) -> None:
     ours, theirs = line
 
     ours.send(message)
@@ -38,19 +41,19 @@ def test_a_message_comes_as_it_was_sent(line: Line, message: channel.Message) ->
 
 def test_messages_come_one_by_one_however_the_socket_cuts_them(line: Line) -> None:
     ours, theirs = line
-    raw = b'{"n": 1}\n{"n": 2}\n{"n": 3}\n'
+    raw = b"".join(map(encode, (Note("1"), Note("2"), Note("3"))))
 
     found = []
     for byte in raw:
         ours.sock.sendall(bytes([byte]))
         found += theirs.read_available()
 
-    assert found == [{"n": 1}, {"n": 2}, {"n": 3}]
+    assert found == [Note("1"), Note("2"), Note("3")]
 
 
 def test_a_message_larger_than_the_sockets_buffer_arrives(line: Line) -> None:
     ours, theirs = line
-    message = {"op": "frozen", "journal": "x" * (1 << 20)}
+    message = Note("x" * (1 << 20))
     sender = threading.Thread(target=ours.send, args=(message,))
     sender.start()
 
@@ -63,7 +66,7 @@ def test_a_message_larger_than_the_sockets_buffer_arrives(line: Line) -> None:
 def test_a_rank_that_reads_nothing_keeps_nobody_waiting_and_gets_all_of_it_later(line: Line) -> None:
     ours, theirs = line
     ours.waits = False
-    messages = [{"n": number, "text": "x" * 1000} for number in range(2000)]
+    messages = [Note(f"{number} {'x' * 1000}") for number in range(2000)]
 
     for message in messages:
         ours.send(message)
@@ -78,7 +81,7 @@ def test_a_rank_that_reads_nothing_keeps_nobody_waiting_and_gets_all_of_it_later
 def test_what_was_kept_for_a_rank_that_is_gone_is_forgotten(line: Line) -> None:
     ours, theirs = line
     ours.waits = False
-    ours.send({"text": "x" * (1 << 20)})
+    ours.send(Note("x" * (1 << 20)))
 
     theirs.close()
     ours.flush()
@@ -88,8 +91,7 @@ def test_what_was_kept_for_a_rank_that_is_gone_is_forgotten(line: Line) -> None:
 def test_messages_of_several_threads_are_not_mixed(line: Line) -> None:
     ours, theirs = line
     threads = [
-        threading.Thread(target=lambda n=n: [ours.send({"n": n, "text": str(n) * 5000}) for _ in range(40)])
-        for n in range(4)
+        threading.Thread(target=lambda n=n: [ours.send(Note(str(n) * 5000)) for _ in range(40)]) for n in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -99,18 +101,18 @@ def test_messages_of_several_threads_are_not_mixed(line: Line) -> None:
     for thread in threads:
         thread.join()
 
-    assert all(message["text"] == str(message["n"]) * 5000 for message in found)
+    assert sorted(found, key=str) == [Note(str(n) * 5000) for n in range(4) for _ in range(40)]
 
 
 def test_descriptors_come_with_their_message_and_are_not_inherited(line: Line) -> None:
     ours, theirs = line
     read_end, write_end = os.pipe()
-    ours.send({"op": "welcome"}, [write_end])
+    ours.send(Heard(), [write_end])
 
     message, fds = theirs.receive_with_fds()
     os.write(fds[0], b"through")
 
-    assert message == {"op": "welcome"}
+    assert message == Heard()
     assert os.read(read_end, 20) == b"through"
     assert [os.get_inheritable(fd) for fd in fds] == [False]
     for fd in (read_end, write_end, *fds):
@@ -119,21 +121,21 @@ def test_descriptors_come_with_their_message_and_are_not_inherited(line: Line) -
 
 def test_what_came_with_the_welcome_in_one_read_is_not_lost(line: Line) -> None:
     ours, theirs = line
-    ours.send({"n": 1})
-    ours.send({"n": 2})
+    ours.send(Note("1"))
+    ours.send(Note("2"))
     ours.close()
 
     first, _ = theirs.receive_with_fds()
 
-    assert [first, *theirs.messages()] == [{"n": 1}, {"n": 2}]
+    assert [first, *theirs.messages()] == [Note("1"), Note("2")]
 
 
 def test_to_send_to_a_process_that_is_gone_is_no_error(line: Line) -> None:
     ours, theirs = line
     theirs.close()
 
-    ours.send({"op": "freeze"})
-    ours.send({"op": "freeze"}, [0])
+    ours.send(Heard())
+    ours.send(Heard(), [0])
 
 
 def test_the_end_of_the_line_is_said(line: Line) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ttprun.agent.reports import Reports
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import KNOWN
 from ttprun.protocol.codec import Refused, decode, encode
 
@@ -90,6 +90,12 @@ def test_what_is_no_message_is_refused_with_a_reason(line: bytes, reason: str) -
 
     assert isinstance(found, Refused)
     assert found.reason.startswith(reason)
+
+
+def test_messages_of_both_directions_have_names_of_their_own() -> None:
+    both = {*REPORTS, *typing.get_args(to_rank.Order)}
+
+    assert len({kind.__name__ for kind in both}) == len(both) == len(KNOWN)
 
 
 def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:

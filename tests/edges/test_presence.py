@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.options import OPTIONS
 from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.to_rank import Freeze, Replay, Resume, Welcome
 from ttprun.rank.bootstrap.presence import Presence
 
 LIMIT_S = 10.0
@@ -22,7 +24,7 @@ LIMIT_S = 10.0
 def lines() -> Iterator[tuple[Channel, Presence, Board]]:
     ours, theirs = channel.pair()
     fd, board = Board.create(2)
-    presence = Presence(theirs, {"generation": 1, "local_world_size": 2, "local_rank": 1}, [fd])
+    presence = Presence(theirs, Welcome(1, 1, 2, 2, 1, "/tmp", is_replacement=True, options=OPTIONS), [fd])
     presence.start()
     yield ours, presence, board
     ours.close()
@@ -33,8 +35,8 @@ def lines() -> Iterator[tuple[Channel, Presence, Board]]:
     os.close(fd)
 
 
-def resume(generation: int, **expected: list[str]) -> channel.Message:
-    return {"op": "resume", "generation": generation, "boundary": 0, "expected": expected, "skip_lines": [0, 0]}
+def resume(generation: int, **expected: list[str]) -> Resume:
+    return Resume(generation, boundary=0, expected=expected)
 
 
 def up_to_frozen(line: Channel) -> list[channel.Message]:
@@ -49,7 +51,7 @@ def up_to_frozen(line: Channel) -> list[channel.Message]:
 def test_it_stops_at_boundary_0_at_once(lines: Any) -> None:
     ours, presence, board = lines
 
-    ours.send({"op": "freeze", "generation": 2, "lost": [0], "survivors": [1]})
+    ours.send(Freeze(2, survivors=[1], lost=[0]))
 
     assert next(ours.messages()) == from_rank.Frozen(2, boundary=0)
     assert presence.generation == 2
@@ -60,7 +62,7 @@ def test_it_resumes_at_once_if_nothing_is_expected_of_it(lines: Any) -> None:
     ours, presence, _ = lines
 
     ours.send(resume(2))
-    ours.send({"op": "freeze", "generation": 3})
+    ours.send(Freeze(3, survivors=[1], lost=[0]))
 
     said = up_to_frozen(ours)
     assert said == [from_rank.Rebuilt(2), from_rank.Reissued(2), from_rank.Frozen(3, boundary=0)]
@@ -71,15 +73,15 @@ def test_a_replacement_of_which_something_is_expected_says_so_itself_when_it_has
     ours, presence, _ = lines
 
     ours.send(resume(2, world=["broadcast"]))
-    ours.send({"op": "freeze", "generation": 3})
+    ours.send(Freeze(3, survivors=[1], lost=[0]))
 
     said = up_to_frozen(ours)
     assert said == [from_rank.Rebuilt(2), from_rank.Frozen(3, boundary=0)]
-    assert presence.order["expected"] == {"world": ["broadcast"]}
+    assert presence.order == resume(2, world=["broadcast"])
 
 
-@pytest.mark.parametrize("order", [resume(2), {"op": "replay", "generation": 2, "boundary": 5, "skip_lines": [0, 0]}])
-def test_a_replacement_may_start_when_it_knows_where_to_go(lines: Any, order: channel.Message) -> None:
+@pytest.mark.parametrize("order", [resume(2), Replay(2, boundary=5)])
+def test_a_replacement_may_start_when_it_knows_where_to_go(lines: Any, order: Resume | Replay) -> None:
     ours, presence, _ = lines
 
     ours.send(order)
@@ -93,7 +95,7 @@ def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
     heard: queue.Queue[str] = queue.Queue()
     for number in range(3):
         ours.send(from_rank.Put(1, str(number), ""))
-    ours.send({"op": "freeze", "generation": 2})
+    ours.send(Freeze(2, survivors=[1], lost=[0]))
     next(ours.messages())
 
     presence.hand_over(lambda message: heard.put(message.key))
@@ -102,3 +104,17 @@ def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
 
     assert [heard.get(timeout=LIMIT_S) for _ in range(4)] == ["0", "1", "2", "3"]
     assert early == 3
+
+
+def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: Any) -> None:
+    ours, presence, _ = lines
+
+    ours.sock.sendall(b'{"op": "Freeze", "generation": "2"}\n')
+    ours.send(Freeze(3, survivors=[1], lost=[0]))
+
+    reason = "Freeze: it lacks lost, survivors"
+    assert up_to_frozen(ours) == [
+        from_rank.Note(f"a message of the agent is ignored: {reason}"),
+        from_rank.Frozen(3, 0),
+    ]
+    assert presence.generation == 3

@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.options import OPTIONS
 from ttprun import text_hashes
 from ttprun.protocol import channel
 from ttprun.protocol.board import Board
+from ttprun.protocol.to_rank import Welcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIM = str(ROOT / "ttprun" / "shim")
@@ -127,11 +130,7 @@ def welcomed(
     ours, theirs = channel.pair()
     board_fd, _ = Board.create(1)
     record_fd, stack_fd = os.memfd_create("record"), os.memfd_create("stack")
-    options = {"user_paths": [], "prints_traceback": True, "may_rerun": False, "device_errors": {}, "mindio": False}
-    welcome = {
-        "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
-        "run_dir": str(tmp_path), "is_replacement": False, "faults": [], "options": options,
-    }  # fmt: skip
+    welcome = Welcome(0, 0, 1, 1, 1, str(tmp_path), is_replacement=False, options=replace(OPTIONS, may_rerun=False))
     ours.send(welcome, [board_fd, record_fd, stack_fd])
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("_TTPRUN", "PYTHON"))}
     kept |= {

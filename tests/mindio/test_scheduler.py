@@ -10,6 +10,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.schedulers import Scheduler
 from ttprun.config import Config
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import SchedulerAsked
 from ttprun.recovery import Incident, Phase
@@ -34,9 +35,9 @@ class FakeSeat:
         self.rank = self.local_rank = rank
         self.pid = 100 + rank
         self.is_present = True
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Any] = []
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: Any) -> None:
         self.told.append(message)
 
 
@@ -86,7 +87,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(
     ):
         scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
 
-    assert [(told["action"], told["arguments"]) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments) for told in supervisor.seats[0].told] == [
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
         ("report_stop_complete", [0, "stopped", {1: 1}]),
         ("report_strategies", [{1: 1}, ["recover", "dump", "exit"]]),
@@ -101,9 +102,9 @@ def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(
     scheduler.note_incident(memory)
     scheduler.note_incident(replace(memory, phase=Phase.FAILED, outcome="failed"))
 
-    assert supervisor.seats[0].told[0]["arguments"][0] == {1: 0}
-    assert supervisor.seats[0].told[-1]["arguments"][0] == 405
-    assert supervisor.seats[0].told[-1]["arguments"][3] == "retry"
+    assert supervisor.seats[0].told[0].arguments[0] == {1: 0}
+    assert supervisor.seats[0].told[-1].arguments[0] == 405
+    assert supervisor.seats[0].told[-1].arguments[3] == "retry"
 
 
 def test_without_a_scheduler_nobody_is_told(supervisor: FakeSupervisor) -> None:
@@ -126,7 +127,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
     scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
     assert supervisor.events == []
-    assert supervisor.seats[1].told == [{"op": "uce", "generation": 0}]
+    assert supervisor.seats[1].told == [to_rank.FailMemory(0)]
 
 
 def test_a_fault_that_is_known_already_is_no_news(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
@@ -201,7 +202,7 @@ def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, 
 
     assert supervisor.events == []
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
-    assert [told["arguments"][0] for told in supervisor.seats[0].told] == [404]
+    assert [told.arguments[0] for told in supervisor.seats[0].told] == [404]
 
 
 def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
@@ -211,7 +212,7 @@ def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
     scheduler.pause.take(supervisor.seats[0], 1)  # type: ignore[arg-type]
     scheduler.pause.look()
 
-    ((code, reason, _, _),) = [told["arguments"] for told in supervisor.seats[0].told]
+    ((code, reason, _, _),) = [told.arguments for told in supervisor.seats[0].told]
     assert (code, supervisor.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
     assert "freeze_timeout_s" in reason
 
@@ -232,7 +233,7 @@ def test_a_switch_is_dropped_for_a_fault_that_comes_first(supervisor: FakeSuperv
     scheduler.note_incident(OPENED)
 
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
-    assert supervisor.seats[0].told[0]["arguments"][:2] == [404, f"a fault came first: {OPENED.reason}"]
+    assert supervisor.seats[0].told[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
 
 
 @pytest.mark.parametrize("why_not", ["phase", "state"])
@@ -246,7 +247,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
 
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
 
-    ((code, reason, _, strategy),) = [told["arguments"] for told in supervisor.seats[0].told]
+    ((code, reason, _, strategy),) = [told.arguments for told in supervisor.seats[0].told]
     assert (code, strategy) == (404, "migration")
     assert reason in ("the job is FREEZING", "no other rank holds the state of rank 1")
     assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
@@ -261,7 +262,7 @@ def test_a_hot_switch_is_reported_as_a_migration(supervisor: FakeSupervisor, sch
     ):
         scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
 
-    assert [(told["action"], told["arguments"][-1]) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments[-1]) for told in supervisor.seats[0].told] == [
         ("report_strategies", ["migration", "exit"]),
         ("report_result", "migration"),
     ]
@@ -291,7 +292,7 @@ def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(
 
     assert supervisor.events == []
     assert supervisor.logged[-1][0] == "upgrade_refused"
-    assert [told["arguments"] for told in supervisor.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
+    assert [told.arguments for told in supervisor.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
 
 
 def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(
@@ -303,7 +304,7 @@ def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(
     scheduler.note_incident(OPENED)
     scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
 
-    assert supervisor.seats[0].told[-1]["arguments"] == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
+    assert supervisor.seats[0].told[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
 
 
 def test_nobody_is_called_back_to_a_training_that_is_over(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
@@ -335,7 +336,7 @@ def test_a_downgrade_is_reported_with_the_ranks_that_leave(supervisor: FakeSuper
     for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
         scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
 
-    assert [(told["action"], told["arguments"][0], told["arguments"][-1]) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments[0], told.arguments[-1]) for told in supervisor.seats[0].told] == [
         ("report_fault_ranks", {1: 1}, {1: ""}),
         ("report_result", 201, "downgrade"),
         ("report_result", 0, "downgrade"),
@@ -352,4 +353,4 @@ def test_an_upgrade_has_failed_if_ranks_are_still_away(
         leave(supervisor, 1)
     scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
 
-    assert supervisor.seats[0].told[-1]["arguments"][0] == code
+    assert supervisor.seats[0].told[-1].arguments[0] == code

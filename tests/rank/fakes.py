@@ -6,8 +6,9 @@ import os
 import socket
 from typing import Any
 
+from tests.options import OPTIONS
 from ttprun.protocol.board import Board
-from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol.channel import Channel
 from ttprun.rank import session as sessions
 from ttprun.rank.checks.verification import Verifier
 from ttprun.rank.comm.connection import Exchange
@@ -22,26 +23,6 @@ from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.snapshots import Snapshots
 
 RECORD_BYTES = 1 << 20
-OPTIONS: dict[str, Any] = {
-    "allow_faults": False,
-    "record_limit_mib": 1,
-    "journal_limit_mib": 64,
-    "commit_timeout_s": 5.0,
-    "is_replaced": True,
-    "keeps_state": False,
-    "shelves": [],
-    "own_state": [],
-    "snapshot_every_steps": 0,
-    "verify_every": 0,
-    "may_rerun": True,
-    "mindio": False,
-    "retry_on": [],
-    "device_errors": {},
-    "simulates_npu": False,
-    "nan_limit_s": None,
-    "user_paths": [],
-    "prints_traceback": True,
-}
 
 
 class FakeChannel(Channel):
@@ -50,9 +31,9 @@ class FakeChannel(Channel):
     def __init__(self) -> None:
         ours, self._theirs = socket.socketpair()
         super().__init__(ours)
-        self.sent: list[Message] = []
+        self.sent: list[Any] = []
 
-    def send(self, message: Message, fds: Any = ()) -> None:
+    def send(self, message: Any, fds: Any = ()) -> None:
         self.sent.append(message)
 
     def close(self) -> None:
@@ -74,7 +55,7 @@ def make_session(
         local_rank=known.pop("local_rank", 0),
         world_size=world_size,
         run_dir=run_dir,
-        options=dict(OPTIONS),
+        options=OPTIONS,
         channel=line,
         board=page,
         snapshots=Snapshots(page, 0, [], 0),

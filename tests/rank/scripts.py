@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.rank.fakes import OPTIONS, RECORD_BYTES
+from tests.options import OPTIONS
+from tests.rank.fakes import RECORD_BYTES
 from ttprun.agent import stacks
 from ttprun.agent.processes import rank_environment
 from ttprun.protocol import channel
 from ttprun.protocol.board import Board
-from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol.channel import Channel
+from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap.install import CHANNEL_VARIABLE
 from ttprun.rank.records.recorder import Recorder
 
@@ -29,7 +31,7 @@ class Outcome:
 
     code: int
     printed: str
-    messages: list[Message] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,12 +49,9 @@ def run_plain(words: list[str], directory: Path, **more: str) -> Outcome:
     return Outcome(done.returncode, done.stdout)
 
 
-def welcome_of(directory: Path, **more: Any) -> Message:
-    """What the agent says first; see Supervisor._welcome."""
-    return {
-        "op": "welcome", "rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "generation": 1,
-        "run_dir": str(directory), "is_replacement": False, "faults": [], "options": dict(OPTIONS),
-    } | more  # fmt: skip
+def welcome_of(directory: Path, **more: Any) -> Welcome:
+    """What the agent sends first; see Watch.welcome."""
+    return replace(Welcome(0, 0, 1, 1, 1, str(directory), is_replacement=False, options=OPTIONS), **more)
 
 
 def run_under_shim(

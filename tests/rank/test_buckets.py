@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.chaos import strikes
 from ttprun.chaos.faults import parse_fault
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.rank import moments
 from ttprun.rank.checks.verification import nan_in
 from ttprun.rank.comm.buckets import TRUSTED_AFTER, Bucket
@@ -351,7 +351,7 @@ def break_connections_while_one_is_late(ranks: tuple[int, ...], agent: FakeAgent
         agent.wait_for(rank, from_rank.Note, text="here")
     agent.pause()
     for line in agent.lines:
-        line.send({"op": "freeze", "generation": 2, "lost": [], "survivors": [0, 1]})
+        line.send(to_rank.Freeze(2, [0, 1], []))
     agent.generation = 2
     for rank in ranks:
         agent.tell_value(rank, "go on")

@@ -16,7 +16,7 @@ from tests.rank.worlds import FakeAgent, run_world, say, wait_for
 from ttprun.device import registry
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.comm import on_device
 from ttprun.rank.session import current
 
@@ -190,7 +190,7 @@ def stop_in_a_step(agent: FakeAgent) -> None:
     for rank in range(2):
         agent.wait_for(rank, from_rank.Note, text="steps")
     agent.generation += 1
-    agent.tell_all(op="freeze", generation=agent.generation, lost=[], survivors=[0, 1])
+    agent.tell_all(to_rank.Freeze(agent.generation, [0, 1], []))
     for rank in range(2):
         agent.wait_for(rank, from_rank.Note, text="still steps")
         agent.pause()
@@ -295,7 +295,7 @@ def freeze_all(agent: FakeAgent) -> None:
     agent.wait_for(1, from_rank.Note, text="set up")
     agent.generation += 1
     for line in agent.lines:
-        line.send({"op": "freeze", "generation": agent.generation, "lost": [], "survivors": [0, 1]})
+        line.send(to_rank.Freeze(agent.generation, [0, 1], []))
     assert agent.wait_for(1, from_rank.ScriptError).device_fault == "device-lost"
     _, status = os.waitpid(agent.pids[1], 0)
     assert os.waitstatus_to_exitcode(status) == 1

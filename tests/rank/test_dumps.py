@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.replay.recovery import Recovery
-
-OWN = {"owners": {}, "writers": [0]}
 
 
 def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_path: Path) -> None:
@@ -20,7 +18,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     recovery = Recovery(make_session(channel=channel, rank=1))
     path = tmp_path / "gone" / "tensors-00000.safetensors"
 
-    recovery._on_dump({"op": "dump", "generation": 4, "path": str(path), "share": 0, "of": 1, **OWN})
+    recovery._dump(to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
     assert channel.sent == [from_rank.Dumped(4, why_not, is_handled=False)]
@@ -41,11 +39,11 @@ def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then
     """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that stands still as well."""
     channel = FakeChannel()
     recovery = Recovery(make_session(channel=channel, rank=1))
-    order = {"op": "dump", "generation": 4, "path": str(tmp_path / "gone" / "x"), "share": 0, "of": 1, **OWN}
+    order = to_rank.Dump(4, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])
 
-    recovery._on_dump(order)
+    recovery._dump(order)
     old = signal.signal(signal.Signals[name], Handler())
-    recovery._on_dump(order)
+    recovery._dump(order)
     signal.signal(signal.Signals[name], old)
 
     assert [message.is_handled for message in channel.sent] == [False, True]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rank.fakes import OPTIONS, FakeChannel
+from tests.options import OPTIONS
+from tests.rank.fakes import FakeChannel
 from tests.rank.processes import run_alone
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.comm.journal import EndedError
@@ -23,8 +26,8 @@ from ttprun.rank.process import held_signals
 def presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Presence]:
     """Rank 1 of two, whose standard error is the terminal's."""
     (tmp_path / "logs").mkdir()
-    options = OPTIONS | {"prints_traceback": False}
-    welcome = {"rank": 1, "local_world_size": 2, "generation": 0, "run_dir": str(tmp_path), "options": options}
+    options = replace(OPTIONS, prints_traceback=False)
+    welcome = Welcome(1, 1, 2, 2, 0, str(tmp_path), is_replacement=False, options=options)
     line = FakeChannel()
     found = Presence(line, welcome, [Board.create(2)[0]])
     monkeypatch.setattr(install, "_presence", found)
@@ -78,7 +81,7 @@ def test_an_interrupt_from_elsewhere_is_printed(presence: Presence) -> None:
 
 def test_a_rank_with_a_log_of_its_own_has_the_traceback_there(presence: Presence, tmp_path: Path) -> None:
     Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 2)
-    presence.welcome["options"]["prints_traceback"] = True
+    presence.welcome = replace(presence.welcome, options=OPTIONS)
     error = KeyboardInterrupt()
 
     assert shown(error) == [error]
@@ -88,9 +91,8 @@ def test_a_rank_with_a_log_of_its_own_has_the_traceback_there(presence: Presence
 def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[str]:
     """An exception of the script between the launcher's signal and ours; what is shown of it once the rank is ended."""
     board_fd, board = Board.create(1)
-    options = OPTIONS | {"prints_traceback": True}
     line = FakeChannel()
-    welcome = {"rank": 0, "local_world_size": 1, "generation": 0, "run_dir": directory, "options": options}
+    welcome = Welcome(0, 0, 1, 1, 0, directory, is_replacement=False, options=OPTIONS)
     install._presence = Presence(line, welcome, [board_fd])
     held_signals.hold(board)
     board.set(0, Field.END_ASKED, 1)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.rank.fakes import OPTIONS, FakeChannel, become, make_session
+from tests.options import OPTIONS
+from tests.rank.fakes import FakeChannel, become, make_session
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
+from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import install
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.session import Session
@@ -26,7 +28,7 @@ class ReplayUnderWay:
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """A rank that has torch, and has not stepped yet."""
     line = FakeChannel()
-    welcome = {"rank": 0, "local_world_size": 2, "generation": 1, "run_dir": str(tmp_path), "options": dict(OPTIONS)}
+    welcome = Welcome(0, 0, 2, 2, 1, str(tmp_path), is_replacement=False, options=OPTIONS)
     presence = Presence(line, welcome, [Board.create(2)[0]])
     monkeypatch.setattr(install, "_presence", presence)
     found = make_session(channel=line)

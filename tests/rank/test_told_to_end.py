@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.rank.fakes import make_session
+from ttprun.protocol.to_rank import EndAsked
 from ttprun.rank.comm.journal import EndedError, Entry
 from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.replay.recovery import Recovery
@@ -46,7 +47,7 @@ def pending(session: Session) -> Entry:
 
 def tell(session: Session) -> None:
     """What comes from the agent behind the signal."""
-    Recovery(session).take({"op": "ended"})
+    Recovery(session).take(EndAsked())
 
 
 def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseException]]:

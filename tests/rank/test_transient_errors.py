@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.rank.fakes import OPTIONS, become, make_session
+from tests.options import OPTIONS
+from tests.rank.fakes import become, make_session
 from ttprun.device import registry
 from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
 from ttprun.device.sim import Queue, SimulatedNpu
 from ttprun.device.updates import UpdateTimes, now_us
+from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun
 from ttprun.rank.bootstrap.rerun import is_transient
 from ttprun.rank.session import current
@@ -51,17 +55,17 @@ class Notes:
     """A line to the agent without a socket: keeps what is sent."""
 
     def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[Any] = []
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         self.sent.append(message)
 
 
 class FakePresence:
     """As much of a Presence as is asked before the script's run is left."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.welcome = {"options": options}
+    def __init__(self, options: Options) -> None:
+        self.welcome = SimpleNamespace(options=options)
         self.channel = Notes()
 
 
@@ -71,7 +75,7 @@ def device() -> Iterator[SimulatedNpu]:
     registry.simulate(simulated)
     line: Any = Notes()
     session = make_session(channel=line, groups={"": object()})
-    session.options["retry_on"] = ["out of memory"]
+    session.options = replace(OPTIONS, retry_on=["out of memory"])
     become(session)
     yield simulated
     become(None)

@@ -17,12 +17,14 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from tests.rank.fakes import OPTIONS, RECORD_BYTES
+from tests.options import OPTIONS
+from tests.rank.fakes import RECORD_BYTES
 from tests.rank.processes import run_alone
 from ttprun.agent.replays import givers_of
-from ttprun.protocol import channel, from_rank
+from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.position import frames
@@ -89,7 +91,7 @@ class FakeAgent:
         assert found is not None
         return found
 
-    def tell_all(self, **message: Any) -> None:
+    def tell_all(self, message: to_rank.Order) -> None:
         for line in self.lines:
             line.send(message)
 
@@ -102,16 +104,15 @@ class FakeAgent:
         self.generation += 1
         survivors = [rank for rank in range(len(self.lines)) if rank not in lost]
         for rank in survivors:
-            self.lines[rank].send({"op": "freeze", "generation": self.generation, "lost": lost, "survivors": survivors})
+            self.lines[rank].send(to_rank.Freeze(self.generation, survivors, lost))
         return [self.wait_for(rank, from_rank.Frozen, generation=self.generation) for rank in survivors]
 
     def resume(self, expected: dict[str, list[str]] | None = None) -> None:
         """Let all connect again and issue their journals; a replacement is to issue what is `expected` of it."""
-        order = {"op": "resume", "generation": self.generation, "boundary": self.boundary, "skip_lines": [0, 0]}
         reports = ((rank, m) for rank, m in self.messages if isinstance(m, from_rank.Frozen))
         journals = {rank: m.journal for rank, m in reports if m.generation == self.generation}
-        given = [[name, number, rank] for (name, number), rank in givers_of(journals).items()]
-        self.tell_all(**order, expected=expected or {}, given=given)
+        given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
+        self.tell_all(to_rank.Resume(self.generation, self.boundary, expected or {}, given))
 
     def kill(self, rank: int) -> None:
         """A rank is lost."""
@@ -193,11 +194,7 @@ def _drive(
             pid = os.fork()
             if pid == 0:
                 ours.close()
-                welcome = {
-                    "op": "welcome", "rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size,
-                    "generation": generation, "run_dir": run_dir, "is_replacement": is_replacement, "faults": [],
-                    "options": dict(OPTIONS),
-                }  # fmt: skip
+                welcome = Welcome(rank, rank, size, size, generation, run_dir, is_replacement, OPTIONS)
                 fds = [board_fd, recorders[rank]]
                 _be_rank(welcome, theirs, fds, pipes[rank][1], function, args, is_managed, is_begun)
             theirs.close()
@@ -224,7 +221,7 @@ def _result_of(pipe: Connection, rank: int, limit_s: float) -> Any:
 
 
 def _be_rank(
-    welcome: Message,
+    welcome: Welcome,
     line: Channel,
     fds: list[int],
     pipe: Connection,
@@ -236,7 +233,7 @@ def _be_rank(
     import torch
     import torch.distributed as dist
 
-    rank, size = welcome["rank"], welcome["world_size"]
+    rank, size = welcome.rank, welcome.world_size
     try:
         torch.manual_seed(rank)
         if is_managed:
@@ -244,13 +241,13 @@ def _be_rank(
             presence = Presence(line, welcome, fds)
             presence.start()
             install._presence = presence
-            if welcome["is_replacement"]:
+            if welcome.is_replacement:
                 presence.may_start.wait()
             hooks.install(presence)
-            hooks.begin_run(presence, presence.welcome["is_replacement"])
+            hooks.begin_run(presence, presence.welcome.is_replacement)
         if is_begun:
             dist.init_process_group(
-                "gloo", init_method=f"file://{welcome['run_dir']}/rendezvous", rank=rank, world_size=size
+                "gloo", init_method=f"file://{welcome.run_dir}/rendezvous", rank=rank, world_size=size
             )
         outcome: tuple[bool, Any] = (True, function(rank, *args))
     except BaseException:

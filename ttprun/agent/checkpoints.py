@@ -26,6 +26,7 @@ from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
+from ttprun.protocol import to_rank
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
@@ -171,11 +172,12 @@ class Checkpoints:
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._begin(draft.folder)
-        owners = self._supervisor.job.replicas.parted
-        told = {"op": "dump", "generation": order.generation, "owners": owners, "writers": order.ranks}
+        owners = {key: list(ranks) for key, ranks in self._supervisor.job.replicas.parted.items()}
+        writers = list(order.ranks)
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
-            self._supervisor.seats[rank].tell(told | {"path": path, "share": share, "of": len(order.ranks)})
+            dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers)
+            self._supervisor.seats[rank].tell(dump)
 
     def take_dumped(self, seat: Seat, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""

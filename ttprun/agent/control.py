@@ -15,9 +15,9 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.channel import Message
 
 CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16
@@ -46,7 +46,7 @@ class ControlSocket:
     """
 
     def __init__(
-        self, run: RunDirectory, answer: Callable[[Message], Message], selector: selectors.BaseSelector
+        self, run: RunDirectory, answer: Callable[[dict[str, Any]], dict[str, Any]], selector: selectors.BaseSelector
     ) -> None:
         self._run = run
         self._token = run.read_token()
@@ -100,7 +100,7 @@ class ControlSocket:
             self._selector.unregister(client.sock)
         client.sock.close()
 
-    def _reply(self, line: bytes) -> Message:
+    def _reply(self, line: bytes) -> dict[str, Any]:
         request = json.loads(line)
         if not isinstance(request, dict):
             return {"ok": False, "error": "a request is a JSON object"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 from ttprun import recovery
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.codes import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
@@ -132,15 +132,11 @@ class Frameworks(Repairs):
 
     # Orders.
 
-    def words_of_freeze(self) -> dict[str, Any]:
-        """What the framework's stop callback is told."""
-        return {"repair_type": self.repair_type()}
-
     def replay(self, action: recovery.Replay) -> None:
         """Tell a rank with a new process, or with memory that has failed, to make itself ready for its repair."""
         seat = self._supervisor.seats[action.rank]
-        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
-        seat.tell(order | {"repair_type": self.repair_type(), "reboot_type": self.reboot_type(seat.rank)})
+        reboot_type = self.reboot_type(seat.rank)
+        seat.tell(to_rank.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
 
     def repair_type(self) -> str:
         """What the recovery that has just begun comes to, in MindIO's words."""
@@ -185,17 +181,14 @@ class Frameworks(Repairs):
             if board.get(seat.local_rank, Field.RECORDED) == FINISHED:
                 board.set(seat.local_rank, Field.RECORDED, seat.lost_boundary)
 
-    def size_for(self, rank: int) -> dict[str, Any]:
-        """How many ranks the recovery that goes on leads to, as an order of it tells a rank."""
+    def size_for(self, rank: int) -> to_rank.Size:
+        """How many ranks the present recovery leads to, as its orders say it to a rank."""
         job = self._supervisor.job
-        told: dict[str, Any] = {"away": list(job.away), "ranks": [], "data_parallel": [], "params": ""}
         if job.away:
-            told["ranks"] = sorted((*job.survivors, *job.lost))
-            told["data_parallel"] = list(recovery.groups_left(job, rank)[0])
-            told["params"] = self.scheduler.params("downgrade")
-        elif job.is_upgrading:
-            told["params"] = self.scheduler.params("upgrade")
-        return told
+            left = list(recovery.groups_left(job, rank)[0])
+            ranks = sorted((*job.survivors, *job.lost))
+            return to_rank.Size(list(job.away), ranks, left, self.scheduler.params("downgrade"))
+        return to_rank.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell all ranks to rebuild, and those that it concerns to repair."""
@@ -217,18 +210,16 @@ class Frameworks(Repairs):
             if seat.rank in supervisor.job.away:
                 continue
             seat.tell(
-                self.size_for(seat.rank)
-                | {
-                    "op": "repair",
-                    "generation": action.generation,
-                    "boundary": action.boundary,
-                    "lost": list(action.to),
-                    "fault_ranks": list(action.to),
-                    "groups": self.groups_to_connect(),
-                    "repair_type": self.repair_type(),
-                    "parts": [_told(part) for part in plan.parts.get(seat.rank, ())],
-                    "limit_s": supervisor.config.transfer_timeout_s,
-                }
+                to_rank.Repair(
+                    generation=action.generation,
+                    boundary=action.boundary,
+                    size=self.size_for(seat.rank),
+                    lost=list(action.to),
+                    groups=self.groups_to_connect(),
+                    repair_type=self.repair_type(),
+                    parts=[_told(part) for part in plan.parts.get(seat.rank, ())],
+                    limit_s=supervisor.config.transfer_timeout_s,
+                )
             )
 
     def resume(self, action: recovery.Resume) -> None:
@@ -241,15 +232,13 @@ class Frameworks(Repairs):
             supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
             supervisor.seats[rank].tell(
-                self.size_for(rank)
-                | {
-                    "op": "resume",
-                    "generation": action.generation,
-                    "boundary": action.boundary,
-                    "groups": self.groups_to_connect(),
-                    "fault_ranks": [],
-                    "loaded": action.boundary if loads else 0,
-                }
+                to_rank.Rollback(
+                    generation=action.generation,
+                    boundary=action.boundary,
+                    size=self.size_for(rank),
+                    groups=self.groups_to_connect(),
+                    loaded=action.boundary if loads else 0,
+                )
             )
 
     def persist(self, action: recovery.Persist) -> None:
@@ -260,9 +249,8 @@ class Frameworks(Repairs):
             return
         self._saving, self._save_step, self._renames = set(saves), action.boundary, min(saves)
         for rank, groups in saves.items():
-            info = [{"type": kind, "ranks": list(ranks)} for kind, ranks in groups]
-            order = {"op": "dump", "generation": action.generation, "step": action.boundary, "save_info": info}
-            self._supervisor.seats[rank].tell(order)
+            saves_of_rank = [to_rank.Saving(kind, list(together)) for kind, together in groups]
+            self._supervisor.seats[rank].tell(to_rank.Save(action.generation, action.boundary, saves_of_rank))
 
     def _take_saved(self, seat: Seat, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
@@ -270,8 +258,7 @@ class Frameworks(Repairs):
             return
         self._saving.discard(seat.rank)
         if not self._saving:
-            order = {"op": "rename", "generation": generation, "step": self._save_step}
-            self._supervisor.seats[self._renames].tell(order)
+            self._supervisor.seats[self._renames].tell(to_rank.Rename(generation, self._save_step))
 
     def _end_dump(self, generation: int, place: str = "", why_not: str = "") -> None:
         fields: dict[str, Any] = {"boundary": self._save_step, "place": place, "reason": why_not}
@@ -283,15 +270,15 @@ class Frameworks(Repairs):
         )
 
 
-def _told(part: Part) -> dict[str, Any]:
+def _told(part: Part) -> to_rank.RepairPart:
     """MindIO's repair_info."""
-    return {
-        "type": list(part.kinds),
-        "repair_type": _CODES[part.role].value,
-        "src": list(part.sources),
-        "dst": list(part.targets),
-        "rank_list": list(part.ranks),
-    }
+    return to_rank.RepairPart(
+        type=list(part.kinds),
+        repair_type=_CODES[part.role].value,
+        src=list(part.sources),
+        dst=list(part.targets),
+        rank_list=list(part.ranks),
+    )
 
 
 def _named(ranks: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from ttprun import recovery
 from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.verdict import Verdict
 from ttprun.errors import ConfigError
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.state.errors import InvalidCheckpointError
@@ -44,8 +45,8 @@ class Orders:
         """Have the survivors quiesce."""
         self._supervisor.repairs.expect(action.lost)
         survivors = [self._supervisor.seats[rank].local_rank for rank in action.ranks]
-        order: dict[str, Any] = {"op": "freeze", "generation": action.generation, "survivors": survivors}
-        order |= {"lost": list(action.lost), **self._supervisor.repairs.words_of_freeze()}
+        repair_type = self._supervisor.repairs.repair_type()
+        order = to_rank.Freeze(action.generation, survivors, list(action.lost), repair_type)
         for rank in action.ranks:
             self._supervisor.seats[rank].tell(order)
 
@@ -187,8 +188,9 @@ class Orders:
         for rank in action.ranks:
             stored = seats[rank].stored
             assert stored is not None
-            order = {"op": "load_state", "files": list(stored.files), "owners": stored.replicas.parted}
-            seats[rank].tell(order | {"header": stored.header_of(rank), "generation": action.generation})
+            owners = {key: list(ranks) for key, ranks in stored.replicas.parted.items()}
+            order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
+            seats[rank].tell(order)
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold, who are all quiesced."""

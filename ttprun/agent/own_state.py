@@ -48,12 +48,12 @@ class OwnStates:
                     os.close(fd)
         self._places = [[(_new_memory(), _new_memory()) for _ in range(_PLACES)] for _ in range(ranks)]
 
-    def paths_for(self, local_rank: int) -> list[list[str]]:
+    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
         supervisor = self._supervisor
         if supervisor.job.settings.rungs.isdisjoint(("replace", "rewind")) or supervisor.snapshots.is_never:
             return []
-        return [[path_of(fd) for fd in pair] for pair in self._places[local_rank]]
+        return [(path_of(records), path_of(tensors)) for records, tensors in self._places[local_rank]]
 
     def note(self, seat: Seat, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""

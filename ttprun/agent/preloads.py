@@ -18,6 +18,7 @@ from typing import Any
 
 from ttprun.agent import priority
 from ttprun.agent.processes import Copy, Standby, command_of, kill_session
+from ttprun.protocol import to_rank
 from ttprun.protocol.from_rank import Imported, Ready
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
@@ -118,7 +119,7 @@ class Preloaded(Standby):
         with open(fd, "wb") as file:
             file.write(json.dumps(order).encode())
             file.flush()
-            self.channel.send({"op": "preload"}, [fd, self._notebook])
+            self.channel.send(to_rank.Preload(), [fd, self._notebook])
 
     def take(self, message: Ready) -> None:
         """It has imported all."""

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from ttprun import text_hashes
 from ttprun.agent import priority
 from ttprun.agent.adopted import AdoptedProcess, adopting
-from ttprun.protocol import channel, from_rank
+from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap.install import AGENT_VARIABLE, CHANNEL_VARIABLE, PR_SET_PDEATHSIG
 
@@ -86,7 +86,7 @@ class RankHandler(SubprocessHandler):
         """
         with contextlib.suppress(ProcessLookupError):
             super().close(death_sig)
-        self.channel.send({"op": "ended"})
+        self.channel.send(to_rank.EndAsked())
         for log in (self._stdout, self._stderr):
             if log is not None:
                 log.close()
@@ -182,7 +182,7 @@ class Standby:
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have it import modules, and compile the user's; it is not ready until it says so again."""
         self._answers_due += 1
-        self.channel.send({"op": "warm", "modules": modules, "files": files})
+        self.channel.send(to_rank.WarmUp(modules, files))
 
     def hurry(self) -> None:
         """It is needed now, or will be at once: it has a rank's priority from now on."""
@@ -193,7 +193,7 @@ class Standby:
         ours, theirs = channel.pair()
         try:
             with adopting():
-                self.channel.send({"op": "copy"}, [theirs.fileno()])
+                self.channel.send(to_rank.Copy(), [theirs.fileno()])
                 pid = self._pid_of_copy(_COPY_LIMIT_S)
             priority.restore(pid)
             return Copy(AdoptedProcess(pid), ours)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ttprun import recovery
@@ -35,9 +35,9 @@ class Repairs(ABC):
     def note_incident(self, incident: recovery.Incident) -> None:  # noqa: B027
         """How an incident stands."""
 
-    def words_of_freeze(self) -> dict[str, Any]:
-        """What survivors are told, beside the order itself, when they are to quiesce."""
-        return {}
+    def repair_type(self) -> str:
+        """What the recovery that has just begun comes to, as a framework's handlers are given it; "" without one."""
+        return ""
 
     def expect(self, lost: Sequence[int]) -> None:  # noqa: B027
         """Lost ranks are to be repaired: they are waited for again, if they were away."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ttprun import recovery
 from ttprun.agent.repairs import Repairs
+from ttprun.protocol import to_rank
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
@@ -30,10 +31,9 @@ class Replays(Repairs):
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
         supervisor = self._supervisor
         seat = supervisor.seats[action.rank]
-        order = {"op": "replay", "generation": action.generation, "boundary": action.boundary}
         stored = seat.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            seat.tell(order | {"adapt": stored.origin.told_to(seat.rank)})
+            seat.tell(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.told_to(seat.rank)))
             return
         lost = supervisor.orders.recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
@@ -53,37 +53,27 @@ class Replays(Repairs):
             )
             return
         skip_lines = supervisor.orders.lines_since(seat, action.boundary)
-        seat.tell(order | {"adapt": None, "skip_lines": skip_lines})
+        seat.tell(to_rank.Replay(action.generation, action.boundary, skip_lines))
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell the source and the replacements to pass the state over."""
         supervisor = self._supervisor
         supervisor.reports.note_repair(action.to, action.boundary)
-        order = {
-            "generation": action.generation,
-            "name": f"state-{action.generation}-{action.source}.sock",
-            "limit_s": supervisor.config.transfer_timeout_s,
-        }
-        supervisor.seats[action.source].tell(order | {"op": "send_state", "receivers": len(action.to)})
+        name = f"state-{action.generation}-{action.source}.sock"
+        limit_s = supervisor.config.transfer_timeout_s
+        supervisor.seats[action.source].tell(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
-            supervisor.seats[rank].tell(order | {"op": "fetch_state"})
+            supervisor.seats[rank].tell(to_rank.FetchState(action.generation, name, limit_s))
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to connect and to issue their journals again."""
         seats = self._supervisor.seats
         journals = {seat.rank: seat.journal for seat in seats if seat.journal}
-        given = [[name, number, rank] for (name, number), rank in givers_of(journals).items()]
+        given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
-            seats[rank].tell(
-                {
-                    "op": "resume",
-                    "generation": action.generation,
-                    "boundary": action.boundary,
-                    "expected": expected_of(rank, list(journals.values())),
-                    "given": given,
-                    "skip_lines": self._supervisor.orders.lines_since(seats[rank], action.boundary),
-                }
-            )
+            expected = expected_of(rank, list(journals.values()))
+            skip_lines = self._supervisor.orders.lines_since(seats[rank], action.boundary)
+            seats[rank].tell(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""

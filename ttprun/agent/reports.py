@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.failures import Failure
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
@@ -273,13 +273,13 @@ class Reports:
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
         for seat in self._supervisor.seats:
-            seat.tell_news({"op": "look_at", "boundary": boundary + LOOK_AHEAD})
+            seat.tell_news(to_rank.LookAt(boundary + LOOK_AHEAD))
 
     def tell_owners(self, seat: Seat) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself."""
         owners = self._looks.replicas.parted
         if owners:
-            seat.tell_news({"op": "apart", "owners": owners})
+            seat.tell_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
 
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
@@ -314,7 +314,7 @@ class Reports:
             return
         for odd in new:
             odd.divergence = divergence.sentence
-            odd.tell({"op": "stand_aside"})
+            odd.tell(to_rank.StandAside())
 
     def _note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
         """What of a replacement has been compared, for the incident."""

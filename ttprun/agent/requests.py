@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.chaos.faults import parse_fault
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.channel import Message
 
 
-def answer(supervisor: Supervisor, request: Message) -> Message:
+def answer(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
     """The reply to a request: {"ok": True, ...} or {"ok": False, "error": one line}."""
     if request["op"] == "checkpoint":
         return _checkpoint_now(supervisor)
@@ -22,7 +21,7 @@ def answer(supervisor: Supervisor, request: Message) -> Message:
     return _inject_fault(supervisor, str(request["fault"]))
 
 
-def _inject_fault(supervisor: Supervisor, fault: str) -> Message:
+def _inject_fault(supervisor: Supervisor, fault: str) -> dict[str, Any]:
     if not supervisor.config.allow_faults:
         return {"ok": False, "error": "this run was started without --allow-faults"}
     if supervisor.verdict is not None:
@@ -30,7 +29,7 @@ def _inject_fault(supervisor: Supervisor, fault: str) -> Message:
     return {"ok": True, "message": supervisor.injections.order(parse_fault(fault), "inject-fault")}
 
 
-def _checkpoint_now(supervisor: Supervisor) -> Message:
+def _checkpoint_now(supervisor: Supervisor) -> dict[str, Any]:
     """The reply's "after" is the number of the checkpoint that was tried last; the one asked for has a higher one."""
     job = supervisor.job
     if supervisor.verdict is not None:
@@ -50,7 +49,7 @@ def _checkpoint_now(supervisor: Supervisor) -> Message:
     return {"ok": True, "message": "", "after": number}
 
 
-def _call_back(supervisor: Supervisor) -> Message:
+def _call_back(supervisor: Supervisor) -> dict[str, Any]:
     """Have the ranks that are away train again."""
     ranks = ", ".join(map(str, supervisor.job.away))
     if supervisor.verdict is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.pauses import Pause
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Scheduler:
             return
         seat = supervisor.seats[rank]
         if kind == _MEMORY:
-            seat.tell({"op": "uce", "generation": supervisor.job.generation})
+            seat.tell(to_rank.FailMemory(supervisor.job.generation))
             return
         supervisor.advance(
             recovery.RankHung(
@@ -237,8 +238,7 @@ class Scheduler:
 
     def _report(self, action: str, *arguments: Any) -> None:
         if self.rank is not None and self._supervisor.seats[self.rank].is_present:
-            message = {"op": "scheduler_call", "action": action, "arguments": list(arguments)}
-            self._supervisor.seats[self.rank].tell(message)
+            self._supervisor.seats[self.rank].tell(to_rank.SchedulerCall(action, list(arguments)))
 
 
 def _kind_of(kind: str) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, kill_session
 from ttprun.agent.stored import Stored
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.recovery.events import RankExited
 
@@ -55,7 +55,7 @@ class Seat:
     is_dying: bool = False
     is_buried: bool = False
     spawn: Callable[[], None] | None = None
-    held: Message | None = None
+    held: to_rank.Order | None = None
     stored: Stored | None = None
     script_error: str = ""
     device_fault: str = ""
@@ -80,14 +80,14 @@ class Seat:
         self.told_in = -1
         self.journal = {}
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: to_rank.Order) -> None:
         """Send to the process, or hold the message till it has greeted."""
         if self.is_present:
             self.handler.channel.send(message)
         else:
             self.held = message
 
-    def tell_news(self, put: Message) -> None:
+    def tell_news(self, put: to_rank.Order) -> None:
         """Send what another rank tells all, if there is a process that has greeted."""
         if self.is_present:
             self.handler.channel.send(put)
@@ -139,7 +139,7 @@ class Seat:
         self._note_boundary(board)
         self.told_in = -1
         self.journal = {}
-        self.handler.channel.send({"op": "heard"})
+        self.handler.channel.send(to_rank.Heard())
 
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""

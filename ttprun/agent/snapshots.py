@@ -161,9 +161,9 @@ class Snapshots:
             for _ in range(_SHELVES)
         ]
 
-    def paths_for(self, local_rank: int) -> list[list[str]]:
+    def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank puts its records and its share, for each shelf."""
-        return [[path_of(shelf.records[local_rank]), path_of(shelf.shares[local_rank])] for shelf in self.shelves]
+        return [(path_of(shelf.records[local_rank]), path_of(shelf.shares[local_rank])) for shelf in self.shelves]
 
     def look(self) -> None:
         """Ask for the next one, if it is time and there is room."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgpack
 
+from ttprun.protocol.to_rank import Adapt
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.errors import InvalidCheckpointError
@@ -42,11 +43,11 @@ class Origin:
     world_size: int
     paths: tuple[str, ...]
 
-    def told_to(self, rank: int) -> dict[str, Any]:
+    def told_to(self, rank: int) -> Adapt:
         """What a rank of this run must know: from whom it takes over, and who else there was."""
         donor = rank % self.world_size
         other = self.paths[(donor + 1) % self.world_size] if self.world_size > 1 else ""
-        return {"world_size": self.world_size, "donor": self.paths[donor], "other": other}
+        return Adapt(self.world_size, self.paths[donor], other)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
 from ttprun.agent.preloads import Preloaded
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, command_of, with_agent
+from ttprun.protocol import to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.channel import Message
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -40,44 +40,45 @@ class Watch:
         """Tell a process who it is, and listen to it."""
         supervisor = self._supervisor
         config = supervisor.config
-        message: Message = {
-            "op": "welcome",
-            "rank": seat.rank,
-            "local_rank": seat.local_rank,
-            "world_size": len(supervisor.seats),
-            "local_world_size": len(supervisor.seats),
-            "generation": supervisor.job.generation,
-            "run_dir": str(supervisor.run.path),
-            "is_replacement": is_replacement,
-            "arguments": command_of(seat.handler.start) if supervisor.is_python else [],
-            "faults": supervisor.injections.waiting_in(seat.rank),
-            "options": {
-                "allow_faults": config.allow_faults,
-                "keeps_state": not supervisor.job.settings.rungs.isdisjoint(("rewind", "persist")),
-                "own_state": supervisor.own_states.paths_for(seat.local_rank),
-                "shelves": supervisor.snapshots.paths_for(seat.local_rank),
-                "snapshot_every_steps": supervisor.snapshots.every_steps,
-                "record_limit_mib": config.record_limit_mib,
-                "journal_limit_mib": config.journal_limit_mib,
-                "commit_timeout_s": config.commit_timeout_s,
-                "is_replaced": "replace" in supervisor.job.settings.rungs,
-                "verify_every": config.verify_every,
-                "nan_limit_s": config.nan_limit_s,
-                "user_paths": config.user_paths,
-                "may_rerun": "rerun" in supervisor.job.settings.rungs,
-                "retry_on": config.retry_on,
-                "device_errors": config.device_errors,
-                "simulates_npu": config.simulate_npu,
-                "mindio": config.mindio,
-                "prints_traceback": bool(seat.handler.start["stderr"]),
-            },
-        }
-        fds = [supervisor.board_fd, seat.record_fd, seat.stack_fd]
-        handler = seat.handler
+        handler, rungs = seat.handler, supervisor.job.settings.rungs
+        options = to_rank.Options(
+            allow_faults=config.allow_faults,
+            keeps_state=not rungs.isdisjoint(("rewind", "persist")),
+            own_state=supervisor.own_states.paths_for(seat.local_rank),
+            shelves=supervisor.snapshots.paths_for(seat.local_rank),
+            snapshot_every_steps=supervisor.snapshots.every_steps,
+            record_limit_mib=config.record_limit_mib,
+            journal_limit_mib=config.journal_limit_mib,
+            commit_timeout_s=config.commit_timeout_s,
+            is_replaced="replace" in rungs,
+            verify_every=config.verify_every,
+            nan_limit_s=config.nan_limit_s,
+            user_paths=config.user_paths,
+            may_rerun="rerun" in rungs,
+            retry_on=config.retry_on,
+            device_errors=config.device_errors,
+            simulates_npu=config.simulate_npu,
+            mindio=config.mindio,
+            prints_traceback=bool(handler.start["stderr"]),
+        )
+        fds, environment = [supervisor.board_fd, seat.record_fd, seat.stack_fd], {}
         if isinstance(handler, StandbyHandler):
-            message["env"] = with_agent(os.environ | handler.start["env"], str(supervisor.run.path))
+            environment = with_agent(os.environ | handler.start["env"], str(supervisor.run.path))
             fds += handler.outputs()
-        handler.channel.send(message, fds)
+        welcome = to_rank.Welcome(
+            rank=seat.rank,
+            local_rank=seat.local_rank,
+            world_size=len(supervisor.seats),
+            local_world_size=len(supervisor.seats),
+            generation=supervisor.job.generation,
+            run_dir=str(supervisor.run.path),
+            is_replacement=is_replacement,
+            options=options,
+            arguments=command_of(handler.start) if supervisor.is_python else [],
+            faults=supervisor.injections.waiting_in(seat.rank),
+            env=environment,
+        )
+        handler.channel.send(welcome, fds)
         supervisor.selector.register(
             handler.channel.sock, selectors.EVENT_READ, lambda: self._on_message(seat, handler)
         )

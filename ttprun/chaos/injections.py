@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 from ttprun.agent.processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.chaos.schedule import Strike, strikes
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.protocol.channel import Message
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -83,12 +82,10 @@ class Injections:
         self._log("fault_ordered", order=order.number, fault=str(fault), by=by)
         return self._take_next(order)
 
-    def waiting_in(self, rank: int) -> list[Message]:
+    def waiting_in(self, rank: int) -> list[to_rank.Fault]:
         """What a process of that rank is to be told when it starts."""
         return [
-            {"op": "fault", "number": number, "fault": str(fault)}
-            for number, (fault, _) in self._armed.items()
-            if _rank_of(fault) == rank
+            to_rank.Fault(number, str(fault)) for number, (fault, _) in self._armed.items() if _rank_of(fault) == rank
         ]
 
     def greeted(self, seat: Seat) -> None:
@@ -112,13 +109,13 @@ class Injections:
         if fault.kind == "preempt":
             self._preempted = seat  # it stays where it is till the signal has been answered
         elif fault.kind in ("term", *AGENT_KINDS):
-            seat.handler.channel.send({"op": "fault_done"})
+            seat.handler.channel.send(to_rank.FaultDone())
         self._after(order)
 
     def answered(self) -> None:
         """The job's end has been asked for, and the ranks know: one that was held back for that goes on."""
         if self._preempted is not None:
-            self._preempted.handler.channel.send({"op": "fault_done"})
+            self._preempted.handler.channel.send(to_rank.FaultDone())
             self._preempted = None
 
     def failed(self, seat: Seat, message: from_rank.FaultFailed) -> None:
@@ -187,7 +184,7 @@ class Injections:
         self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
         seat = self._supervisor.seats[rank]
         if seat.is_present:
-            seat.handler.channel.send({"op": "fault", "number": number, "fault": str(fault)})
+            seat.handler.channel.send(to_rank.Fault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
 
     # Strikes from outside.

@@ -14,6 +14,7 @@ from typing import Any
 from ttprun.chaos import broken_links, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
+from ttprun.protocol import to_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session, current
@@ -26,25 +27,24 @@ _AT_COLLECTIVES = ("skip-collective", "nan")
 _inside_step: Armed | None = None
 
 
-def begin(ordered: list[dict[str, Any]]) -> None:
+def begin(ordered: list[to_rank.Fault]) -> None:
     """Make all moments known to us, and arm the faults that the agent has ordered so far."""
     _watch_modules()
     for one in ordered:
-        arm(one["number"], parse_fault(one["fault"]))
+        arm(one.number, parse_fault(one.fault))
 
 
 def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
     """`take`, for the agent's messages; those about faults are ours."""
 
     def hear(message: Message) -> None:
-        if not isinstance(message, dict):
-            take(message)
-        elif message["op"] == "fault":
-            arm(message["number"], parse_fault(message["fault"]))
-        elif message["op"] == "fault_done":
-            damage.done_by_agent()
-        else:
-            take(message)
+        match message:
+            case to_rank.Fault(number=number, fault=fault):
+                arm(number, parse_fault(fault))
+            case to_rank.FaultDone():
+                damage.done_by_agent()
+            case _:
+                take(message)
 
     return hear
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ttprun.elastic_resume.derive import Derived, states_in
 from ttprun.elastic_resume.merge import Merge
 from ttprun.elastic_resume.touched import spoil
+from ttprun.protocol.to_rank import Adapt
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
 from ttprun.rank.data import loaders, rest_of_epoch
@@ -39,25 +40,23 @@ from ttprun.rank.values.nodes import Tag
 class Adapted(Replay):
     """The set-up of one rank of the new run, up to the old run's boundary.
 
-    Gets from the agent, as `adapt`:  world_size  ranks of the old run
-                                      donor       file of the old rank whose variables are taken over
-                                      other       file of another old rank; "" if there was but one
+    adapt   whose variables are taken over
     """
 
     is_alone = False
     jump = loops.JumpToNewEnd
 
-    def __init__(self, session: Session, number: int, adapt: dict[str, Any]) -> None:
-        part = _read(adapt["donor"])
+    def __init__(self, session: Session, number: int, adapt: Adapt) -> None:
+        part = _read(adapt.donor)
         self._first = Record.of(*part["first"][1:])
         last = Record.of(*part["records"][-1][1:])
         self._old = Tree(last.fields, last.blobs)
         self._derived: Derived | None = None
-        self._is_resized = session.world_size != adapt["world_size"]
-        if session.rank >= adapt["world_size"]:
+        self._is_resized = session.world_size != adapt.world_size
+        if session.rank >= adapt.world_size:
             common = set()
-            if adapt["other"]:
-                other = Record.of(*_read(adapt["other"])["records"][-1][1:])
+            if adapt.other:
+                other = Record.of(*_read(adapt.other)["records"][-1][1:])
                 common = states_in(other.fields, _generators_in(Tree(other.fields, other.blobs)))
             self._derived = Derived(session.rank, common)
             _derive(last.fields, self._derived)

@@ -1,4 +1,6 @@
-"""The line between the agent and one rank: a socket pair, one JSON object a line, no pickle.
+"""The line between the agent and one rank: a socket pair, one message a line (`codec.py`).
+
+What a rank sends is in `from_rank.py`, what it is sent in `to_rank.py`. A line that is no message is read as `Refused`.
 
 The first message that a rank reads is its welcome; the file descriptors of the board and of its recorder come with it.
 """
@@ -7,19 +9,19 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import get_args
 
-from ttprun.protocol import from_rank
-from ttprun.protocol.codec import decode, encode
+from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol.codec import Refused, decode, encode
 
-Message = Any
+Sent = from_rank.Report | to_rank.Order
+Message = Sent | Refused
 MAX_FDS = 8
-KNOWN = {kind.__name__: kind for kind in get_args(from_rank.Report)}
+KNOWN = {kind.__name__: kind for kind in get_args(Sent)}
 
 
 class Channel:
@@ -39,9 +41,9 @@ class Channel:
         """The socket's descriptor, for a selector."""
         return self.sock.fileno()
 
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: Sent, fds: Sequence[int] = ()) -> None:
         """Send one message. A reader that is gone is not an error: its end is noticed elsewhere."""
-        line = json.dumps(message).encode() + b"\n" if isinstance(message, dict) else encode(message)
+        line = encode(message)
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
             if fds:
                 rights = array.array("i", fds)
@@ -107,8 +109,8 @@ class Channel:
 
 
 def _read(line: bytes) -> Message:
-    values = json.loads(line)
-    return decode(line, KNOWN) if isinstance(values, dict) and values.get("op") in KNOWN else values
+    message: Message = decode(line, KNOWN)
+    return message
 
 
 def pair() -> tuple[Channel, Channel]:

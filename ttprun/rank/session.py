@@ -14,6 +14,7 @@ from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.device.updates import UpdateTimes
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES, Board, Field, Phase
+from ttprun.protocol.to_rank import Options
 
 CONNECT = OPERATION_NAMES.index("connect")
 _MOST_HINDRANCES = 20
@@ -65,7 +66,7 @@ class Session:
     local_rank: int
     world_size: int
     run_dir: str
-    options: dict[str, Any]
+    options: Options
     channel: Channel
     board: Board
     recorder: Recorder
@@ -117,7 +118,7 @@ class Session:
         """Whether records are of use: other ranks can be repaired from them, or this one can go on from a snapshot."""
         if self.unprotected:
             return False
-        return bool(self.groups) if self.world_size > 1 and not self.trains_alone else bool(self.options["keeps_state"])
+        return bool(self.groups) if self.world_size > 1 and not self.trains_alone else self.options.keeps_state
 
     def is_alone(self) -> bool:
         """Whether a fault of this rank is no affair of others: there are none, or it has no process group with them."""
@@ -170,7 +171,7 @@ class Session:
 
     def diagnose(self, error: BaseException) -> Diagnosis:
         """What an exception says of the device, or of a connection."""
-        return DeviceErrors(self.options["device_errors"]).diagnose(error, self.updates)
+        return DeviceErrors(self.options.device_errors).diagnose(error, self.updates)
 
     def tell_broken(self, generation: int, reason: str, after_s: float, device_fault: str = "") -> None:
         """Say that the connections of a generation are broken, though no fault has been heard of.

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from ttprun.chaos import strikes
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Phase
 from ttprun.rank import moments
 from ttprun.rank.bootstrap import patches
@@ -30,9 +30,9 @@ def install(presence: Presence) -> None:
     if missing:
         presence.channel.send(from_rank.Note(f"not protected on this torch version: {', '.join(missing)}"))
     leave_in_children()
-    if presence.welcome["options"]["allow_faults"]:
+    if presence.welcome.options.allow_faults:
         moments.listener = strikes
-        strikes.begin(presence.welcome["faults"])
+        strikes.begin(presence.welcome.faults)
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:
@@ -42,9 +42,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     """
     session = make_session(presence)
     order = presence.order
-    is_joining = is_replacement and order["op"] == "replay"
-    joins = (order["boundary"], order["reboot_type"]) if is_joining else (None, "arf")
-    framework = session.framework = Framework(session, *joins)
+    if is_replacement and isinstance(order, to_rank.Prepare):
+        framework = Framework(session, order.boundary, order.reboot_type)
+    else:
+        framework = Framework(session, None, "arf")
+    session.framework = framework
     session.journal.admit = framework.admit
     begin(session)
     session.recovery = CallbackRecovery(session, framework)

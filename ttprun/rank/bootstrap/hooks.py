@@ -14,7 +14,7 @@ from ttprun.chaos import strikes
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
 from ttprun.elastic_resume.adapted import Adapted
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import patches, reset
@@ -43,7 +43,7 @@ from ttprun.rank.weights.snapshots import Snapshots
 
 def install(presence: Presence) -> None:
     """Install what stays for as long as the process lives."""
-    options = presence.welcome["options"]
+    options = presence.welcome.options
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     torch_compile.leave_us_alone()
     groups.register()
@@ -58,12 +58,12 @@ def install(presence: Presence) -> None:
     output.count_lines()
     trackers.follow()
     leave_in_children()
-    if options["simulates_npu"]:
+    if options.simulates_npu:
         registry.simulate(SimulatedNpu())
-    if options["allow_faults"]:
+    if options.allow_faults:
         moments.listener = strikes
-        strikes.begin(presence.welcome["faults"])
-    if options["may_rerun"]:
+        strikes.begin(presence.welcome.faults)
+    if options.may_rerun:
         reset.note_beginning()
 
 
@@ -73,24 +73,26 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     is_replacement   it takes the place of a run that was lost, where the agent's order says
     """
     session = make_session(presence)
-    order = presence.order
+    order = presence.order if is_replacement else None
     if is_replacement:
         patches.apply_all(with_replay=True)
     workers.keep_in(session.recorder)
     begin(session)
-    _begin_origins(session, is_replacement and order["op"] == "replay" and order["adapt"] is None)
-    if is_replacement and order["op"] == "replay":
-        files.mute_all()
-        if order["adapt"] is not None:
-            session.replay = Adapted(session, order["boundary"], order["adapt"])
-        else:
-            session.replay = Replay.of_lost(session, order["boundary"], tuple(order["skip_lines"]))
-        session.replay.begin()
-    elif is_replacement:
-        output.skip_lines(*order["skip_lines"])
-        append_dedup.go_on_from(session.recorder, order["boundary"])
-        session.expected = Expected(session.channel, session.generation, order["expected"])
-        session.proof = Proof.of(session, order["boundary"])
+    _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
+    match order:
+        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines):
+            files.mute_all()
+            session.replay = Replay.of_lost(session, boundary, skip_lines)
+            session.replay.begin()
+        case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
+            files.mute_all()
+            session.replay = Adapted(session, boundary, adapt)
+            session.replay.begin()
+        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
+            output.skip_lines(*skip_lines)
+            append_dedup.go_on_from(session.recorder, boundary)
+            session.expected = Expected(session.channel, session.generation, expected)
+            session.proof = Proof.of(session, boundary)
     session.recovery = Recovery(session)
     session.recovery.start()
     presence.hand_over(strikes.taken_from(session.recovery.take))
@@ -115,15 +117,15 @@ def _begin_origins(session: Session, is_replay: bool) -> None:
 
 def make_session(presence: Presence) -> Session:
     """What a run knows of itself as a rank; all of it is new."""
-    welcome, options = presence.welcome, presence.welcome["options"]
-    recorder = Recorder(presence.fds[1], options["record_limit_mib"] << 20)
-    board = Board(presence.fds[0], welcome["local_world_size"])
-    journal = Journal(options["journal_limit_mib"] << 20)
+    welcome, options = presence.welcome, presence.welcome.options
+    recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
+    board = Board(presence.fds[0], welcome.local_world_size)
+    journal = Journal(options.journal_limit_mib << 20)
     session = Session(
-        rank=welcome["rank"],
-        local_rank=welcome["local_rank"],
-        world_size=welcome["world_size"],
-        run_dir=welcome["run_dir"],
+        rank=welcome.rank,
+        local_rank=welcome.local_rank,
+        world_size=welcome.world_size,
+        run_dir=welcome.run_dir,
         options=options,
         channel=presence.channel,
         board=board,
@@ -132,14 +134,14 @@ def make_session(presence: Presence) -> Session:
         verifier=Verifier(
             presence.channel,
             journal,
-            options["verify_every"],
-            options["nan_limit_s"],
-            is_compared=welcome["world_size"] > 1 and not options["mindio"],
+            options.verify_every,
+            options.nan_limit_s,
+            is_compared=welcome.world_size > 1 and not options.mindio,
         ),
         holdings=Holdings(),
-        snapshots=Snapshots(board, welcome["local_rank"], options["shelves"], options["snapshot_every_steps"]),
+        snapshots=Snapshots(board, welcome.local_rank, options.shelves, options.snapshot_every_steps),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
-        own_state=OwnState(board, welcome["local_rank"], options["own_state"]),
+        own_state=OwnState(board, welcome.local_rank, options.own_state),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel),
         generation=presence.generation,

@@ -23,7 +23,7 @@ from ttprun import text_hashes
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import patches, unhooked
@@ -64,13 +64,16 @@ def begin() -> None:
         channel.send(from_rank.Unprotected(why))
         return
     welcome, fds = channel.receive_with_fds()
-    if not welcome["options"]["mindio"]:
+    if not isinstance(welcome, to_rank.Welcome):
+        channel.send(from_rank.Unprotected(f"the agent's first message is no welcome: {welcome}"))
+        return
+    if not welcome.options.mindio:
         ast_transform.install()
     script = ast_transform.script_of(sys.orig_argv)
     enter(channel, welcome, fds, ast_transform.full_path(script))
 
 
-def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str) -> None:
+def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str) -> None:
     """Take the identity that the agent gives; a replacement waits here till it knows where to go.
 
     The hooks are installed as soon as torch is imported, which may have happened already: a .pth file in site-packages,
@@ -80,29 +83,29 @@ def enter(channel: Channel, welcome: dict[str, Any], fds: list[int], script: str
     """
     global _presence
     directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
-    for path in (*directories, *welcome["options"]["user_paths"]):
+    for path in (*directories, *welcome.options.user_paths):
         add_user_directory(path)
     text_hashes.note_who_seeded()
     _presence = Presence(channel, welcome, fds)
     _presence.start()
     stack.write_when_asked(fds[2])
-    board = Board(fds[0], welcome["local_world_size"])
-    heartbeat.start(board, welcome["local_rank"], _look_for_hooks)
+    board = Board(fds[0], welcome.local_world_size)
+    heartbeat.start(board, welcome.local_rank, _look_for_hooks)
     held_signals.hold(board)
     with contextlib.suppress(AttributeError):  # a C library without such locks
-        life_lock.hold(board, welcome["local_rank"])
+        life_lock.hold(board, welcome.local_rank)
     channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
     sys.excepthook = tell_before(sys.excepthook)
     strike_at_start(welcome)
-    if welcome["is_replacement"]:
+    if welcome.is_replacement:
         _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
-    if not welcome["options"]["mindio"]:
+    if not welcome.options.mindio:
         patches.apply_early()
         origins.listen()
     after_import("torch", take_over)
-    if welcome["is_replacement"] and _presence.order["op"] == "replay":
+    if welcome.is_replacement and isinstance(_presence.order, to_rank.Replay | to_rank.Prepare):
         # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
         import torch  # noqa: F401
 
@@ -126,12 +129,12 @@ def _admit_unhooked() -> None:
         presence.channel.send(from_rank.Unprotected(why))
 
 
-def strike_at_start(welcome: dict[str, Any]) -> None:
+def strike_at_start(welcome: to_rank.Welcome) -> None:
     """Faults of phase "start" strike before anything else; the others wait for their hooks."""
-    for ordered in welcome["faults"]:
-        fault = parse_fault(ordered["fault"])
+    for ordered in welcome.faults:
+        fault = parse_fault(ordered.fault)
         if fault.phase == "start" and _presence is not None:
-            damage.cause(_presence.channel, damage.Armed(ordered["number"], fault), "start", 0, None)
+            damage.cause(_presence.channel, damage.Armed(ordered.number, fault), "start", 0, None)
 
 
 def tell_before(previous: Any) -> Any:
@@ -151,7 +154,7 @@ def tell_before(previous: Any) -> Any:
                 held_signals.wait_for_end()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
             presence.has_script_failed = True
-            if _is_of_end(presence, error) and not presence.welcome["options"]["prints_traceback"]:
+            if _is_of_end(presence, error) and not presence.welcome.options.prints_traceback:
                 _keep_interrupted(presence, error)
             else:
                 previous(kind, error, trace)
@@ -165,7 +168,7 @@ def tell_before(previous: Any) -> Any:
         found = session.current() if session is not None else None
         if found is not None:
             found.is_over = True
-        is_early = (found is None or found.applied == 0) and not presence.welcome["options"]["prints_traceback"]
+        is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.replay.difference if found is not None and found.replay is not None else ""
         why = f"{in_one_line(error)}; the replay had not come by its place: {missed}" if missed else in_one_line(error)
@@ -177,8 +180,8 @@ def tell_before(previous: Any) -> Any:
             previous(kind, error, trace)
         is_live = found is not None and found.applied > 0 and found.is_repairable()
         is_on_its_way = presence.is_rerun and (found is None or found.replay is not None)
-        if (is_live or is_on_its_way) and presence.welcome["options"]["is_replaced"]:
-            _leave_at_once(presence.welcome["rank"])
+        if (is_live or is_on_its_way) and presence.welcome.options.is_replaced:
+            _leave_at_once(presence.welcome.rank)
 
     return tell
 
@@ -194,8 +197,8 @@ def _is_of_end(presence: Presence, error: BaseException) -> bool:
 
 def _keep_interrupted(presence: Presence, error: BaseException) -> None:
     """Where a signal to the launcher has met the script: not for the terminal, on which each rank would say so."""
-    name = f"interrupted-rank{presence.welcome['rank']}.log"
-    with contextlib.suppress(OSError), open(os.path.join(presence.welcome["run_dir"], "logs", name), "w") as log:
+    name = f"interrupted-rank{presence.welcome.rank}.log"
+    with contextlib.suppress(OSError), open(os.path.join(presence.welcome.run_dir, "logs", name), "w") as log:
         log.write("".join(traceback.format_exception(error)))
 
 
@@ -216,8 +219,8 @@ def _leave_at_once(rank: int) -> None:
 
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
     """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
-    options = presence.welcome["options"]
-    if options["mindio"] or not options["may_rerun"] or "ttprun.rank.session" not in sys.modules:
+    options = presence.welcome.options
+    if options.mindio or not options.may_rerun or "ttprun.rank.session" not in sys.modules:
         return error, diagnose(presence, error)
     from ttprun.rank.bootstrap import rerun
 
@@ -228,7 +231,7 @@ def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
     """What an exception says of the device; from this table and the configuration's additions."""
     module = sys.modules.get("ttprun.rank.session")
     session = module.current() if module is not None else None
-    table = DeviceErrors(presence.welcome["options"]["device_errors"])
+    table = DeviceErrors(presence.welcome.options.device_errors)
     return table.diagnose(error, session.updates if session is not None else None)
 
 
@@ -299,13 +302,13 @@ def take_over() -> None:
         return
     try:
         hooks: Any
-        if presence.welcome["options"]["mindio"]:
+        if presence.welcome.options.mindio:
             from ttprun.rank.bootstrap import framework_hooks as hooks
         else:
             from ttprun.rank.bootstrap import hooks
 
         hooks.install(presence)
-        hooks.begin_run(presence, presence.welcome["is_replacement"])
+        hooks.begin_run(presence, presence.welcome.is_replacement)
     except Exception as error:  # we fail open: the script runs as under torchrun
         session = sys.modules.get("ttprun.rank.session")
         if session is not None:

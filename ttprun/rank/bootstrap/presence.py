@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable
 
 from ttprun.chaos import damage
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol.codec import Refused
 from ttprun.rank.bootstrap import unhooked
 from ttprun.rank.process import held_signals
 
@@ -28,17 +29,17 @@ class Presence:
     has_script_failed   an exception has ended the script
     """
 
-    def __init__(self, channel: Channel, welcome: Message, fds: list[int]) -> None:
+    def __init__(self, channel: Channel, welcome: to_rank.Welcome, fds: list[int]) -> None:
         self.channel = channel
         self.welcome = welcome
         self.fds = fds
-        self.generation: int = welcome["generation"]
+        self.generation: int = welcome.generation
         self._early: list[Message] = []
         self.pid = os.getpid()
         self._heir: Callable[[Message], None] | None = None
         self._lock = threading.Lock()
         self.may_start = threading.Event()
-        self.order: Message = {}
+        self.order: to_rank.Replay | to_rank.Prepare | to_rank.Resume | to_rank.Rollback | None = None
         self.is_rerun = False
         self.heard = threading.Event()
         self.heard.set()
@@ -65,17 +66,20 @@ class Presence:
             self.is_rerun = True
             self._heir = None
             self._early = []
-            self.order = {}
+            self.order = None
             self.may_start.clear()
             self.heard.clear()
 
     def is_ended_by_agent(self) -> bool:
         """The agent has passed a signal on to all ranks, which ends the job."""
-        return Board(self.fds[0], self.welcome["local_world_size"]).get(LEADER, Field.ENDED_BY) != 0
+        return Board(self.fds[0], self.welcome.local_world_size).get(LEADER, Field.ENDED_BY) != 0
 
     def _read(self) -> None:
         for message in self.channel.messages():
-            if isinstance(message, dict) and message["op"] == "ended":
+            if isinstance(message, Refused):
+                self.channel.send(from_rank.Note(f"a message of the agent is ignored: {message.reason}"))
+                continue
+            if isinstance(message, to_rank.EndAsked):
                 held_signals.tell_to_end()
             with self._lock:
                 heir = self._heir
@@ -85,37 +89,37 @@ class Presence:
                 heir(message)
 
     def _answer(self, message: Message) -> None:
-        if isinstance(message, from_rank.Put | from_rank.Unprotected):
-            if self.heard.is_set():
+        is_of_fault = isinstance(message, to_rank.Fault | to_rank.FaultDone)
+        if not (self.heard.is_set() or is_of_fault or isinstance(message, to_rank.Heard)):
+            return
+        match message:
+            case to_rank.Heard():
+                self.heard.set()
+            case to_rank.Freeze(generation=generation):
+                self._freeze(generation)
+            case to_rank.Resume() | to_rank.Rollback():
+                self.generation = message.generation
+                self.channel.send(from_rank.Rebuilt(self.generation))
+                if not (isinstance(message, to_rank.Resume) and any(message.expected.values())):
+                    self.channel.send(from_rank.Reissued(self.generation))
+                self.order = message
+                self.may_start.set()
+            case to_rank.Replay() | to_rank.Prepare():
+                self.generation = message.generation
+                self.order = message
+                self.may_start.set()
+            case to_rank.FaultDone():
+                damage.done_by_agent()
+            case _:
                 self._early.append(message)
+
+    def _freeze(self, generation: int) -> None:
+        """There is nothing to quiesce yet: it is at boundary 0, unless the script trains where we have no hooks."""
+        self.generation = generation
+        why = unhooked.why()
+        if why:  # then nobody has counted its steps, and this may be no boundary 0
+            self.channel.send(from_rank.Unprotected(why))
             return
-        op = message["op"]
-        if op == "heard":
-            self.heard.set()
-            return
-        if not self.heard.is_set() and op not in ("fault", "fault_done"):
-            return
-        if op == "freeze":
-            self.generation = message["generation"]
-            why = unhooked.why()
-            if why:  # then nobody has counted its steps, and this may be no boundary 0
-                self.channel.send(from_rank.Unprotected(why))
-                return
-            board = Board(self.fds[0], self.welcome["local_world_size"])
-            board.announce(self.welcome["local_rank"], Field.HELD, self.generation)
-            self.channel.send(from_rank.Frozen(self.generation, boundary=0))
-        elif op == "resume":
-            self.generation = message["generation"]
-            self.channel.send(from_rank.Rebuilt(self.generation))
-            if not any(message["expected"].values()):
-                self.channel.send(from_rank.Reissued(self.generation))
-            self.order = message
-            self.may_start.set()
-        elif op == "replay":
-            self.generation = message["generation"]
-            self.order = message
-            self.may_start.set()
-        elif op == "fault_done":
-            damage.done_by_agent()
-        else:
-            self._early.append(message)
+        board = Board(self.fds[0], self.welcome.local_world_size)
+        board.announce(self.welcome.local_rank, Field.HELD, self.generation)
+        self.channel.send(from_rank.Frozen(self.generation, boundary=0))

@@ -63,7 +63,7 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
         except Exception as failure:
             return failure, diagnose(presence, failure)
         try:
-            run(presence.welcome["arguments"])
+            run(presence.welcome.arguments)
         except SystemExit:
             raise
         except BaseException as again:
@@ -79,7 +79,7 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
     """
     session, diagnosis = current(), diagnose(presence, error)
     device: Device | None = None
-    if session is None or not is_transient(error, diagnosis, session.options["retry_on"]):
+    if session is None or not is_transient(error, diagnosis, session.options.retry_on):
         return None, diagnosis, None
     why_not = _why_not(session)
     if not why_not and diagnosis.is_known:

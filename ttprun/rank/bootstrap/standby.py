@@ -20,7 +20,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import install, patches, preload
 from ttprun.rank.bootstrap.script import run
@@ -55,30 +55,34 @@ def main() -> None:
         while True:
             message, came = channel.receive_with_fds()
             fds += came  # one read may bring several messages, and then the descriptors come with the first
-            if message["op"] == "warm":
-                warm_up(message["modules"])
-                ast_transform.prepare(message["files"])
-                channel.send(from_rank.Ready(is_copyable()))
-            elif message["op"] == "preload":
-                # As in a replay: a package may take functions that we change out of torch (`from torch import save`).
-                patches.apply_all(with_replay=True)
-                notebook, plan = fds.pop(), fds.pop()
-                refused = preload.preload(plan, notebook)
-                channel.send(from_rank.Ready(is_copyable(), refused))
-            elif message["op"] == "copy":
-                channel = give_copy(channel, fds.pop(), agent)
-            else:
-                welcome = message
-                break
+            match message:
+                case to_rank.WarmUp(modules=modules, files=files):
+                    warm_up(modules)
+                    ast_transform.prepare(files)
+                    channel.send(from_rank.Ready(is_copyable()))
+                case to_rank.Preload():
+                    # As in a replay: a package may take functions that we change out of torch (`from torch import
+                    # save`).
+                    patches.apply_all(with_replay=True)
+                    notebook, plan = fds.pop(), fds.pop()
+                    refused = preload.preload(plan, notebook)
+                    channel.send(from_rank.Ready(is_copyable(), refused))
+                case to_rank.Copy():
+                    channel = give_copy(channel, fds.pop(), agent)
+                case to_rank.Welcome():
+                    welcome = message
+                    break
+                case _:
+                    raise SystemExit(f"ttprun: a standby cannot use this message of the agent: {message}")
     except EOFError:
         os._exit(0)  # what packages do at the end of a process is a rank's to do
     for output, target in zip(fds[3:], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)
     os.environ.clear()
-    os.environ.update(preload.added | welcome["env"])
-    arguments: list[str] = welcome["arguments"]
-    is_followed = not welcome["options"]["mindio"]
+    os.environ.update(preload.added | welcome.env)
+    arguments: list[str] = welcome.arguments
+    is_followed = not welcome.options.mindio
     if is_followed:
         ast_transform.install()
     is_module = arguments[0] == "-m"

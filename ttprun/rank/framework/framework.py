@@ -24,6 +24,7 @@ from ttprun.rank.framework.elastic import Elastic
 from ttprun.rank.framework.errors import ARF_FINISH, FORCE_STOP, STEP_FINISH, ErrorTable
 from ttprun.rank.framework.handlers import Handlers
 from ttprun.rank.framework.pauses import Pauses
+from ttprun.rank.replay.recovery import JoinsTraining
 from ttprun.rank.session import Session
 from ttprun.rank.step import for_standbys
 from ttprun.rank.step.commit_barrier import commit
@@ -316,7 +317,7 @@ class Framework:
             self._tell_fault(error)
         elif state is ReportState.RS_PREREPAIR_FINISH:
             assert session.recovery is not None
-            session.recovery.take({"op": "joined", "generation": session.generation})
+            session.recovery.leave_to_thread(JoinsTraining(session.generation))
         return True
 
     def _tell_fault(self, error: BaseException) -> None:

@@ -1,14 +1,13 @@
 """The recovery thread of a rank whose framework owns its train function: the agent's orders, answered by callbacks.
 
-The orders are those of any recovery (see `ttprun.rank.replay.recovery`), and come in the same order:
+The orders (`protocol/to_rank.py`) come in this order:
 
-    freeze    all that live come to one step; stop handler; the main thread leaves its train function
-    replay    to a rank whose device has failed: stop and clean handlers. A replacement runs the script, up to that
+    Freeze    all that live come to one step; stop handler; the main thread leaves its train function
+    Prepare   to a rank whose device has failed: stop and clean handlers. A replacement runs the script, up to that
               function
-    repair    in place of send_state and fetch_state, to all: clean handler, groups are connected, rebuild and repair
-              handlers
-    dump      save_ckpt handler; `rename` follows to one rank, once all have written
-    resume    rollback handler, and the train function is entered again
+    Repair    to all: clean handler, groups are connected, rebuild and repair handlers
+    Save      save_ckpt handler; `Rename` follows to one rank, once all have written
+    Rollback  rollback handler, and the train function is entered again
 
 A newer generation overtakes an older one: it cuts the connections on which a callback waits. Begin with
 `CallbackRecovery`.
@@ -18,11 +17,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
@@ -32,7 +30,7 @@ from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import Size
-from ttprun.rank.replay.recovery import LOOK_AGAIN_S, Recovery
+from ttprun.rank.replay.recovery import LOOK_AGAIN_S, JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
 from ttprun.rank.weights import state_transfer
 from ttprun.rank.weights.replicated import NotRepairableError
@@ -53,24 +51,42 @@ class CallbackRecovery(Recovery):
 
     def take(self, message: Message) -> None:
         """As for any rank; but a callback that waits for another rank must hear of a newer recovery at once."""
-        if isinstance(message, from_rank.Put | from_rank.Unprotected):
-            super().take(message)
-            return
-        op = message["op"]
-        if op == "heard":
-            return
-        if op == "scheduler_call":
-            scheduler.call(message)
-            return
-        if op == "uce":
-            self._framework.fail_memory()
-            return
-        super().take(message)
-        if op == "freeze":
-            self._framework.order_stop(message["repair_type"])
-            if self._is_calling:
-                for group in list(self._session.groups.values()):
-                    group.cut()
+        match message:
+            case to_rank.Heard():
+                pass
+            case to_rank.SchedulerCall(action=action, arguments=arguments):
+                scheduler.call(action, arguments)
+            case to_rank.FailMemory():
+                self._framework.fail_memory()
+            case to_rank.Freeze(repair_type=repair_type):
+                super().take(message)
+                self._framework.order_stop(repair_type)
+                if self._is_calling:
+                    for group in list(self._session.groups.values()):
+                        group.cut()
+            case to_rank.Prepare() | to_rank.Repair() | to_rank.Rollback() | to_rank.Save() | to_rank.Rename():
+                self.leave_to_thread(message)
+            case _:
+                super().take(message)
+
+    def _carry_out(self, order: Ordered) -> None:
+        match order:
+            case to_rank.Freeze():
+                self._freeze(order)
+            case to_rank.Prepare():
+                self._prepare(order)
+            case JoinsTraining():
+                self._report_joined()
+            case to_rank.Repair():
+                self._repair(order)
+            case to_rank.Save():
+                self._save(order)
+            case to_rank.Rename():
+                self._rename(order)
+            case to_rank.Rollback():
+                self._rollback(order)
+            case _:
+                raise RuntimeError(f"a rank with a framework's callbacks cannot carry out {order}")
 
     def _work(self) -> None:
         self._framework.serve_callbacks(self._check_overtaken)
@@ -89,27 +105,27 @@ class CallbackRecovery(Recovery):
 
     # Stop.
 
-    def _on_freeze(self, message: Message) -> None:
+    def _freeze(self, order: to_rank.Freeze) -> None:
         session, framework = self._session, self._framework
         moments.reached("freeze")
-        framework.order_stop(message["repair_type"])  # once more: the repair before this one may just have released it
+        framework.order_stop(order.repair_type)  # once more: the repair before this one may just have released it
         session.board.announce(session.local_rank, Field.LEAVING, 0)
         with session.changed:
-            session.generation = message["generation"]
+            session.generation = order.generation
             session.is_holding = True
             session.settle_at = 0
             session.changed.notify_all()
             while session.is_applying:
                 session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
-        self._settle(message["survivors"])
+        self._settle(order.survivors)
         framework.settled_in = session.generation
         why_not = self._why_not()
         if why_not:
             raise NotRepairableError(why_not)
         with self._calling():
             framework.handlers.stop()
-        self._leave_collectives(has_new_peers=bool(message["lost"]))
+        self._leave_collectives(has_new_peers=bool(order.lost))
         framework.wait_until_stopped(self._check_overtaken)
         if framework.is_torn:
             raise NotRepairableError("its train function was left in the middle of an update of the optimizer")
@@ -141,12 +157,12 @@ class CallbackRecovery(Recovery):
         """By group: its ranks. What was issued is not issued again."""
         return {group.group_name: GroupJournal(list(group.ranks), []) for group in self._groups()}
 
-    def _on_replay(self, message: Message) -> None:
+    def _prepare(self, order: to_rank.Prepare) -> None:
         """Memory of this rank's device has failed, and all others stand still."""
         session, framework = self._session, self._framework
-        session.generation = message["generation"]
-        framework.repair_type = message["repair_type"]
-        is_behind = session.applied != message["boundary"] or framework.is_torn
+        session.generation = order.generation
+        framework.repair_type = order.repair_type
+        is_behind = session.applied != order.boundary or framework.is_torn
         with self._calling():
             framework.handlers.stop()
         self._leave_collectives()
@@ -154,9 +170,9 @@ class CallbackRecovery(Recovery):
             code = framework.handlers.clean(framework.fault is ReportState.RS_UCE)
         framework.note_cleaned()
         level = RepairType.RT_UCE_LOWLEVEL if code == RET_NO_REBUILD and not is_behind else RepairType.RT_UCE_HIGHLEVEL
-        self._tell_ready(message["boundary"], level)
+        self._tell_ready(order.boundary, level)
 
-    def _on_joined(self, message: Message) -> None:
+    def _report_joined(self) -> None:
         """A replacement has come to its train function."""
         framework = self._framework
         assert framework.joins_at is not None
@@ -169,57 +185,57 @@ class CallbackRecovery(Recovery):
 
     # Rebuild and repair.
 
-    def _on_repair(self, message: Message) -> None:
+    def _repair(self, order: to_rank.Repair) -> None:
         session, framework = self._session, self._framework
-        step: int = message["boundary"]
+        step = order.boundary
         framework.repair_step = step
-        framework.repair_type = message["repair_type"]
-        self._rebuild(message)
-        size = _size_of(message)
+        framework.repair_type = order.repair_type
+        self._rebuild(order, fault_ranks=order.lost)
+        size = _size_of(order.size)
         moments.reached("transfer")
-        for part in message["parts"]:
-            needs_rebuild = part["repair_type"] in REBUILDS
+        for part in order.parts:
+            needs_rebuild = part.repair_type in REBUILDS
             with self._calling():
-                if not framework.handlers.repair(step, needs_rebuild, part["dst"], part, size):
-                    self._repair_by_ourselves(part, message["limit_s"])
-        if session.rank in message["lost"]:
+                if not framework.handlers.repair(step, needs_rebuild, part.dst, vars(part), size):
+                    self._repair_by_ourselves(part, order.limit_s)
+        if session.rank in order.lost:
             session.channel.send(from_rank.Repaired(session.generation, digest="", loaded=framework.loaded_step))
         else:
             session.channel.send(from_rank.StateSent(session.generation, digest=""))
 
-    def _rebuild(self, message: Message) -> None:
+    def _rebuild(self, order: to_rank.Repair | to_rank.Rollback, fault_ranks: list[int]) -> None:
         """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
         session, framework = self._session, self._framework
         moments.reached("rebuild")
-        session.away = frozenset(message["away"])
+        session.away = frozenset(order.size.away)
         if not framework.was_cleaned:
             with self._calling():
                 framework.handlers.clean(False)
             framework.note_cleaned()
-        for name in message["groups"]:
+        for name in order.groups:
             group = session.groups.get(name)
             if group is not None:
                 group.connect_in(session.generation)
                 group.is_joined = True
         with self._calling():
-            framework.handlers.rebuild_group(message["fault_ranks"], _size_of(message))
+            framework.handlers.rebuild_group(fault_ranks, _size_of(order.size))
         self._rebuilt_in = session.generation
 
-    def _repair_by_ourselves(self, part: dict[str, Any], limit_s: float) -> None:
+    def _repair_by_ourselves(self, part: to_rank.RepairPart, limit_s: float) -> None:
         """Pass on what the optimizers hold, as between replicas without a framework."""
-        session, kind = self._session, part["repair_type"]
+        session, kind = self._session, part.repair_type
         if kind == SENDS:
             name = f"state-{session.generation}-{session.rank}.sock"
-            state_transfer.serve(session.run_dir, name, len(part["dst"]), limit_s, self._check_overtaken)
+            state_transfer.serve(session.run_dir, name, len(part.dst), limit_s, self._check_overtaken)
         elif kind in RECEIVES:
-            for source in part["src"]:
+            for source in part.src:
                 state_transfer.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
         elif kind in LOADS:
             raise NotRepairableError("no repair handler is registered that could load a checkpoint")
 
     # Dump.
 
-    def _on_dump(self, message: Message) -> None:
+    def _save(self, order: to_rank.Save) -> None:
         framework = self._framework
         moments.reached("persist")
         if not framework.was_cleaned:
@@ -227,33 +243,33 @@ class CallbackRecovery(Recovery):
                 framework.handlers.clean(False)
             framework.note_cleaned()
         with self._calling():
-            framework.handlers.save(message["step"], message["save_info"])
-        self._session.channel.send(from_rank.SavedByFramework(message["generation"]))
+            framework.handlers.save(order.step, [vars(saving) for saving in order.saves])
+        self._session.channel.send(from_rank.SavedByFramework(order.generation))
 
-    def _on_rename(self, message: Message) -> None:
+    def _rename(self, order: to_rank.Rename) -> None:
         with self._calling():
-            self._framework.handlers.rename(message["step"])
-        self._session.channel.send(from_rank.Renamed(message["generation"]))
+            self._framework.handlers.rename(order.step)
+        self._session.channel.send(from_rank.Renamed(order.generation))
 
     # Rollback and release.
 
-    def _on_resume(self, message: Message) -> None:
+    def _rollback(self, order: to_rank.Rollback) -> None:
         session, framework = self._session, self._framework
-        if framework.loaded_step != message["loaded"]:
-            other = f"others one of step {message['loaded']}"
+        if framework.loaded_step != order.loaded:
+            other = f"others one of step {order.loaded}"
             raise NotRepairableError(f"it has loaded a checkpoint of step {framework.loaded_step}, and {other}")
-        step: int = message["boundary"]
+        step = order.boundary
         framework.repair_step = step
         if self._rebuilt_in != session.generation:
-            self._rebuild(message)
+            self._rebuild(order, fault_ranks=[])
         with self._calling():
-            framework.handlers.rollback(step, _size_of(message))
+            framework.handlers.rollback(step, _size_of(order.size))
         randomness.restore(session, step)
         session.channel.send(from_rank.Rebuilt(session.generation))
         framework.release(step)
         session.channel.send(from_rank.Reissued(session.generation))
 
 
-def _size_of(message: Message) -> Size:
-    """How many ranks the agent's order leads to."""
-    return Size(tuple(message["ranks"]), tuple(message["data_parallel"]), message["params"])
+def _size_of(size: to_rank.Size) -> Size:
+    """How many ranks the agent's order leads to, for the handlers."""
+    return Size(tuple(size.ranks), tuple(size.data_parallel), size.params)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttprun.protocol import from_rank
-from ttprun.protocol.channel import Message
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
 
@@ -32,12 +31,12 @@ def register(action: str, function: Callable[..., Any]) -> int:
     return RET_OK
 
 
-def call(message: Message) -> None:
+def call(action: str, arguments: list[Any]) -> None:
     """The agent reports. On a thread of its own, since a callback may notify, and may take its time."""
-    function = _callbacks.get(message["action"])
+    function = _callbacks.get(action)
     if function is not None:
-        arguments = [_with_ranks_as_numbers(argument) for argument in message["arguments"]]
-        threading.Thread(target=function, args=arguments, name="ttprun-scheduler", daemon=True).start()
+        with_ranks = [_with_ranks_as_numbers(argument) for argument in arguments]
+        threading.Thread(target=function, args=with_ranks, name="ttprun-scheduler", daemon=True).start()
 
 
 def _with_ranks_as_numbers(argument: Any) -> Any:

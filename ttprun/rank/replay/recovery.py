@@ -1,8 +1,9 @@
 """A rank's part in a recovery, on a thread of its own; the main thread need only wait.
 
-Messages of the agent: `freeze` (a rank is lost: stop in front of the next commit, break the connection, say where you
-stand), `send_state` and `fetch_state` (the repair), `load_state` (that of a snapshot), `dump` (a checkpoint), `resume`
-(connect in the new generation and issue the journal again). A newer generation overtakes an older one at every wait.
+Begin with `Recovery.take`. The agent's orders are in `protocol/to_rank.py`: `Freeze` (a rank is lost: stop before the
+next commit, break the connection, report where you are), `SendState` and `FetchState` (the repair), `LoadState` (that
+of a snapshot), `Dump` (a checkpoint), `Resume` (connect in the new generation and issue the journal again). A newer
+generation overtakes an older one at every wait.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
@@ -40,6 +41,15 @@ STUCK_AFTER_S = 2.0  # behind a cut; an operation that can end does so within mi
 RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
 
+class JoinsTraining(NamedTuple):
+    """The main thread of a replacement has come to its framework's train function: an order of our own (--mindio)."""
+
+    generation: int
+
+
+Ordered = to_rank.OfRecovery | to_rank.OfFramework | JoinsTraining
+
+
 class OvertakenError(RuntimeError):
     """A newer generation has begun: what was being done is void."""
 
@@ -49,7 +59,7 @@ class Recovery:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._orders: queue.Queue[Message] = queue.Queue()
+        self._orders: queue.Queue[Ordered | None] = queue.Queue()
         self._newest_generation = session.generation
         self._issued_again: list[tuple[Entry, Any]] = []
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
@@ -61,7 +71,7 @@ class Recovery:
     def retire(self) -> None:
         """The run of the script is over: whatever is under way is void. Does not wait."""
         self._newest_generation = _NO_MORE
-        self._orders.put({"op": "end", "generation": _NO_MORE})
+        self._orders.put(None)
         self._session.exchange.end_before(_NO_MORE)
 
     def join(self, limit_s: float) -> None:
@@ -88,58 +98,86 @@ class Recovery:
     def take(self, message: Message) -> None:
         """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
         session = self._session
-        if isinstance(message, from_rank.Put):
-            session.exchange.deliver(message.generation, message.key, base64.b64decode(message.value))
-            return
-        if isinstance(message, from_rank.Unprotected):
-            with session.changed:
-                session.unprotected = session.unprotected or message.reason
-                session.changed.notify_all()
-            return
-        op = message["op"]
-        if op == "ended":
-            session.journal.end()
-            with session.changed:
-                session.changed.notify_all()
-        elif op == "apart":
-            session.snapshots.owners = message["owners"]
-        elif op == "look_at":
-            session.verifier.look_at(message["boundary"])
-        elif op == "stand_aside":
-            session.verifier.stand_aside()
-        else:
-            self._newest_generation = max(self._newest_generation, message["generation"])
-            if op == "freeze":
-                session.exchange.end_before(message["generation"])
-            self._orders.put(message)
+        match message:
+            case from_rank.Put(generation=generation, key=key, value=value):
+                session.exchange.deliver(generation, key, base64.b64decode(value))
+            case from_rank.Unprotected(reason=reason):
+                with session.changed:
+                    session.unprotected = session.unprotected or reason
+                    session.changed.notify_all()
+            case to_rank.EndAsked():
+                session.journal.end()
+                with session.changed:
+                    session.changed.notify_all()
+            case to_rank.NotAlike(owners=owners):
+                session.snapshots.owners = owners
+            case to_rank.LookAt(boundary=boundary):
+                session.verifier.look_at(boundary)
+            case to_rank.StandAside():
+                session.verifier.stand_aside()
+            case (
+                to_rank.Freeze()
+                | to_rank.Replay()
+                | to_rank.SendState()
+                | to_rank.FetchState()
+                | to_rank.LoadState()
+                | to_rank.Dump()
+                | to_rank.Resume()
+            ):
+                self.leave_to_thread(message)
+            case _:
+                session.channel.send(from_rank.Note(f"a message of the agent is ignored: {message}"))
+
+    def leave_to_thread(self, order: Ordered) -> None:
+        """An order that may have to wait; one of a newer generation ends the wait of those before it."""
+        self._newest_generation = max(self._newest_generation, order.generation)
+        if isinstance(order, to_rank.Freeze):
+            self._session.exchange.end_before(order.generation)
+        self._orders.put(order)
 
     def _work(self) -> None:
         session = self._session
-        while True:
-            message = self._orders.get()
-            if message["op"] == "end":
-                return
-            if message["generation"] < self._newest_generation:
+        while (order := self._orders.get()) is not None:
+            if order.generation < self._newest_generation:
                 continue
             try:
-                getattr(self, f"_on_{message['op']}")(message)
+                self._carry_out(order)
             except (OvertakenError, GenerationOverError):
                 continue
             except DeviceFailedError as error:
                 on_device.give_up_process(session, error)
             except Exception as error:
-                if self._newest_generation > message["generation"]:
+                if self._newest_generation > order.generation:
                     continue
                 is_refusal = isinstance(error, replicated.NotRepairableError)
-                if message["op"] == "resume" and isinstance(error, RuntimeError | OSError) and not is_refusal:
+                is_resume = isinstance(order, to_rank.Resume | to_rank.Rollback)
+                if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
                     # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
-                    if not self._hears_of_fault(message["generation"]):
+                    if not self._hears_of_fault(order.generation):
                         fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
-                        session.tell_broken(message["generation"], str(error), TELL_AFTER_S, fault)
+                        session.tell_broken(order.generation, str(error), TELL_AFTER_S, fault)
                     continue
                 detail = "" if is_refusal else traceback.format_exc()
-                reason = f"rank {session.rank}, {message['op']}: {error}"
-                session.channel.send(from_rank.Mismatch(message["generation"], reason, detail))
+                reason = f"rank {session.rank}, {type(order).__name__}: {error}"
+                session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
+
+    def _carry_out(self, order: Ordered) -> None:
+        """On the working thread."""
+        match order:
+            case to_rank.Freeze():
+                self._freeze(order)
+            case to_rank.SendState():
+                self._send_state(order)
+            case to_rank.FetchState():
+                self._fetch_state(order)
+            case to_rank.LoadState():
+                self._load_state(order)
+            case to_rank.Dump():
+                self._dump(order)
+            case to_rank.Resume():
+                self._resume(order)
+            case _:
+                raise RuntimeError(f"a rank that trains cannot carry out {order}")
 
     def _hears_of_fault(self, generation: int) -> bool:
         """Whether a newer generation begins within a moment."""
@@ -154,13 +192,13 @@ class Recovery:
 
     # Freeze.
 
-    def _on_freeze(self, message: Message) -> None:
+    def _freeze(self, order: to_rank.Freeze) -> None:
         session = self._session
         moments.reached("freeze")
         with session.journal.lock:
             session.journal.is_frozen = True
         with session.changed:
-            session.generation = message["generation"]
+            session.generation = order.generation
             session.is_holding = True
             session.settle_at = 0
             session.changed.notify_all()
@@ -168,10 +206,10 @@ class Recovery:
         if any(group.is_on_device for group in groups):
             self._let_step_end()  # a stop would leave its tensors half changed
         on_device.stop(groups)
-        self._break_connections(has_new_peers=bool(message["lost"]))
+        self._break_connections(has_new_peers=bool(order.lost))
         on_device.restart(groups)
         self._let_step_end()
-        self._settle(message["survivors"])
+        self._settle(order.survivors)
         frozen = from_rank.Frozen(
             session.generation,
             session.applied,
@@ -254,52 +292,52 @@ class Recovery:
 
     # Repair.
 
-    def _on_send_state(self, message: Message) -> None:
+    def _send_state(self, order: to_rank.SendState) -> None:
         session = self._session
         moments.reached("transfer")
         digest = state_transfer.serve(
-            session.run_dir, message["name"], message["receivers"], message["limit_s"], self._check_overtaken
+            session.run_dir, order.name, order.receivers, order.limit_s, self._check_overtaken
         )
-        session.channel.send(from_rank.StateSent(message["generation"], digest))
+        session.channel.send(from_rank.StateSent(order.generation, digest))
 
-    def _on_fetch_state(self, message: Message) -> None:
+    def _fetch_state(self, order: to_rank.FetchState) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
         moments.reached("transfer")
-        digest = state_transfer.fetch(session.run_dir, message["name"], message["limit_s"])
-        session.channel.send(from_rank.Repaired(message["generation"], digest))
+        digest = state_transfer.fetch(session.run_dir, order.name, order.limit_s)
+        session.channel.send(from_rank.Repaired(order.generation, digest))
 
-    def _on_load_state(self, message: Message) -> None:
+    def _load_state(self, order: to_rank.LoadState) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
         moments.reached("transfer")
-        apart = checkpoint_shards.Apart(message["owners"], session.rank, ())
-        checkpoint_shards.load(message["header"], message["files"], apart)
-        session.channel.send(from_rank.Repaired(message["generation"], replicated.digest()))
+        apart = checkpoint_shards.Apart(order.owners, session.rank, ())
+        checkpoint_shards.load(order.header, order.files, apart)
+        session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
 
-    def _on_dump(self, message: Message) -> None:
+    def _dump(self, order: to_rank.Dump) -> None:
         """Write this rank's share of what all survivors hold; the main thread stands still."""
         session = self._session
         moments.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         share, why_not = None, ""
         try:
-            apart = checkpoint_shards.Apart(message["owners"], session.rank, message["writers"])
-            share = checkpoint_shards.write(message["path"], message["share"], message["of"], main, apart)
+            apart = checkpoint_shards.Apart(order.owners, session.rank, order.writers)
+            share = checkpoint_shards.write(order.path, order.share, order.of, main, apart)
         except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
             why_not = f"rank {session.rank}: {error}"
         is_handled = _does_something_at_its_end()
-        session.channel.send(from_rank.Dumped(message["generation"], why_not, is_handled, share))
+        session.channel.send(from_rank.Dumped(order.generation, why_not, is_handled, share))
 
     # Resume.
 
-    def _on_resume(self, message: Message) -> None:
+    def _resume(self, order: to_rank.Resume) -> None:
         session = self._session
         moments.reached("rebuild")
         if session.replay is not None:
-            self._go_live(message)
+            self._go_live(order)
             return
-        session.journal.givers = givers_of(message)
+        session.journal.givers = givers_of(order)
         groups = self._groups()
         did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
         on_device.resume_communicators(groups)
@@ -358,7 +396,7 @@ class Recovery:
             if group.is_joined and (newest is None or group.number <= newest.number):
                 group.connect_in(self._session.generation)
 
-    def _go_live(self, message: Message) -> None:
+    def _go_live(self, order: to_rank.Resume) -> None:
         session = self._session
         replay = session.replay
         assert replay is not None
@@ -367,8 +405,8 @@ class Recovery:
             group.is_joined = True
         session.channel.send(from_rank.Rebuilt(session.generation))
         on_device.tell_of_groups(session, list(session.groups.values()), "made")
-        session.expected = Expected(session.channel, session.generation, message["expected"])
-        session.journal.givers = givers_of(message)
+        session.expected = Expected(session.channel, session.generation, order.expected)
+        session.journal.givers = givers_of(order)
         session.verifier.prove_from(replay.boundary)
         if replay.is_alone:
             session.proof = Proof.of(session, replay.boundary)
@@ -382,6 +420,6 @@ def _does_something_at_its_end() -> bool:
     return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
-def givers_of(message: Message) -> dict[tuple[str, int], int]:
+def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
     """The agent's word on who gives which result to the others: see Journal.givers."""
-    return {(name, number): rank for name, number, rank in message["given"]}
+    return {(name, number): rank for name, number, rank in order.given}

@@ -59,7 +59,7 @@ def _wait_for_records(session: Session, boundary: int, held: Callable[[], None],
                 continue  # a stopped process says nothing of where it stands; whoever looks for hangs will find it
             elif not stuck_since:
                 stuck_since = time.monotonic()
-            elif time.monotonic() - stuck_since > session.options["commit_timeout_s"]:
+            elif time.monotonic() - stuck_since > session.options.commit_timeout_s:
                 session.give_up_protection(
                     f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
                     "collective: the ranks do not step together"

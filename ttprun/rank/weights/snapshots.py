@@ -40,7 +40,7 @@ class Snapshots:
     owners    of parameters that the ranks do not hold alike, see `shares.Apart`; the agent's word
     """
 
-    def __init__(self, board: Board, local_rank: int, shelves: list[list[str]], every: int) -> None:
+    def __init__(self, board: Board, local_rank: int, shelves: Sequence[tuple[str, str]], every: int) -> None:
         self._board = board
         self._is_leader = local_rank == LEADER
         self._shelves = [(Memory(records), Memory(share)) for records, share in shelves]

@@ -1,0 +1,26 @@
+"""What a rank of a test is told of the configuration. No torch."""
+
+from __future__ import annotations
+
+from ttprun.protocol.to_rank import Options
+
+OPTIONS = Options(
+    allow_faults=False,
+    record_limit_mib=1,
+    journal_limit_mib=64,
+    commit_timeout_s=5.0,
+    is_replaced=True,
+    keeps_state=False,
+    own_state=[],
+    shelves=[],
+    snapshot_every_steps=0,
+    verify_every=0,
+    may_rerun=True,
+    mindio=False,
+    retry_on=[],
+    device_errors={},
+    simulates_npu=False,
+    nan_limit_s=None,
+    user_paths=[],
+    prints_traceback=True,
+)

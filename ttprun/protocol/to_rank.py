@@ -1,0 +1,395 @@
+"""What the agent orders of a rank, or lets it know: one class a message. `Order` is any of them.
+
+A rank takes them in `rank/replay/recovery.py`, one with a framework of its own in `rank/framework/recovery.py`, and one
+that has not imported torch yet in `rank/bootstrap/presence.py`. Two more come from other ranks, and are passed on
+unchanged: `from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttprun.protocol import from_rank
+
+# The beginning, and the end.
+
+
+@dataclass(frozen=True)
+class Options:
+    """What of the configuration a rank must know; names that `config.py` has too mean the same.
+
+    keeps_state           all ranks may have to go back to what each has recorded
+    own_state             the same for the two places where a rank that is alone keeps its state; empty: it keeps none
+    shelves               for each place of a snapshot, paths for this rank's records and for its share
+    snapshot_every_steps  0: when the agent asks for one
+    nan_limit_s           how long a NaN in its own gradient keeps a rank from its step; None: it is only reported
+    is_replaced           a lost rank gets a new process
+    may_rerun             the script may be run again in the same process
+    prints_traceback      stderr goes to a file of the rank's own
+    """
+
+    allow_faults: bool
+    keeps_state: bool
+    own_state: list[tuple[str, str]]
+    shelves: list[tuple[str, str]]
+    snapshot_every_steps: int
+    record_limit_mib: int
+    journal_limit_mib: int
+    commit_timeout_s: float
+    is_replaced: bool
+    verify_every: int
+    nan_limit_s: float | None
+    user_paths: list[str]
+    may_rerun: bool
+    retry_on: list[str]
+    device_errors: dict[str, Any]
+    simulates_npu: bool
+    mindio: bool
+    prints_traceback: bool
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An injected fault waits in this rank for its moment; the agent may send the same number twice.
+
+    fault   as `chaos.faults.parse_fault` reads it
+    """
+
+    number: int
+    fault: str
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """The first message to a process: who it is. With it come the descriptors of the board, its recorder and its stack.
+
+    is_replacement  the process takes a lost rank's place, and waits for `Replay` or `Resume` before it runs the script
+    arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank is no Python
+    faults          that wait in this rank
+    env             environment, for a standby that becomes a rank
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    generation: int
+    run_dir: str
+    is_replacement: bool
+    options: Options
+    arguments: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The agent has taken `Faulted`: what it sends from now on is meant for the next run of the script."""
+
+
+@dataclass(frozen=True)
+class EndAsked:
+    """The process has been sent a signal that ends it."""
+
+
+@dataclass(frozen=True)
+class FaultDone:
+    """The agent has done its part of an injected fault."""
+
+
+# For standbys.
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Import these modules, and compile these files of the user; the answer is `Ready`."""
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Import the plan of the first descriptor that comes with this, and note in the second what runs; then `Ready`."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Fork a copy that listens on the descriptor that comes with this; the answer is `Copied`."""
+
+
+# In training.
+
+
+@dataclass(frozen=True)
+class NotAlike:
+    """Parameters that not all ranks hold alike.
+
+    owners  key of each -> by rank, the lowest rank that has always held the same
+    """
+
+    owners: dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class LookAt:
+    """Report digests of all that is trained before this boundary."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
+class StandAside:
+    """Wait after the next boundary, to be replaced: the weights differ from those of all replicas."""
+
+
+# In a recovery. Each begins with the generation to which it belongs; an order of an older one is void.
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Quiesce before the next commit, break all connections; the answer is `Frozen`.
+
+    survivors    local ranks that are asked
+    lost         ranks
+    repair_type  what the stop handler of a framework is given; "" without one
+    """
+
+    generation: int
+    survivors: list[int]
+    lost: list[int]
+    repair_type: str = ""
+
+
+@dataclass(frozen=True)
+class Adapt:
+    """From which ranks of another run a rank takes over.
+
+    world_size  of that run
+    donor       path of the records of the rank whose place it takes
+    other       path of another rank's, to compare; "": there was none
+    """
+
+    world_size: int
+    donor: str
+    other: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Run the script in replay up to this boundary; the answer is `Replayed`.
+
+    skip_lines  lines to stdout and to stderr that are out already
+    adapt       set if the records are of another number of ranks
+    """
+
+    generation: int
+    boundary: int
+    skip_lines: tuple[int, int] = (0, 0)
+    adapt: Adapt | None = None
+
+
+@dataclass(frozen=True)
+class SendState:
+    """Send weights and optimizer state to so many receivers, within `limit_s`; the answer is `StateSent`.
+
+    name   of the socket in the run's directory
+    """
+
+    generation: int
+    name: str
+    limit_s: float
+    receivers: int
+
+
+@dataclass(frozen=True)
+class FetchState:
+    """Receive weights and optimizer state; the answer is `Repaired`. The fields are as in SendState."""
+
+    generation: int
+    name: str
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class LoadState:
+    """Load weights and optimizer state from files; the answer is `Repaired`.
+
+    files   paths of all shares
+    owners  as in NotAlike
+    header  of each parameter [dtype, shape, its state], see `replicated.describe`
+    """
+
+    generation: int
+    files: list[str]
+    owners: dict[str, list[int]]
+    header: list[Any]
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Write a share of a checkpoint; the answer is `Dumped`.
+
+    path     of the file to be written
+    share    its number
+    of       how many there are
+    owners   as in NotAlike
+    writers  ranks that write a share, in the order of the shares
+    """
+
+    generation: int
+    path: str
+    share: int
+    of: int
+    owners: dict[str, list[int]]
+    writers: list[int]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Connect, issue the journal again, and train; the answers are `Rebuilt` and `Reissued`.
+
+    expected    by group, the signatures of the collectives that a replacement must issue
+    given       (group, number of a collective, the rank that gives its result to the others)
+    skip_lines  as in Replay
+    """
+
+    generation: int
+    boundary: int
+    expected: dict[str, list[str]] = field(default_factory=dict)
+    given: list[tuple[str, int, int]] = field(default_factory=list)
+    skip_lines: tuple[int, int] = (0, 0)
+
+
+# To a framework with callbacks (--mindio), in place of Replay, SendState and FetchState, Dump, and Resume.
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many ranks a recovery leads to.
+
+    away           ranks that do not train
+    ranks          all that do; empty: all there are
+    data_parallel  group of this rank that is left; empty: as before
+    params         JSON for the handlers of a downgrade or upgrade
+    """
+
+    away: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    data_parallel: list[int] = field(default_factory=list)
+    params: str = ""
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Get ready to be repaired: a new process, or one whose device's memory has failed; the answer is `Prepared`.
+
+    repair_type  in MindIO's words
+    reboot_type  why the rank has a new process
+    """
+
+    generation: int
+    boundary: int
+    repair_type: str
+    reboot_type: str
+
+
+@dataclass(frozen=True)
+class RepairPart:
+    """What one rank does in a repair: MindIO's repair_info.
+
+    repair_type    value of a RepairType
+    type           kinds of state
+    src, dst       ranks
+    rank_list      all that hold this state
+    """
+
+    type: list[int]
+    repair_type: int
+    src: list[int]
+    dst: list[int]
+    rank_list: list[int]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Rebuild groups, and repair; the answer is `Repaired` of the lost ranks, `StateSent` of the others.
+
+    groups  names of those to connect, in this order
+    """
+
+    generation: int
+    boundary: int
+    size: Size
+    lost: list[int]
+    groups: list[str]
+    repair_type: str
+    parts: list[RepairPart]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Go back to the step, and train; the answers are `Rebuilt` and `Reissued`.
+
+    groups  as in Repair
+    loaded  step of the checkpoint that all must have loaded; 0: none
+    """
+
+    generation: int
+    boundary: int
+    size: Size
+    groups: list[str]
+    loaded: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Ranks that save one kind of state together: MindIO's save_info."""
+
+    type: int
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Save:
+    """Have the framework save its part of a checkpoint; the answer is `SavedByFramework`."""
+
+    generation: int
+    step: int
+    saves: list[Saving]
+
+
+@dataclass(frozen=True)
+class Rename:
+    """Have the framework make a checkpoint of what all have saved; the answer is `Renamed`."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class FailMemory:
+    """The scheduler says that memory of this rank's device has failed."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class SchedulerCall:
+    """Call the scheduler's callback of this name; JSON has made str of ints that are keys."""
+
+    action: str
+    arguments: list[Any]
+
+
+# What the recovery thread of a rank carries out.
+OfRecovery = Freeze | Replay | SendState | FetchState | LoadState | Dump | Resume
+OfFramework = Prepare | Repair | Rollback | Save | Rename
+OfStandby = WarmUp | Preload | Copy | Welcome
+Order = (
+    OfRecovery | OfFramework | OfStandby
+    | Heard | EndAsked | Fault | FaultDone | NotAlike | LookAt | StandAside | FailMemory | SchedulerCall
+    | from_rank.Put | from_rank.Unprotected
+)  # fmt: skip
