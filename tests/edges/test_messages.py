@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from ttprun import recovery
+from ttprun.agent.orders import Orders
 from ttprun.agent.reports import Reports
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.channel import KNOWN
@@ -98,11 +100,20 @@ def test_messages_of_both_directions_have_names_of_their_own() -> None:
     assert len({kind.__name__ for kind in both}) == len(both) == len(KNOWN)
 
 
-def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
-    (function,) = ast.parse(textwrap.dedent(inspect.getsource(Reports.take))).body
-    patterns = [node for node in ast.walk(function) if isinstance(node, ast.MatchClass)]
+def cases_of(function: Any) -> set[str]:
+    """The classes on which a function matches."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    return {ast.unparse(node.cls) for node in ast.walk(tree) if isinstance(node, ast.MatchClass)}
 
-    taken = {ast.unparse(pattern.cls) for pattern in patterns}
+
+def test_every_action_of_the_machine_is_carried_out() -> None:
+    actions = {kind.__name__ for kind in recovery.Action.__subclasses__()}
+
+    assert cases_of(Orders.carry_out) == {f"recovery.{name}" for name in actions}
+
+
+def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
+    taken = cases_of(Reports.take)
 
     # A standby's answer to an order to copy itself is awaited where the order is given.
     assert taken == {f"from_rank.{kind.__name__}" for kind in REPORTS} - {"from_rank.Copied"} | {"Refused"}

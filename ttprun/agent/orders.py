@@ -1,4 +1,4 @@
-"""What the machine orders, carried out: each method is one action of `ttprun.recovery`, `Orders.carry_out` finds it."""
+"""What the machine orders, carried out: begin with `Orders.carry_out`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,41 @@ class Orders:
 
     def carry_out(self, action: recovery.Action) -> None:
         """Carry out one action."""
-        getattr(self, _snake(type(action).__name__))(action)
+        match action:
+            case recovery.Freeze():
+                self.freeze(action)
+            case recovery.SpawnRank():
+                self.spawn_rank(action)
+            case recovery.Replay():
+                self._supervisor.repairs.replay(action)
+            case recovery.SendState():
+                self._supervisor.repairs.send_state(action)
+            case recovery.LoadState():
+                self.load_state(action)
+            case recovery.Resume():
+                self._supervisor.repairs.resume(action)
+            case recovery.Rewind():
+                self.rewind(action)
+            case recovery.Persist():
+                self._supervisor.repairs.persist(action)
+            case recovery.GiveUpCheckpoint(boundary=boundary, reason=reason):
+                self._supervisor.checkpoints.give_up(boundary, reason)
+            case recovery.NoteUnusable():
+                self.note_unusable(action)
+            case recovery.SetDeadline(generation=generation, name=name, after_s=after_s, rank=rank):
+                self._supervisor.set_deadline(generation, name, after_s, rank)
+            case recovery.KillRank():
+                self.kill_rank(action)
+            case recovery.RecordIncident():
+                self.record_incident(action)
+            case recovery.RestartGroup(reason=reason):
+                self._end_group("restart", reason)
+            case recovery.FailJob(reason=reason, has_progress=has_progress):
+                self._end_group("fail", reason, has_progress)
+            case recovery.FinishJob():
+                self._supervisor.conclude(Verdict("done"))
+            case _:
+                raise TypeError(f"there is no way to carry out {action}")
 
     def freeze(self, action: recovery.Freeze) -> None:
         """Have the survivors quiesce."""
@@ -89,10 +123,6 @@ class Orders:
         """A process is gone, or a standby has become ready, or has died."""
         for spawn in [seat.spawn for seat in self._supervisor.seats if seat.spawn is not None]:
             spawn()
-
-    def replay(self, action: recovery.Replay) -> None:
-        """Tell a replacement up to where to run the script."""
-        self._supervisor.repairs.replay(action)
 
     def recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
         """A rank's record of a boundary, whoever wrote it; empty if there is none."""
@@ -192,26 +222,6 @@ class Orders:
             order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
             seats[rank].tell(order)
 
-    def persist(self, action: recovery.Persist) -> None:
-        """Write a checkpoint of what the survivors hold, who are all quiesced."""
-        self._supervisor.repairs.persist(action)
-
-    def give_up_checkpoint(self, action: recovery.GiveUpCheckpoint) -> None:
-        """Nobody writes a checkpoint any more."""
-        self._supervisor.checkpoints.give_up(action.boundary, action.reason)
-
-    def send_state(self, action: recovery.SendState) -> None:
-        """Have the replacements get the state."""
-        self._supervisor.repairs.send_state(action)
-
-    def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to connect, and to go on."""
-        self._supervisor.repairs.resume(action)
-
-    def set_deadline(self, action: recovery.SetDeadline) -> None:
-        """Ask for an event at a later time."""
-        self._supervisor.set_deadline(action.generation, action.name, action.after_s, action.rank)
-
     def kill_rank(self, action: recovery.KillRank) -> None:
         """End a process whose rank is given to another one.
 
@@ -227,18 +237,6 @@ class Orders:
             seat.handler.proc.wait(_KILL_LIMIT_S)
             seat.is_buried = True
         seat.note_leavings(self._supervisor.board)
-
-    def restart_group(self, action: recovery.RestartGroup) -> None:
-        """Leave the group to torch's own restart."""
-        self._end_group("restart", action.reason)
-
-    def fail_job(self, action: recovery.FailJob) -> None:
-        """End the job."""
-        self._end_group("fail", action.reason, action.has_progress)
-
-    def finish_job(self, action: recovery.FinishJob) -> None:
-        """All ranks have finished."""
-        self._supervisor.conclude(Verdict("done"))
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
         before = self._supervisor.verdict
@@ -276,7 +274,3 @@ class Orders:
                 seat.journal = {}
                 seat.divergence = ""
             self._supervisor.watch.refill_standbys()
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")
