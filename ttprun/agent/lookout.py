@@ -107,7 +107,7 @@ class Lookout:
     def _watch_all(self, now: float) -> tuple[Verdict, ...]:
         """Ranks that wait for each other are judged together, others each for itself."""
         job, sights = self._supervisor.job, self._sights()
-        if not recovery.is_alone(job, 0) or (job.settings.world_size == 1 and self._limit_s is None):
+        if not (job.settings.is_alone or job.are_alone) or (job.settings.world_size == 1 and self._limit_s is None):
             return self._watch.look(now, sights)  # one rank alone may wait for a person, who debugs it
         found: tuple[Verdict, ...] = ()
         for sight in sights:

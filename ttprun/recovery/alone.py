@@ -5,7 +5,7 @@ needs nobody: it goes back to what it has left of its newest step, else to an ol
 anew. The others are not stopped. The job's generation numbers connections, so it stays as it is; that of a job of its
 own numbers its attempts. What such a job cannot answer any more (a restart, the end) is done to all.
 
-As soon as one rank has a process group with others, all are one job again. Begin with `domain_of`.
+As soon as a rank makes a process group with others, its faults are theirs too. Begin with `domain_of`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ def is_alone(job: Job, rank: int) -> bool:
     own = job.alone.get(rank)
     if job.settings.is_alone or (own is not None and own.phase not in _AT_REST):
         return True
-    return job.phase is Phase.RUNNING and job.are_alone and not job.unprotected_reason
+    ties = job.members[rank].ties
+    # Others may have begun to make a group: it is none before this rank has come to it.
+    is_apart = ties is Ties.ALONE or (ties is Ties.UNKNOWN and job.are_alone)
+    return job.phase is Phase.RUNNING and is_apart and not job.unprotected_reason
 
 
 def as_own(job: Job, rank: int) -> Job:
