@@ -73,7 +73,7 @@ def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: 
     """Nodes of items; what is known of them, where they are many and have not changed."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
-    return kept_items(snapshot, value, items, which) or snapshot.items(items, depth)
+    return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
 
 
 def _packed(found: list[Any] | Kept) -> Any:
@@ -271,7 +271,11 @@ def restore_frozenset(restore: Restore, live: Any, node: list[Any], name: str) -
 def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A dictionary: keys and values, in order."""
     number = snapshot.number(value)
-    if type(value) is dict:
+    all_keys: Any
+    all_values: Any
+    if type(value) is dict and len(value) >= MIN_ITEMS:
+        all_keys, all_values = value.keys(), value.values()  # mostly nobody looks into them
+    elif type(value) is dict:
         all_keys, all_values = list(value), list(value.values())
     else:
         base = _base_of(value)

@@ -118,19 +118,19 @@ class Kept:
 
     def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
         try:
-            return self._stepped is snapshot.stepped and _pointers(items) == self._memory
+            return self._stepped is snapshot.stepped and _pointers([*items]) == self._memory
         except (TypeError, AttributeError):  # something else than a tensor among them
             return False
 
     def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
         """Take up the items behind those that are known."""
-        nodes = added = items[len(self._items) :]
+        nodes = added = [*items][len(self._items) :]
         if not set(map(type, added)) <= SETTLED:
-            if issubclass(items[0].__class__, Tensor):
+            if issubclass(next(iter(items)).__class__, Tensor):
                 nodes = [snapshot.node_apart(item, 1) for item in added]
-                if not all(node[0] is Tag.WEIGHT for node in nodes):
+                if not all(node.__class__ is list and node[0] is Tag.WEIGHT for node in nodes):
                     return False
-                self._memory, self._stepped = _pointers(items), snapshot.stepped
+                self._memory, self._stepped = _pointers([*items]), snapshot.stepped
             elif (found := self._rows(container, added, len(items) > MAX_ITEMS)) is not None:
                 nodes = found
             else:
@@ -186,9 +186,10 @@ _kept: Remembered[Kept] = Remembered()
 def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int = 0) -> Kept | None:
     """What is known of a container's items, with the nodes of all of them; None if they are to be walked over.
 
+    items   a list, or a view of a dictionary
     which   0, and 1 for the values of a dictionary
     """
-    first = items[0].__class__
+    first = next(iter(items)).__class__
     if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, (tuple, list, dict, Tensor))):
         return None
     is_compared = snapshot.is_apart and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
