@@ -104,7 +104,10 @@ def test_more_epochs_by_an_argument_and_a_killed_rank_is_replaced_afterwards(job
         COUNTS,
         2,
         ["--epochs", "3"],
-        faults=[f"kill:rank=1,step={boundary + 2},phase=before_step", f"kill:rank=0,step={boundary + 6},phase=backward"],
+        faults=[
+            f"kill:rank=1,step={boundary + 2},phase=before_step",
+            f"kill:rank=0,step={boundary + 6},phase=backward",
+        ],
     )
 
     assert_adapted(second, boundary)
