@@ -44,7 +44,7 @@ class Agent:
 
     def _answer(self, request: Any) -> Any:
         self.asked.append(request)
-        if request["fault"] == "wrong":
+        if request.fault == "wrong":
             raise ValueError("that is no fault")
         return {"ok": True, "message": "done"}
 
@@ -99,13 +99,13 @@ def ask(run: RunDirectory, agent: Agent) -> Ask:
 
 def line_of(run: RunDirectory, **request: Any) -> bytes:
     return (
-        json.dumps({"op": "inject_fault", "token": run.read_token(), "fault": "kill:rank=0"} | request).encode() + b"\n"
+        json.dumps({"op": "InjectFault", "token": run.read_token(), "fault": "kill:rank=0"} | request).encode() + b"\n"
     )
 
 
 def test_a_request_with_the_token_is_answered(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
     assert ask(line_of(run)) == {"ok": True, "message": "done"}
-    assert [request["fault"] for request in asked] == ["kill:rank=0"]
+    assert [request.fault for request in asked] == ["kill:rank=0"]
 
 
 @pytest.mark.parametrize("token", ["", "wrong", None, 5, "é"])
@@ -120,6 +120,7 @@ def test_a_request_without_the_right_token_does_nothing(
 
 def test_a_request_that_nobody_knows_is_refused(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
     assert ask(line_of(run, op="exec"))["ok"] is False
+    assert ask(line_of(run, fault=3)) == {"ok": False, "error": "InjectFault: fault: it should be str, and is 3"}
     assert asked == []
 
 

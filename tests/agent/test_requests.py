@@ -7,6 +7,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.requests import answer
+from ttprun.protocol.requests import SaveNow
 
 
 def supervisor_of(job: recovery.Job, **differing: Any) -> Any:
@@ -17,7 +18,7 @@ def supervisor_of(job: recovery.Job, **differing: Any) -> Any:
 def test_who_asks_too_early_hears_who_is_not_ready() -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
 
-    told = answer(supervisor_of(job), {"op": "checkpoint"})
+    told = answer(supervisor_of(job), SaveNow())
 
     assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not reported yet"}
 
@@ -25,6 +26,6 @@ def test_who_asks_too_early_hears_who_is_not_ready() -> None:
 def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
     job = recovery.new_job(recovery.Settings(world_size=1))
 
-    told = answer(supervisor_of(job, is_broken=True), {"op": "checkpoint"})
+    told = answer(supervisor_of(job, is_broken=True), SaveNow())
 
     assert told == {"ok": False, "error": "ttprun's supervisor has failed: the job runs as under torchrun"}

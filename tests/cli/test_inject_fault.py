@@ -49,7 +49,7 @@ def test_the_agent_is_asked_with_the_runs_token_and_its_answer_is_shown(
     assert code == 0
     assert capsys.readouterr().out == "rank 1 will be killed\n"
     assert agent.requests == [
-        {"token": run.read_token(), "op": "inject_fault", "fault": "kill:rank=1,step=5,phase=backward"}
+        {"token": run.read_token(), "op": "InjectFault", "fault": "kill:rank=1,step=5,phase=backward"}
     ]
 
 

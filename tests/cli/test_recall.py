@@ -33,7 +33,7 @@ def test_the_agent_is_asked_and_says_who_comes_back(run: RunDirectory, capsys: p
         code = main(["recall"])
 
     assert code == 0
-    assert agent.requests == [{"token": run.read_token(), "op": "recall"}]
+    assert agent.requests == [{"token": run.read_token(), "op": "Recall"}]
     assert capsys.readouterr().out == "rank 2, 3 called back\n"
 
 

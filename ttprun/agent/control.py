@@ -15,10 +15,13 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.codec import Refused, decode_fields
+from ttprun.protocol.requests import Request
 
+KNOWN = {kind.__name__: kind for kind in get_args(Request)}
 CLIENT_LIMIT_S = 2.0
 MOST_CLIENTS = 16
 _REQUEST_LIMIT_BYTES = 1 << 16
@@ -46,7 +49,7 @@ class ControlSocket:
     """
 
     def __init__(
-        self, run: RunDirectory, answer: Callable[[dict[str, Any]], dict[str, Any]], selector: selectors.BaseSelector
+        self, run: RunDirectory, answer: Callable[[Request], dict[str, Any]], selector: selectors.BaseSelector
     ) -> None:
         self._run = run
         self._token = run.read_token()
@@ -107,10 +110,12 @@ class ControlSocket:
         token = str(request.get("token", "")).encode(errors="surrogatepass")
         if not hmac.compare_digest(token, self._token.encode()):
             return {"ok": False, "error": "the token is wrong"}
-        if request.get("op") not in ("inject_fault", "checkpoint", "recall"):
-            return {"ok": False, "error": f"there is no request {request.get('op')!r}"}
+        request.pop("token")
+        found: Request | Refused = decode_fields(request, KNOWN)
+        if isinstance(found, Refused):
+            return {"ok": False, "error": found.reason}
         try:
-            return self._answer(request)
+            return self._answer(found)
         except (ValueError, KeyError) as error:
             return {"ok": False, "error": str(error)}
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from ttprun import recovery
 from ttprun.chaos.faults import parse_fault
+from ttprun.protocol.requests import InjectFault, Recall, Request, SaveNow
 
 if TYPE_CHECKING:
     from ttprun.agent.supervisor import Supervisor
 
 
-def answer(supervisor: Supervisor, request: dict[str, Any]) -> dict[str, Any]:
+def answer(supervisor: Supervisor, request: Request) -> dict[str, Any]:
     """The reply to a request: {"ok": True, ...} or {"ok": False, "error": one line}."""
-    if request["op"] == "checkpoint":
-        return _checkpoint_now(supervisor)
-    if request["op"] == "recall":
-        return _call_back(supervisor)
-    return _inject_fault(supervisor, str(request["fault"]))
+    match request:
+        case InjectFault(fault=fault):
+            return _inject_fault(supervisor, fault)
+        case SaveNow():
+            return _checkpoint_now(supervisor)
+        case Recall():
+            return _call_back(supervisor)
+        case _:
+            assert_never(request)
 
 
 def _inject_fault(supervisor: Supervisor, fault: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.observe.progress import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
+from ttprun.protocol.requests import SaveNow
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.manifest import MANIFEST_NAME
@@ -53,7 +54,7 @@ def checkpoint_now(
     before = load(directory)
     if before.has_ended:
         raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one with --run")
-    answer = ask(directory, {"op": "checkpoint"})
+    answer = ask(directory, SaveNow())
     if not answer.get("ok"):
         raise ConfigError(f"run {before.run_id} cannot be saved now: {answer.get('error')}", "see 'ttprun status'")
     with ProgressLine("writing a checkpoint", 0, lambda: 0):

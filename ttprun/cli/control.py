@@ -8,19 +8,18 @@ from typing import Any
 
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.requests import Request
 
 ANSWER_LIMIT_S = 10.0
 
 
-def ask(directory: RunDirectory, request: dict[str, object]) -> dict[str, Any]:
+def ask(directory: RunDirectory, request: Request) -> dict[str, Any]:
     """The agent's answer, one line of JSON each way: {"ok": true, ...} or {"ok": false, "error": why not}.
-
-    request  without the token, which is added
 
     Waits at most ANSWER_LIMIT_S. Raises ConfigError if there is no answer.
     """
     try:
-        told = {"token": directory.read_token(), **request}
+        told = {"op": type(request).__name__, "token": directory.read_token(), **vars(request)}
         with (
             directory.control_address() as address,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,

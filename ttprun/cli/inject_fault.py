@@ -18,6 +18,7 @@ from ttprun.config import read_config_file, resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
+from ttprun.protocol.requests import InjectFault
 
 # Of a schedule without end, so many strikes are shown.
 SHOWN_STRIKES = 20
@@ -162,7 +163,7 @@ def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
 
 def send_fault(directory: RunDirectory, fault: Fault) -> str:
     """Ask the run's agent to cause the fault; returns its answer. Raises ConfigError."""
-    answer = ask(directory, {"op": "inject_fault", "fault": str(fault)})
+    answer = ask(directory, InjectFault(str(fault)))
     if not answer.get("ok"):
         raise ConfigError(f"the run refuses the fault: {answer.get('error')}", "see 'ttprun inject-fault list'")
     return str(answer.get("message"))

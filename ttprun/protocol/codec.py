@@ -54,9 +54,14 @@ def decode(line: bytes, known: Mapping[str, type]) -> Any:
         return Refused(f"nested too deeply: {line[:_SHOWN]!r}")
     if not isinstance(values, dict) or not isinstance(values.get("op"), str):
         return Refused(f'not an object with a str "op": {line[:_SHOWN]!r}')
-    name = values.pop("op")
-    if name not in known:
-        return Refused(f"there is no message {name[:_SHOWN]!r} (do the agent and the rank have the same ttprun?)")
+    return decode_fields(values, known)
+
+
+def decode_fields(values: dict[str, Any], known: Mapping[str, type]) -> Any:
+    """As `decode`, of the object that the line holds; its items are changed."""
+    name = values.pop("op", None)
+    if not isinstance(name, str) or name not in known:
+        return Refused(f"there is no message {str(name)[:_SHOWN]!r} (do both sides have the same ttprun?)")
     try:
         return _reader_of_class(known[name])(values)
     except _UnfitError as error:
