@@ -38,7 +38,7 @@ class FakeSupervisor:
         self.advance = self.advanced.append
 
         self.job = recovery.new_job(recovery.Settings(world_size=ranks))
-        self.reports = SimpleNamespace(names_of=", ".join)
+        self.comparisons = SimpleNamespace(names_of=", ".join)
         self.logged: list[str] = []
 
     def log(self, event: str, **fields: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
+from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.protocol import from_rank, to_rank
@@ -72,8 +73,10 @@ def supervisor() -> FakeSupervisor:
 @pytest.fixture
 def reports(supervisor: FakeSupervisor) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
+    supervisor.comparisons = Comparisons(supervisor)  # type: ignore[arg-type]
+    supervisor.comparisons.begin_group(N_RANKS)
     found = Reports(supervisor)  # type: ignore[arg-type]
-    found.begin_group(N_RANKS)
+    found.begin_group()
     hold(found, supervisor, 1, "aaa")
     return found
 

@@ -44,7 +44,7 @@ class FakeCheckpoints:
         self._done.pop(0)()
 
 
-class FakeReports:
+class FakeComparisons:
     """Notes what is known of the ranks."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class FakeSupervisor:
             incident_count=0,
             replicas=UNKNOWN,
         )
-        self.reports = FakeReports()
+        self.comparisons = FakeComparisons()
         self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.checkpoints = FakeCheckpoints()
@@ -323,7 +323,7 @@ def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: C
     reason = "ranks that were replicas of each other hold different values of w"
     assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(reason, False)]
     assert one.snapshots.newest is None
-    assert one.supervisor.reports.looked == [20]
+    assert one.supervisor.comparisons.looked == [20]
 
 
 def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str], Job]) -> None:
@@ -349,7 +349,7 @@ def test_a_snapshot_by_ranks_that_did_not_know_what_they_hold_alone_is_taken_aga
     one.tell(1, 20, apart="of before")
 
     assert one.snapshots.newest is None
-    assert one.supervisor.reports.told == RANKS
+    assert one.supervisor.comparisons.told == RANKS
     assert one.look() == 2
 
 

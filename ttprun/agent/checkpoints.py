@@ -227,7 +227,7 @@ class Checkpoints:
         """Why what replicas have shared out among them is not one state; "" if it is."""
         digests = {rank: share.digests for rank, share in writing.shares.items()}
         keys = self._supervisor.job.replicas.contradicted_by(digests)
-        names = self._supervisor.reports.names_of(keys)
+        names = self._supervisor.comparisons.names_of(keys)
         return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
 
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:

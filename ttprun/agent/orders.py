@@ -214,7 +214,7 @@ class Orders:
         """Tell ranks to load what replicas share."""
         seats = self._supervisor.seats
         if len(action.ranks) == len(seats):
-            self._supervisor.reports.note_repair(action.ranks, action.boundary)
+            self._supervisor.comparisons.note_repair(action.ranks, action.boundary)
         for rank in action.ranks:
             stored = seats[rank].stored
             assert stored is not None

@@ -58,7 +58,7 @@ class Replays(Repairs):
     def send_state(self, action: recovery.SendState) -> None:
         """Tell the source and the replacements to pass the state over."""
         supervisor = self._supervisor
-        supervisor.reports.note_repair(action.to, action.boundary)
+        supervisor.comparisons.note_repair(action.to, action.boundary)
         name = f"state-{action.generation}-{action.source}.sock"
         limit_s = supervisor.config.transfer_timeout_s
         supervisor.seats[action.source].tell(to_rank.SendState(action.generation, name, limit_s, len(action.to)))

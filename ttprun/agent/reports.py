@@ -6,19 +6,15 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from ttprun import recovery
 from ttprun.agent.failures import Failure
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
-from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.journals import find_difference
-from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
 
 if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
@@ -26,17 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ttprun")
 
-LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
-
 
 class Reports:
     """Takes the messages of the ranks that a supervisor looks after."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._looks = Looks(world_size=1)
-        self._names: dict[str, str] = {}  # of parameters, for people
-        self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
         self._told: list[tuple[int, from_rank.Put]] = []  # what each rank has told all others in the present generation
         self._nan_step = -2
         self._announced: set[str] = set()
@@ -106,12 +97,12 @@ class Reports:
                     supervisor.log("mismatch_detail", rank=rank, detail=detail)
                 supervisor.advance(recovery.MismatchFound(at_s=at_s, rank=rank, generation=generation, reason=reason))
             case from_rank.Compared(equal=equal, not_proved=not_proved):
-                self._note_compared(rank, equal, not_proved)
+                supervisor.comparisons.note(rank, equal, not_proved)
             case from_rank.DeviceReady(counters=counters):
                 told = {key: value for key, value in vars(message).items() if key != "counters"}
                 supervisor.log("device_ready", rank=rank, **told, **counters)
             case from_rank.Held():
-                self._compare(seat, message)
+                supervisor.comparisons.take(seat, message)
             case from_rank.SteppedAside():
                 self._on_aside(seat)
             case from_rank.NanFound():
@@ -157,7 +148,7 @@ class Reports:
         """A process has greeted: it is sent what it has missed."""
         seat.main_thread = message.main_thread
         seat.greet()
-        self.tell_owners(seat)
+        self._supervisor.comparisons.tell_owners(seat)
         for sender, put in self._told:
             if sender != seat.rank:
                 seat.tell_news(put)
@@ -174,152 +165,9 @@ class Reports:
         seat.traceback = "" if message.traceback else message.detail
         self._supervisor.log("script_error", rank=seat.rank, error=message.error, traceback=message.detail)
 
-    def begin_group(self, world_size: int) -> None:
-        """All ranks are new: nothing is known of their weights."""
-        self._looks = Looks(world_size=world_size)
-        self._repaired = ((), 0)
+    def begin_group(self) -> None:
+        """All ranks are new."""
         self._nan_step = -2
-
-    def begin_resumed(self, replicas: Replicas) -> None:
-        """The ranks go on from a checkpoint, whose writers were replicas so far."""
-        self._looks = replace(self._looks, replicas=replicas)
-        self._names |= replicas.names
-
-    def note_repair(self, ranks: tuple[int, ...], boundary: int) -> None:
-        """These ranks get the others' weights of a boundary, which is checked: there all are alike."""
-        before, repaired_at = self._repaired
-        self._repaired = ((*before, *ranks) if repaired_at == boundary else ranks, boundary)
-        self._looks = replace(self._looks, agreed_at=boundary, reported={})
-
-    def _compare(self, seat: Seat, message: from_rank.Held) -> None:
-        """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
-        before = self._looks
-        self._names |= message.names
-        self._looks, look = before.told(seat.rank, message.boundary, message.held, message.is_full)
-        if look is None:
-            return
-        if look.parted and self._is_proof(look):
-            self._looks = replace(self._looks, replicas=before.replicas)
-            what = f"{self.names_of(look.parted)}, or its gradient or optimizer state"
-            self._refuse_repair(seat, look.boundary, what)
-            return
-        if look.is_full or look.parted:
-            self.note_replicas(self._looks.replicas, look.boundary)
-        repaired, repaired_at = self._repaired
-        if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
-            everyone = range(len(self._supervisor.seats))
-            for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
-                equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
-                self._note_compared(rank, [equal], [])
-        job = self._supervisor.job
-        if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
-            self._answer_divergence(seat, look.divergence)
-
-    def _is_proof(self, look: Look) -> bool:
-        """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""
-        ranks, repaired_at = self._repaired
-        everyone = range(len(self._supervisor.seats))
-        if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
-            return False
-        known = self._supervisor.job.replicas.parted
-        return any(
-            known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
-            for key, owners in look.parted.items()
-            for rank in ranks
-            for other in everyone
-            if owners[rank] != owners[other]
-        )
-
-    def _refuse_repair(self, seat: Seat, boundary: int, held: str) -> None:
-        """What the repaired ranks do is not what the lost ones did.
-
-        held   which ranks hold what
-        """
-        ranks, repaired_at = self._repaired
-        who = ", ".join(map(str, sorted({*ranks})))
-        reason = (
-            f"since rank {who} was repaired at boundary {repaired_at} the ranks hold different weights at boundary "
-            f"{boundary} ({held}): ttprun's repair has missed something that the steps use"
-        )
-        self._mismatch(seat, reason)
-
-    def _mismatch(self, seat: Seat, reason: str) -> None:
-        job = self._supervisor.job
-        fields: dict[str, Any] = {"at_s": time.monotonic(), "generation": job.generation, "reason": reason}
-        self._supervisor.advance(recovery.MismatchFound(rank=seat.rank, **fields))
-
-    def note_replicas(self, replicas: Replicas, boundary: int) -> None:
-        """It is known who is a replica of whom: the machine, the ranks and the operator are told what is new."""
-        supervisor = self._supervisor
-        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.parted})
-        self._looks = replace(self._looks, replicas=replicas)
-        before = supervisor.job.replicas
-        if replicas == before:
-            return
-        supervisor.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
-        if replicas.parted == before.parted:
-            return
-        supervisor.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
-        logger.warning("%s", self._cost_of(replicas))
-        for seat in supervisor.seats:
-            self.tell_owners(seat)
-        if replicas.has_single_holders:
-            supervisor.snapshots.take_one_at_once()
-
-    def names_of(self, keys: Iterable[str]) -> str:
-        """What the script calls these parameters, the first few."""
-        return in_short([self._names.get(key, key) for key in keys])
-
-    def look_soon(self, boundary: int) -> None:
-        """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
-        for seat in self._supervisor.seats:
-            seat.tell_news(to_rank.LookAt(boundary + LOOK_AHEAD))
-
-    def tell_owners(self, seat: Seat) -> None:
-        """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself."""
-        owners = self._looks.replicas.parted
-        if owners:
-            seat.tell_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
-
-    def _cost_of(self, replicas: Replicas) -> str:
-        """What the operator must know of ranks that are no replicas of each other."""
-        names, supervisor = replicas.all_names, self._supervisor
-        differ = "parameters differ" if len(names) > 1 else "parameter differs"
-        told = f"{len(names)} {differ} between the ranks ({in_short(names)})"
-        if not replicas.has_single_holders:
-            groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
-            return f"{told}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
-        told = f"{told}: no other rank holds what such a rank holds, so none can be replaced"
-        if supervisor.snapshots.is_off or "rewind" not in supervisor.job.settings.rungs:
-            return f"{told}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
-        every = supervisor.config.snapshot_every
-        return f"{told}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
-
-    def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
-        """Replica peers hold different weights, though they were alike and have had the same gradients."""
-        new = [odd for odd in (self._supervisor.seats[rank] for rank in divergence.ranks) if not odd.divergence]
-        if not new and divergence.ranks:
-            return  # it has been told to stand aside, and is on its way there
-        self._supervisor.log("replicas_diverged", **asdict(divergence))
-        reason = divergence.sentence
-        ranks, repaired_at = self._repaired
-        refutes_repair = (
-            bool(ranks) and divergence.boundary <= repaired_at + PROOF_STEPS and {*divergence.ranks} <= {*ranks}
-        )
-        if refutes_repair:
-            self._refuse_repair(seat, divergence.boundary, divergence.held)
-            return
-        if not divergence.ranks:
-            self._mismatch(seat, reason)
-            return
-        for odd in new:
-            odd.divergence = divergence.sentence
-            odd.tell(to_rank.StandAside())
-
-    def _note_compared(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
-        """What of a replacement has been compared, for the incident."""
-        number = self._supervisor.status.note_compared(rank, equal, not_proved)
-        self._supervisor.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)
 
     def _on_aside(self, seat: Seat) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
@@ -335,7 +183,7 @@ class Reports:
         supervisor = self._supervisor
         seat.fault(supervisor.board)
         seat.lost_boundary = supervisor.own_states.reached(seat, seat.lost_boundary)
-        self.tell_owners(seat)
+        self._supervisor.comparisons.tell_owners(seat)
         failure = Failure(seat.rank, seat.pid, 1, message.error, message.detail)
         supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
         event = recovery.RankFaulted(

@@ -267,21 +267,21 @@ class Snapshots:
 
     def _lacks_something(self, shelf: Shelf) -> bool:
         """Whether a rank has left out what it alone holds, because it did not know: the next one will have it."""
-        reports, replicas = self._supervisor.reports, self._supervisor.job.replicas
+        replicas = self._supervisor.job.replicas
         if {share.apart for share in shelf.written.values()} != {version_of(replicas.parted)}:
             for seat in self._supervisor.seats:
-                reports.tell_owners(seat)
+                self._supervisor.comparisons.tell_owners(seat)
             return True
         return False
 
     def _why_not_alike(self, shelf: Shelf) -> str:
         """Why what replicas have shared out among them is not one state: it is looked at in full, which tells more."""
         digests = {rank: share.digests for rank, share in shelf.written.items()}
-        keys, reports = shelf.replicas.contradicted_by(digests), self._supervisor.reports
+        keys, comparisons = shelf.replicas.contradicted_by(digests), self._supervisor.comparisons
         if not keys:
             return ""
-        reports.look_soon(shelf.boundary)
-        return f"ranks that were replicas of each other hold different values of {reports.names_of(keys)}"
+        comparisons.look_soon(shelf.boundary)
+        return f"ranks that were replicas of each other hold different values of {comparisons.names_of(keys)}"
 
     def _why_not_complete(self, shelf: Shelf) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""

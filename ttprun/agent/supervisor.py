@@ -23,6 +23,7 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent import requests, stacks
 from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.failures import FirstFailure
 from ttprun.agent.frameworks import Frameworks
@@ -94,6 +95,7 @@ class Supervisor:
         self.replace_handler: Callable[[int, RankHandler], None] = lambda local_rank, handler: None
         self.injections = Injections(self, config.faults)
         self.orders = Orders(self)
+        self.comparisons = Comparisons(self)
         self.reports = Reports(self)
         self.watch = Watch(self)
         self.repairs: Repairs = Frameworks(self) if config.mindio else Replays(self)
@@ -160,7 +162,8 @@ class Supervisor:
         self.lookout.begin_group()
         self.snapshots.begin_group(len(ranks))
         self.own_states.begin_group(len(ranks))
-        self.reports.begin_group(len(ranks))
+        self.comparisons.begin_group(len(ranks))
+        self.reports.begin_group()
         self.repairs.begin_group()
         self.replace_handler = replace_handler
         self.verdict = None
@@ -190,7 +193,7 @@ class Supervisor:
                 self.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
                 event = recovery.ResumeAsked(at_s=time.monotonic(), saved=resume_from, replicas=where.replicas)
                 self.advance(event)
-                self.reports.begin_resumed(where.replicas)
+                self.comparisons.begin_resumed(where.replicas)
             self.injections.begin()
             for seat in self.seats:
                 self.watch.welcome(seat, is_replacement=is_resumed)
