@@ -33,6 +33,7 @@ TRAINER = "trainer_class.py"
 TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
 PLAIN = "plain_tensors.py"  # 40 steps
 NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anything named as not proved
+ABORTED_AT_EXIT = "terminate called without an active exception"
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
@@ -281,13 +282,15 @@ class References:
     def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = ()) -> Run:
         """The reference for a script with that number of ranks and those arguments.
 
-        Plain torchrun is not under test here, and torch 2.13 was seen, once in some hundred runs, to abort a rank while
-        its interpreter exits ("terminate called without an active exception"): a failed reference is made once again.
+        Plain torchrun is not under test here, and torch 2.13 aborts a rank now and then while its interpreter exits
+        (ABORTED_AT_EXIT; once even in two runs of a script, one after the other): such a reference is made again.
         """
         key = (script, ranks, tuple(script_args))
         if key not in self._runs:
             run = self._make(script, ranks, script_args)
-            if run.exit_code != 0:
+            for _ in range(4):
+                if run.exit_code == 0 or ABORTED_AT_EXIT not in run.story():
+                    break
                 run = self._make(script, ranks, script_args)
             assert run.exit_code == 0, run.story()
             self._runs[key] = run
