@@ -51,7 +51,7 @@ class Reports:
             case from_rank.Present():
                 self._on_present(seat, message)
             case from_rank.Protected():
-                seat.is_protected = True
+                seat.is_protected = seat.had_torch = True
                 supervisor.advance(recovery.RankProtected(at_s=at_s, rank=rank))
             case from_rank.Unprotected(reason=reason):
                 self._on_unprotected(seat, reason)

@@ -32,6 +32,7 @@ class Seat:
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be told things
     is_protected    its hooks have been heard
+    had_torch       this process or one before it in this seat had imported torch
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
                     taken its place; None: it is open
     held            an order that waits for the greeting; a newer one takes its place
@@ -49,6 +50,7 @@ class Seat:
     pidfd: int = -1
     is_present: bool = False
     is_protected: bool = False
+    had_torch: bool = False
     hung_up_at_s: float | None = None
     is_finished: bool = False
     is_lost: bool = False

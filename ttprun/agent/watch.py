@@ -73,6 +73,7 @@ class Watch:
             generation=supervisor.job.generation,
             run_dir=str(supervisor.run.path),
             is_replacement=is_replacement,
+            had_torch=seat.had_torch,
             options=options,
             arguments=command_of(handler.start) if supervisor.is_python else [],
             faults=supervisor.injections.waiting_in(seat.rank),

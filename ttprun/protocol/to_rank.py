@@ -65,6 +65,7 @@ class Welcome:
     """The first message to a process: who it is. With it come the descriptors of the board, its recorder and its stack.
 
     is_replacement  the process takes a lost rank's place, and waits for `Replay` or `Resume` before it runs the script
+    had_torch       a process in whose place this one is had imported torch
     arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank is no Python
     faults          that wait in this rank
     env             environment, for a standby that becomes a rank
@@ -78,6 +79,7 @@ class Welcome:
     run_dir: str
     is_replacement: bool
     options: Options
+    had_torch: bool = False
     arguments: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)

@@ -105,8 +105,9 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         patches.apply_early()
         origins.listen()
     after_import("torch", take_over)
-    if welcome.is_replacement and isinstance(_presence.order, to_rank.Replay | to_rank.Prepare):
-        # The lost rank had torch. With it here from the start, nothing that the replay prints gets out.
+    if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | to_rank.Prepare)):
+        # With torch here from the start, the set-up gets what that of the lost rank drew before it imported torch, and
+        # nothing that a replay prints gets out.
         import torch  # noqa: F401
 
 
