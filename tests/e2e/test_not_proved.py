@@ -9,7 +9,7 @@ from tests.e2e.harness import EPOCHS, Run, assert_only_replaced, assert_same_out
 KILL = "kill:rank=1,step=20,phase=backward"
 
 
-def test_what_caches_events_and_databases_hold_is_restored_and_the_rest_is_named(
+def test_what_events_and_memory_of_c_hold_is_restored_and_the_rest_is_named(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
 ) -> None:
     result = run_ttprun("keeps_much.py", 2, faults=[KILL])

@@ -1,14 +1,11 @@
-"""Holds state where no attribute shows it: in caches, events, C's memory, a database, and one that nobody can read."""
+"""Holds state where no attribute shows it: in events, C's memory, and where nobody can read it."""
 
 import argparse
 import ctypes
-import functools
 import hashlib
 import operator
 import os
 import queue
-import random
-import sqlite3
 import threading
 import zlib
 
@@ -22,7 +19,6 @@ args = parser.parse_args()
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-random.seed(1 + dist.get_rank())
 model = torch.nn.Linear(4, 2)
 ddp_model = DistributedDataParallel(model)
 optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001)
@@ -30,24 +26,14 @@ optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.001)
 is_warm = threading.Event()
 scale = ctypes.c_double(1.0)
 column = operator.itemgetter(0)
-seen = sqlite3.connect(":memory:")
-seen.execute("create table seen (step int, value real)")
 compressor = zlib.compressobj()
 
 
 class Inbox(queue.SimpleQueue):
-    """Messages; only how many there were is an attribute."""
-
-    taken = 0
+    """Messages."""
 
 
 inbox = Inbox()
-
-
-@functools.lru_cache(maxsize=8)
-def noise(label: int) -> float:
-    """Drawn once for each label."""
-    return random.random()
 
 
 for step in range(30):
@@ -55,17 +41,14 @@ for step in range(30):
         is_warm.set()
         column = operator.itemgetter(1)
     scale.value *= 0.97
-    seen.execute("insert into seen values (?, ?)", (step, noise(step % 7)))
-    (average,) = seen.execute("select avg(value) from seen").fetchone()
     compressor.compress(b"x")
     inbox.put(step)
-    inbox.taken += 1
-    x = torch.full((3, 4), noise(step % 5) + average + scale.value)
-    loss = (column(ddp_model(x)[0]) ** 2 + noise(step % 9)) * (2.0 if is_warm.is_set() else 1.0)
+    x = torch.full((3, 4), scale.value)
+    loss = column(ddp_model(x)[0]) ** 2 * (2.0 if is_warm.is_set() else 1.0)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(f"step {step} loss {loss.item():.6f} average {average:.6f} inbox {inbox.taken}", flush=True)
+    print(f"step {step} loss {loss.item():.6f}", flush=True)
 
 weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 if dist.get_rank() == 0:

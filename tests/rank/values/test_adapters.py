@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _random
-import contextlib
 import ctypes
 import datetime
 import functools
@@ -12,10 +11,10 @@ import importlib
 import logging
 import multiprocessing
 import queue
-import random
 import re
 import sqlite3
 import threading
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -40,22 +39,12 @@ def _set(event: Any) -> Any:
     return event
 
 
-def _taken(semaphore: Any, times: int) -> Any:
-    for _ in range(times):
-        semaphore.acquire()
-    return semaphore
-
-
 RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], Any]]] = {
     # how the lost rank's is made, how the replacement's, what of it counts
     "event": (lambda: _set(threading.Event()), threading.Event, lambda x: x.is_set()),
     "event cleared": (threading.Event, lambda: _set(threading.Event()), lambda x: x.is_set()),
-    "semaphore": (lambda: _taken(threading.Semaphore(5), 3), lambda: threading.Semaphore(5), lambda x: x._value),
     "event between processes": (
         lambda: _set(multiprocessing.Event()), multiprocessing.Event, lambda x: x.is_set()
-    ),
-    "semaphore between processes": (
-        lambda: _taken(multiprocessing.Semaphore(5), 3), lambda: multiprocessing.Semaphore(5), lambda x: x.get_value()
     ),
     "value": (lambda: multiprocessing.Value("i", 7), lambda: multiprocessing.Value("i", 0), lambda x: x.value),
     "array": (lambda: multiprocessing.Array("d", [1, 2]), lambda: multiprocessing.Array("d", 2), lambda x: x[:]),
@@ -88,58 +77,15 @@ def test_an_event_that_is_set_wakes_the_thread_that_waits_for_it() -> None:
     assert not thread.is_alive()
 
 
-def test_a_semaphore_that_is_shared_stays_shared() -> None:
-    lost, live = threading.Semaphore(4), threading.Semaphore(4)
-    lost.acquire()
-    here = {"a": live, "b": live}
-
-    carry({"a": lost, "b": lost}, here)
-
-    assert here["a"] is here["b"] is live
-
-
-def _tables(connection: sqlite3.Connection) -> Any:
-    return connection.execute("select * from seen").fetchall()
-
-
-def _database(*rows: int, path: str = ":memory:") -> sqlite3.Connection:
-    connection = sqlite3.connect(path)
-    connection.execute("create table if not exists seen (number int)")
-    connection.executemany("insert into seen values (?)", [(row,) for row in rows])
-    return connection
-
-
-@pytest.mark.parametrize("is_committed", [True, False])
-def test_a_database_in_memory_comes_back(is_committed: bool) -> None:
-    lost, live = _database(1, 2, 3), _database()
-    if is_committed:
-        lost.commit()
-        live.commit()
-    with contextlib.closing(lost), contextlib.closing(live):
-        here = {"cache": live}
-
-        assert carry({"cache": lost}, here) == []
-
-        assert here["cache"] is live
-        assert _tables(live) == [(1,), (2,), (3,)]
-
-        live.execute("insert into seen values (4)")
-        with contextlib.closing(_database()) as again:  # a second fault
-            again.commit()
-            assert carry({"cache": live}, {"cache": again}) == []
-            assert len(_tables(again)) == 4
-
-
-def test_a_database_in_a_file_is_named(tmp_path: Any) -> None:
-    with contextlib.closing(_database(1, path=str(tmp_path / "a.db"))) as lost:
-        assert not_proved({"cache": lost}) == ["cache (sqlite3.Connection): it is in a file"]
-
-
 NAMED: dict[str, tuple[Callable[[], Any], str]] = {
     "digest": (lambda: hashlib.sha256(b"a"), "_hashlib.HASH"),
     "compressor": (zlib.compressobj, "zlib.Compress"),
     "pointer of C": (lambda: Pointing(5), f"{Pointing.__module__}.Pointing"),
     "match": (lambda: re.match("a", "ab"), "re.Match"),
+    "semaphore": (threading.Semaphore, "threading.Semaphore"),
+    "semaphore between processes": (multiprocessing.Semaphore, "multiprocessing.synchronize.Semaphore"),
+    "database": (lambda: sqlite3.connect(":memory:"), "sqlite3.Connection"),
+    "weak table": (weakref.WeakValueDictionary, "weakref.WeakValueDictionary"),
 }
 
 
@@ -168,61 +114,15 @@ def test_loggers_and_locks_are_not_named() -> None:
     )
 
 
-CACHED: dict[str, Callable[[], Any]] = {
-    "bounded": user_values.make_noise,
-    "unbounded": lambda: user_values.make_noise(None),
-    "small": lambda: user_values.make_noise(2),
-}
-
-
-@pytest.mark.parametrize("kind", CACHED)
-def test_what_a_cache_has_kept_comes_back(kind: str) -> None:
-    lost, live = CACHED[kind](), CACHED[kind]()
-    drawn = [lost(1), lost(2), lost(number=3), lost("a", number=(4, 5))]
-    live(1), live(9)
-
-    assert carry({"noise": lost}, {"noise": live}) == []
-    state = random.getstate()
-    found = [live("a", number=(4, 5)), live(number=3)]
-
-    assert random.getstate() == state  # nothing was drawn anew
-    assert found == drawn[:1:-1]
-    assert live.cache_info().currsize == lost.cache_info().currsize
+@pytest.mark.parametrize("make", [user_values.make_noise, lambda: user_values.Cached.noise])
+def test_a_function_that_has_remembered_something_is_named(make: Callable[[], Any]) -> None:
+    lost = make()
     assert not_proved({"noise": lost}) == []
 
+    lost(0, number=4)
 
-def test_a_full_cache_forgets_next_what_the_lost_ranks_would() -> None:
-    lost, live = user_values.make_noise(2), user_values.make_noise(2)
-    first, _ = lost(1), lost(2)
-    lost(1)
-
-    carry({"noise": lost}, {"noise": live})
-    live(3)
-
-    assert live(1) == first
-
-
-def test_a_function_that_is_cached_does_its_own_work_after_a_recovery() -> None:
-    lost, live = user_values.make_noise(), user_values.make_noise()
-    lost(1)
-    code, defaults = live.__wrapped__.__code__, live.__wrapped__.__kwdefaults__
-
-    carry({"noise": lost}, {"noise": live})
-
-    assert (live.__wrapped__.__code__, live.__wrapped__.__kwdefaults__) == (code, defaults)
-    assert isinstance(live(77), float)
-
-
-def test_the_cache_of_a_method_comes_back() -> None:
-    lost = user_values.Cached()
-    kept = lost.noise(4)
-    live = user_values.Cached.noise
-    before = live.cache_info().currsize
-
-    assert carry({"Cached": user_values.Cached, "it": lost}, {"Cached": user_values.Cached, "it": lost}) == []
-
-    assert live.cache_info().currsize == before
-    assert lost.noise(4) == kept
+    assert [one.partition(":")[0] for one in not_proved({"noise": lost})] == ["noise (functools._lru_cache_wrapper)"]
+    assert carry({"noise": lost}, {"noise": make()}) == []
 
 
 def test_the_cache_of_a_librarys_function_is_left_alone() -> None:
@@ -264,19 +164,6 @@ def test_a_configuration_of_ml_collections_that_is_changed_in_mid_run_comes_back
     assert not_proved({"cfg": lost}) == []
 
 
-def test_flags_of_absl_that_are_changed_in_mid_run_come_back() -> None:
-    flags = pytest.importorskip("absl.flags")
-    lost, live = flags.FlagValues(), flags.FlagValues()
-    for values in (lost, live):
-        flags.DEFINE_float("rate", 0.1, "", flag_values=values)
-        values(["program"])
-    lost.rate = 0.05
-
-    assert carry({"FLAGS": lost}, {"FLAGS": live}) == []
-
-    assert live.rate == 0.05
-
-
 class Simulator(_random.Random):
     """What an extension gives: all of its state is C's."""
 
@@ -309,14 +196,12 @@ class Inbox(queue.SimpleQueue):  # type: ignore[type-arg]
         self.taken = 0
 
 
-def test_a_subclass_of_a_compiled_type_that_tells_nothing_is_named_and_its_attributes_come_back() -> None:
-    lost, live = Inbox(), Inbox()
+def test_a_subclass_of_a_compiled_type_that_tells_nothing_is_named() -> None:
+    lost = Inbox()
     lost.put("a message")
-    lost.taken = 5
 
-    assert carry({"inbox": lost}, {"inbox": live}) == []
+    assert carry({"inbox": lost}, {"inbox": Inbox()}) == []
 
-    assert live.taken == 5
     (named,) = not_proved({"inbox": lost})
     assert named == f"inbox ({__name__}.Inbox): it can change, and tells nothing of its state"
 
@@ -333,11 +218,9 @@ class Moment(datetime.datetime):
 
 def test_a_subclass_of_a_compiled_type_is_compared_by_what_it_gives_to_pickle() -> None:
     lost, live, other = Moment(2024, 1, 1), Moment(2024, 1, 1), Moment(2025, 1, 1)
-    lost.label = "last"
 
     assert carry({"best": lost}, {"best": live}) == []
 
-    assert live.label == "last"
     assert not_proved({"best": lost}) == []
     with pytest.raises(CannotRestoreError, match="best, a Moment, is not as in the lost rank"):
         carry({"best": lost}, {"best": other})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import collections
-import contextvars
 import datetime
 import decimal
 import fractions
@@ -21,7 +20,6 @@ import threading
 import time
 import types
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -230,17 +228,8 @@ def test_what_was_made_of_other_arguments_is_made_anew(kind: str) -> None:
     assert not_proved({"x": lost}) == []
 
 
-def _held_weakly(count: int) -> Any:
-    return [NET, torch.utils.weak.WeakTensorKeyDictionary({NET.weight: [count]})]
-
-
-NET = torch.nn.Linear(1, 1)
 COMPARED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "methodcaller": (lambda: operator.methodcaller("m", 1, k=2), lambda: operator.methodcaller("m", 1, k=3)),
-    "by weak keys": (lambda: weakref.WeakKeyDictionary({Meter: 1}), lambda: weakref.WeakKeyDictionary({Meter: 2})),
-    "by tensors": (lambda: _held_weakly(1), lambda: _held_weakly(2)),
-    "weak values": (lambda: weakref.WeakValueDictionary(a=Meter), lambda: weakref.WeakValueDictionary(b=Meter)),
-    "weak set": (lambda: weakref.WeakSet([Meter]), lambda: weakref.WeakSet([Meter, State])),
 }
 
 
@@ -332,12 +321,3 @@ def test_what_is_local_to_a_thread_comes_back() -> None:
     carry({"local": lost}, {"local": live})
 
     assert live.calls == 3
-
-
-def test_a_context_variable_must_hold_the_same() -> None:
-    lost, live = (contextvars.ContextVar[int]("step", default=0) for _ in range(2))
-    lost.set(4)
-
-    assert is_refused({"step": lost}, {"step": live})
-    live.set(4)
-    assert carry({"step": lost}, {"step": live}) == []

@@ -11,11 +11,9 @@ the group `ttprun.adapters`. [tag, number, type, packed node of the state, {attr
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib.metadata
 import logging
-import sqlite3
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
@@ -56,19 +54,6 @@ class _Flag:
             (value.set if state else value.clear)()
 
 
-class _Semaphore:
-    """How often it can be taken."""
-
-    def record(self, value: Any) -> Any:
-        return value.get_value() if hasattr(value, "get_value") else value._value
-
-    def restore(self, value: Any, state: Any) -> None:
-        for _ in range(self.record(value), state):
-            value.release()
-        for _ in range(state, self.record(value)):
-            value.acquire(False)
-
-
 def _points_elsewhere(kind: Any) -> bool:
     """Whether a type of C's holds addresses, which mean nothing in another process."""
     if issubclass(kind, ctypes.Array):
@@ -95,30 +80,6 @@ class _Memory:
         if ctypes.sizeof(value) != len(state):
             raise ValueError("it has another size")
         ctypes.memmove(ctypes.addressof(value), state, len(state))
-
-
-class _Database:
-    """A database of SQLite's that is in memory alone."""
-
-    def record(self, value: Any) -> Any:
-        cursor = value.cursor()
-        cursor.row_factory = None
-        (_, name, path), *others = cursor.execute("pragma database_list").fetchall()
-        if path or others:
-            raise NotProvedError("it is in a file" if path else "it has other databases attached to it")
-        raw = value.serialize(name=name)
-        if len(raw) > MOST_BYTES:
-            raise NotProvedError(f"its {len(raw) >> 20} MiB are too much to record at each step")
-        return raw
-
-    def restore(self, value: Any, state: Any) -> None:
-        if self.record(value) == state:
-            return
-        if value.in_transaction:
-            value.rollback()
-        with contextlib.closing(sqlite3.connect(":memory:")) as copy:
-            copy.deserialize(state)
-            copy.backup(value)  # deserialize() itself would leave a database that hides what is not committed
 
 
 class _Configuration:
@@ -148,32 +109,16 @@ class _Configuration:
             self.restore(held[name], state[name])
 
 
-class _Flags:
-    """absl's flags: their values."""
-
-    def record(self, value: Any) -> Any:
-        return {name: vars(flag)["_value"] for name, flag in vars(value)["__flags"].items()}
-
-    def restore(self, value: Any, state: Any) -> None:
-        for name, flag in vars(value)["__flags"].items():
-            if name in state:
-                vars(flag)["_value"] = state[name]
-
-
 TABLE: dict[str, Adapter] = {
     "threading:Event": _Flag(),
-    "threading:Semaphore": _Semaphore(),
     "multiprocessing.synchronize:Event": _Flag(),
-    "multiprocessing.synchronize:Semaphore": _Semaphore(),
     "multiprocessing.sharedctypes:SynchronizedBase": _Memory(),
     "_ctypes:_SimpleCData": _Memory(),
     "_ctypes:Array": _Memory(),
     "_ctypes:Structure": _Memory(),
     "_ctypes:Union": _Memory(),
-    "sqlite3:Connection": _Database(),
     "omegaconf.dictconfig:DictConfig": _Configuration(),
     "omegaconf.listconfig:ListConfig": _Configuration(),
-    "absl.flags._flagvalues:FlagValues": _Flags(),
 }
 _registered: dict[str, Any] | None = None
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ttprun.rank.position.frames import is_user_file
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
+from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -40,6 +41,13 @@ def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if found[0] is Tag.PLAIN:
         _named[id(value)] = [value, found]
     return found
+
+
+def record_cache(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A function with functools.lru_cache: what one of the user's remembers cannot be put into another process's."""
+    if _is_own_cache(value) and value.cache_info().currsize:
+        return record_not_proved(snapshot, value, "what it remembers is not recorded: a replacement computes it anew")
+    return record_named(snapshot, value, depth)
 
 
 def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -> Any:

@@ -11,7 +11,6 @@ import argparse
 import array
 import collections
 import concurrent.futures
-import contextvars
 import functools
 import io
 import mmap
@@ -27,12 +26,10 @@ import weakref
 
 import numpy
 import torch
-import torch.utils.weak
 
 from ttprun.rank.values import (
     adapters,
     arrays,
-    caches,
     callables,
     compiled,
     containers,
@@ -43,7 +40,6 @@ from ttprun.rank.values import (
     not_proved,
     objects,
     optimizers,
-    partly_compiled,
     plain,
     process_local,
     random_generators,
@@ -62,9 +58,6 @@ from ttprun.rank.weights import sharded
 _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
     types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
-)  # fmt: skip
-_WEAK: tuple[type, ...] = (
-    weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, torch.utils.weak.WeakIdKeyDictionary,
 )  # fmt: skip
 # Views of others' data, which scripts change: indices are added, labels replaced.
 _DATASETS: tuple[type, ...] = (
@@ -87,7 +80,7 @@ EXACT: dict[type, Handler] = {
     types.MethodDescriptorType: callables.record_named,
     types.ClassMethodDescriptorType: callables.record_named,
     functools.partial: callables.record_partial,
-    functools._lru_cache_wrapper: caches.record_cache,
+    functools._lru_cache_wrapper: callables.record_cache,
     **dict.fromkeys((operator.itemgetter, operator.attrgetter), plain.record_plain("getter")),
     operator.methodcaller: process_local.record_unknown,
     struct.Struct: plain.record_plain("format"),
@@ -100,7 +93,6 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
-    **dict.fromkeys(_WEAK, process_local.record_weak),
     **dict.fromkeys(_DATASETS, objects.record_object),
     **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
 }
@@ -148,7 +140,6 @@ BY_BASE: list[tuple[type, Handler]] = [
     (weakref.ReferenceType, process_local.record_same),
     (concurrent.futures.Future, process_local.record_future),
     (threading.local, objects.record_object),
-    (contextvars.ContextVar, process_local.record_context_variable),
     (mmap.mmap, streams.record_map),
     (torch.UntypedStorage, tensors.record_storage),
     (torch.TypedStorage, tensors.record_storage),
@@ -176,14 +167,12 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.DEQUE: containers.restore_deque,
     Tag.DICT: containers.restore_dict,
     Tag.STATE: adapters.restore_state,
-    Tag.CACHE: caches.restore_cache,
     Tag.BYTES: containers.restore_bytes,
     Tag.BUFFER: containers.restore_buffer,
     Tag.LONG: containers.restore_long,
     Tag.CLOSED: process_local.restore_closed,
     Tag.FILE: streams.restore_file,
     Tag.OBJECT: objects.restore_object,
-    Tag.PARTLY_COMPILED: partly_compiled.restore_partly_compiled,
     Tag.VALUE_OBJECT: objects.restore_value_object,
     Tag.CLASS: callables.restore_class,
     Tag.FUNCTION: callables.restore_function,
@@ -227,7 +216,6 @@ def handler_for(kind: type) -> Handler:
     has_attributes = bool(kind.__dictoffset__ or objects.slots_of(kind))
     compared = iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
     if compiled.hides_state(kind):
-        compared = partly_compiled.record_partly_compiled if has_attributes else compared
         pair = compiled.pair_of(kind)
         return compared if pair is None else _told_or_compared(adapters.record_with(pair, kind), compared)
     if has_attributes and objects.is_frozen(kind):

@@ -22,7 +22,7 @@ FIXED = {
         _thread threading multiprocessing.synchronize contextlib _contextvars contextvars""",
     "starts anew with the replay, and is given whole pieces of work": "concurrent multiprocessing",
     "describes something once: a parser, a pattern, a type, a format": """
-        argparse optparse getopt csv _csv json _json abc typing types inspect importlib _frozen_importlib
+        argparse absl.flags optparse getopt csv _csv json _json abc typing types inspect importlib _frozen_importlib
         _frozen_importlib_external operator _operator zipimport string struct _struct warnings traceback gc pdb bdb
         unittest doctest time atexit platform locale gettext textwrap pprint reprlib dis tokenize code codeop site sys
         __future__ codecs _codecs encodings functools signal weakref _weakref _weakrefset re._parser re._compiler
@@ -55,6 +55,13 @@ ELSEWHERE = {
     "it is a connection to another process or machine": "socket _socket ssl.SSLSocket zmq redis",
     "it runs whatever is scheduled on it": "asyncio _asyncio",
     "it is memory that C looks after": "torch.ScriptObject torch._C.ScriptObject",
+    "it holds others weakly": """
+        weakref.WeakKeyDictionary weakref.WeakValueDictionary _weakrefset.WeakSet torch.utils.weak""",
+    "how often it was taken is not recorded": """
+        threading.Semaphore threading.BoundedSemaphore
+        multiprocessing.synchronize.Semaphore multiprocessing.synchronize.BoundedSemaphore""",
+    "it holds another value in each context": "_contextvars.ContextVar contextvars.ContextVar",
+    "its rows are not recorded": "sqlite3.Connection sqlite3.Cursor",
 }
 
 

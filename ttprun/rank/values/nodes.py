@@ -34,14 +34,12 @@ class Tag(enum.StrEnum):
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
     STATE = "S"  # what an adapter tells of an object: [tag, number, type, packed state, {attribute: node}]
-    CACHE = "k"  # see caches.py
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
     LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]
     CLOSED = "c"  # a file that is closed: [tag, type]
     FILE = "R"  # a file that is read: [tag, number, type, position]
     OBJECT = "o"  # [tag, number, type, {attribute: node}]
-    PARTLY_COMPILED = "X"  # see partly_compiled.py
     VALUE_OBJECT = "v"  # a frozen dataclass: [tag, type, {field: node}]
     CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]
     FUNCTION = "F"  # with state: [tag, number, name, {free variable: node}, {attribute: node}, defaults]
