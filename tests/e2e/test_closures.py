@@ -29,7 +29,6 @@ CLOSURES = "closure_steps.py"  # 18 steps, 6 an epoch
         ("adamw", ["kill:rank=0,step=2,phase=backward", "kill:rank=0,step=6,phase=before_step"]),
         ("adamw", ["kill:rank=0,phase=setup", "kill:rank=1,step=0,phase=backward"]),
         ("wrapper", ["kill:rank=1,step=4,phase=backward", "kill:rank=0,step=9,phase=in_step"]),
-        ("lbfgs-once", ["kill:rank=1,step=4,phase=backward", "kill:rank=0,step=9,phase=in_step"]),
     ],
 )
 def test_a_rank_killed_inside_a_closure_or_in_the_step_after_it_is_replaced_and_nothing_differs(
@@ -41,6 +40,21 @@ def test_a_rank_killed_inside_a_closure_or_in_the_step_after_it_is_replaced_and_
 
     assert_only_replaced(result, incidents=len(faults))
     assert_same_outcome(result, undisturbed(CLOSURES, 2, script_args))
+
+
+def test_an_optimizer_that_keeps_a_loss_of_each_rank_s_own_goes_back_to_a_snapshot(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    script_args = ["--optimizer=lbfgs-once"]  # LBFGS keeps the last loss in its state
+
+    kill = "kill:rank=1,step=13,phase=backward"
+    options = ["--snapshot-every", "5steps"]
+    result = run_ttprun(CLOSURES, 2, faults=[kill], options=options, script_args=script_args)
+
+    assert [incident["rung"] for incident in result.incidents] == ["rewind"], result.story()
+    assert result.incidents[0]["outcome"] == "recovered", result.story()
+    assert "model.module.0.weight" in result.incidents[0]["reason"], result.story()
+    assert result.hashes == undisturbed(CLOSURES, 2, script_args).hashes, result.story()
 
 
 def test_an_optimizer_that_calls_its_closure_several_times_is_refused_at_its_first_step_with_the_reason(

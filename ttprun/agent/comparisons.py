@@ -143,8 +143,8 @@ class Comparisons:
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
         names, supervisor = replicas.all_names, self._supervisor
-        differ = "parameters differ" if len(names) > 1 else "parameter differs"
-        told = f"{len(names)} {differ} between the ranks ({in_short(names)})"
+        differ = "parameters or their" if len(names) > 1 else "parameter or its"
+        told = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{told}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
