@@ -22,5 +22,6 @@ OPTIONS = Options(
     simulates_npu=False,
     nan_limit_s=None,
     user_paths=[],
+    follow=[],
     prints_traceback=True,
 )

@@ -51,6 +51,7 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
     environment = {
         "TTPRUN_FAULTS": "kill:rank=1 exit:rank=0,step=3",
         "TTPRUN_USER_PATHS": "/a:/b",
+        "TTPRUN_FOLLOW": "mytrainer.loop other",
         "TTPRUN_ALLOW_FAULTS": "1",
         "TTPRUN_RUN_ID": "",
         "TTPRUN_RETRY_ON": "OutOf|Connection reset, by peer",
@@ -62,6 +63,7 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
     assert config.faults == ["kill:rank=1", "exit:rank=0,step=3"]
     assert config.retry_on == ["OutOf|Connection reset, by peer"]
     assert config.user_paths == ["/a", "/b"]
+    assert config.follow == ["mytrainer.loop", "other"]
     assert config.allow_faults
     assert config.run_id is None
 
@@ -86,6 +88,8 @@ def test_variables_hold_lists_as_words_and_paths() -> None:
         ("standbys: 65", "standbys: 65 is not valid; it should be less than or equal to 64"),
         ("freeze_timeout_s: 0", "freeze_timeout_s: 0 is not valid; it should be greater than 0"),
         ("freeze_timeout_s: .inf", "freeze_timeout_s: '.inf' is not valid; it should be a valid number"),
+        ("follow: [my-trainer]", "follow: 'my-trainer' is not a module's name; write it as after 'import', such as"),
+        ("follow: [mytrainer/loop.py]", "follow: 'mytrainer/loop.py' is not a module's name; write it as"),
         ("run_id: ../../etc", "run_id: '../../etc' is not valid; it should match pattern"),
     ],
 )
@@ -132,6 +136,8 @@ def test_a_wrong_option_is_named_as_it_was_written() -> None:
         resolve([], {}, {"record_limit_mib": "0"})
     with pytest.raises(ConfigError, match=r"^--fault: fault 'kill' names no rank; "):
         resolve([], {}, {"faults": ["kill"]})
+    with pytest.raises(ConfigError, match=r"^--follow: 'trainer\.' is not a module's name; write it as after 'import'"):
+        resolve([], {}, {"follow": ["trainer."]})
 
 
 def test_a_simulated_npu_has_no_part_in_recoveries_by_callbacks() -> None:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -122,6 +123,11 @@ class Config(BaseModel):
         "(reads TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
     )
     user_paths: list[str] = Field([], description="additional directories whose modules count as the user's code")
+    follow: list[str] = Field(
+        [],
+        description="modules of a framework with a training loop of its own, such as mytrainer.loop; a package stands "
+        "for all of its modules",
+    )
     launch: dict[str, LaunchValue] = Field({}, description="torchrun's options by name, e.g. {nproc_per_node: 3}")
 
     @field_validator("faults")
@@ -144,6 +150,16 @@ class Config(BaseModel):
             except re.error as error:
                 raise ValueError(f"'{pattern}' is not a regular expression; correct it ({error})") from None
         return patterns
+
+    @field_validator("follow")
+    @classmethod
+    def _modules_can_be_imported(cls, modules: list[str]) -> list[str]:
+        for module in modules:
+            if not all(part.isidentifier() and not iskeyword(part) for part in module.split(".")):
+                raise ValueError(
+                    f"'{module}' is not a module's name; write it as after 'import', such as mytrainer.loop"
+                )
+        return modules
 
     @field_validator("device_errors")
     @classmethod
@@ -305,7 +321,7 @@ _Loader.add_implicit_resolver(
 
 
 def _variables(environment: Mapping[str, str]) -> Source:
-    """The TTPRUN_* variables; an empty one counts as not set. Lists are split: faults at spaces, paths at colons."""
+    """The TTPRUN_* variables; an empty one counts as not set. Lists are split: paths at colons, others at spaces."""
     values: dict[str, object] = {}
     for variable, text in environment.items():
         if not variable.startswith(VARIABLE_PREFIX) or variable in _AGENT_MARKS or not text:
@@ -326,7 +342,7 @@ def _variables(environment: Mapping[str, str]) -> Source:
 def _split(key: str, text: Any) -> object:
     """The items of a key that is a list, from the one str of a variable or an option."""
     match key:
-        case "faults":
+        case "faults" | "follow":
             return text.split()
         case "retry_on":
             return [text]

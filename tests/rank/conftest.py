@@ -22,10 +22,11 @@ set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")
 @pytest.fixture(autouse=True)
 def no_hooks_are_left() -> Iterator[None]:
     """A replay's loop hooks and known loops do not outlive a test."""
-    known = len(loops.sites)
+    known = dict(loops.sites)
     yield
     loops.give_back()
-    del loops.sites[known:]
+    loops.sites.clear()
+    loops.sites.update(known)
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from tests.rank.processes import run_alone
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.effects import files
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.records.recorder import Recorder
 
 STEPS = 6
@@ -211,7 +211,7 @@ CASES = [(name, loss) for name in HABITS for loss in LOSSES if loss in EVERYWHER
 
 def outcomes(directory: str) -> dict[tuple[str, str], tuple[str, str, list[int]]]:
     """By habit and loss: (what the file holds, what it would hold, how the lives ended)."""
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     assert patches.apply_all(with_replay=True) == []
     found = {}
     for name, write in HABITS.items():
@@ -265,7 +265,7 @@ def test_a_file_holds_after_a_replacement_what_it_would_hold_without(name: str, 
 
 def drop(directory: str) -> tuple[str, int]:
     """What people write in one line; returns what can be read behind it, and descriptors left open."""
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=False)
     become(make_session())
     before = len(os.listdir("/proc/self/fd"))
@@ -279,7 +279,7 @@ def test_a_file_that_the_script_drops_is_closed_as_python_does_it(tmp_path: Any)
 
 def share(directory: str) -> list[str]:
     """Two ranks append to one file; one of them is lost and replaced."""
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=True)
     path = f"{directory}/shared"
     fds = [Board.create(1)[0], Recorder.create(RECORD_BYTES)]
@@ -304,7 +304,7 @@ def test_what_other_ranks_append_to_the_same_file_stays(tmp_path: Any) -> None:
 
 def replay_everything(directory: str) -> dict[str, Any]:
     """What a replay does to the files of the lost rank."""
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=True)
     files.mute_all()
     old, away, folder = (f"{directory}/{name}" for name in ("old", "away", "folder"))
@@ -342,7 +342,7 @@ MISUSES: list[tuple[Any, ...]] = [
 
 
 def open_wrongly(directory: str) -> list[Any]:
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     real = builtins.open
     patches.apply_all(with_replay=False)
     become(make_session())
@@ -370,7 +370,7 @@ def test_a_file_for_appending_is_like_any_other(tmp_path: Any) -> None:
 
 def set_up_among_others(directory: str) -> dict[str, str]:
     """A rank of a run that goes on with other ranks: its first step writes, and is undone."""
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=True)
     files.mute_all()
     log, own = (f"{directory}/{name}" for name in ("log", "log of a new rank"))

@@ -24,15 +24,31 @@ NO_LOOPS = {
 }
 
 
-def look() -> str:
+def look() -> tuple[str, list[str]]:
     return library_loops.loop_around(sys._getframe(1))
 
 
 def seen_from(source: str, filename: str, module: str = "framework.trainer") -> str:
     """What is told of a step that is taken in a function of such a file."""
+    return all_seen_from(source, filename, module)[0]
+
+
+def all_seen_from(source: str, filename: str, module: str) -> tuple[str, list[str]]:
+    """The same, and the modules to follow."""
     scope: dict[str, Any] = {"__name__": module}
     exec(compile(source, filename, "exec"), scope)
-    found: str = scope["fit"](look)
+    found: tuple[str, list[str]] = scope["fit"](look)
+    return found
+
+
+def _seen_in_a_trainer_that_has_its_loop_in_another_file() -> tuple[str, list[str]]:
+    trainer: dict[str, Any] = {"__name__": "framework.trainer"}
+    exec(compile("def fit(run, look):\n    return run(look)\n", "/lib/framework/trainer.py", "exec"), trainer)
+    loop: dict[str, Any] = {"__name__": "framework.loops.fit_loop"}
+    exec(compile(LOOPS["while"], "/lib/framework/loops/fit_loop.py", "exec"), loop)
+    wrapped: dict[str, Any] = {"__name__": "other.optimizer"}
+    exec(compile(NO_LOOPS["call"], "/lib/other/optimizer.py", "exec"), wrapped)
+    found: tuple[str, list[str]] = trainer["fit"](loop["fit"], lambda: wrapped["fit"](look))
     return found
 
 
@@ -50,6 +66,13 @@ def test_code_that_hands_a_step_through_is_none(kind: str) -> None:
     assert run_alone(seen_from, NO_LOOPS[kind], "/opt/lib/framework/trainer.py") == ""
 
 
+def test_the_modules_to_follow_are_those_of_the_package_with_the_loop_outermost_first() -> None:
+    found, modules = run_alone(_seen_in_a_trainer_that_has_its_loop_in_another_file)
+
+    assert found == "fit (/lib/framework/loops/fit_loop.py)"
+    assert modules == ["framework.trainer", "framework.loops.fit_loop"]
+
+
 def test_a_library_that_calls_the_scripts_main_function_is_none() -> None:
     assert run_alone(seen_from, LOOPS["while"], "/x/lib/site-packages/fire/core.py", "fire.core") == ""
 
@@ -57,8 +80,8 @@ def test_a_library_that_calls_the_scripts_main_function_is_none() -> None:
 def _seen_from_libraries() -> list[str]:
     found = []
     with contextlib.ExitStack() as stack:
-        stack.callback(lambda: found.append(look()))
-    thread = threading.Thread(target=lambda: found.append(look()))
+        stack.callback(lambda: found.append(look()[0]))
+    thread = threading.Thread(target=lambda: found.append(look()[0]))
     thread.start()
     thread.join(10)
     inside_torch = os.path.join(os.path.dirname(torch.__file__), "nn", "modules", "container.py")

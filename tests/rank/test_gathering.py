@@ -13,7 +13,7 @@ import pytest
 
 from tests.rank.fakes import make_session
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, call_site, frames, gathering
+from ttprun.rank.position import ast_transform, call_site, gathering, whose
 from ttprun.rank.step import step_hooks
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ DOES_NOT = {
 
 def run_steps(source: str, directory: str, step: Callable[[FrameType], None]) -> None:
     """Run such a script of the user's; `step` is given its frame at each step."""
-    frames.add_user_directory(directory)
+    whose.add_user_directory(directory)
     script = f"{directory}/script.py"
 
     def train(batch: Any) -> int:

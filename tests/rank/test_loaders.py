@@ -38,7 +38,7 @@ from tests.rank.processes import run_alone
 from tests.rank.user_values import CountedStream, OwnBatches, OwnGenerator, OwnShuffle, Sentence
 from ttprun.rank.bootstrap import install, patches
 from ttprun.rank.data import batches, loaders, workers
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
 
@@ -213,8 +213,8 @@ def in_child(act: Callable[[], Any]) -> Any:
 def lives_of(kind: str) -> dict[tuple[int, int], Any]:
     """Of each stop: what the replacement hands out, and what the undisturbed rank does from the same batch on."""
     os.register_at_fork(after_in_child=install.die_with_parent)
-    frames.add_user_directory(user_values.__file__)
-    frames._user_directories.append(user_values.__file__)
+    whose.add_user_directory(user_values.__file__)
+    whose._user_directories.append(user_values.__file__)
     make = KINDS[kind]
     missing = patches.apply_all(with_replay=True)
     assert missing == []

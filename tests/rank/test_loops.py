@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.position import ast_transform, frames, loops
+from ttprun.rank.position import ast_transform, loops, whose
 
 Loops = list[loops.Loop]
 
@@ -21,7 +21,7 @@ Loops = list[loops.Loop]
 @pytest.fixture
 def run_followed(tmp_path: Any) -> Callable[..., dict[str, Any]]:
     """`run_followed(source, **names)`: run a user's module with its loops followed; returns its globals."""
-    frames.add_user_directory(str(tmp_path))
+    whose.add_user_directory(str(tmp_path))
     filename = str(tmp_path / "script.py")
 
     def run(source: str, **names: Any) -> dict[str, Any]:

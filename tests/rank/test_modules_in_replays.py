@@ -13,7 +13,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.channel import Message
 from ttprun.rank.checks.replay_guard import MismatchError
 from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import ast_transform, frames
+from ttprun.rank.position import ast_transform, whose
 from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.step import step_hooks
@@ -45,7 +45,7 @@ class RefusingChannel(FakeChannel):
 
 def run_script(directory: str, record: tuple[bytes, list[bytes]] | None) -> tuple[Any, int]:
     """(record at its step, the number of calls that the module has counted), of the lost rank or of a replacement."""
-    frames.add_user_directory(directory)
+    whose.add_user_directory(directory)
     vars(builtins).update(ast_transform.BUILTINS)
     ast_transform.install()
     sys.path.insert(0, directory)

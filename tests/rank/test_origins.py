@@ -13,7 +13,7 @@ import pytest
 from tests.rank.processes import run_alone
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.effects import origins
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 
 
 def names() -> dict[str, str]:
@@ -34,7 +34,7 @@ def names() -> dict[str, str]:
 
 
 def begin_listening() -> None:
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_early()
     origins.listen()
 

@@ -16,7 +16,7 @@ from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
 from ttprun.rank.comm.results import Answers
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.step import step_hooks
@@ -31,7 +31,7 @@ class Moody(SequentialSampler):
 
 
 def _batches_of_moody_loader() -> tuple[list[int], str]:
-    frames.add_user_directory(str(Path(__file__).parent))
+    whose.add_user_directory(str(Path(__file__).parent))
     patches.apply_all(with_replay=False)
     session = make_session()
     become(session)

@@ -15,7 +15,7 @@ import torch
 from rich import progress
 from tqdm import tqdm
 
-from ttprun.rank.position import ast_transform, frames, loops
+from ttprun.rank.position import ast_transform, loops, whose
 from ttprun.rank.position.placeholders import PLACEHOLDER, PlaceholderUsedError, hand_out, like, pass_over
 
 SKIP = 4
@@ -242,13 +242,13 @@ def test_a_million_batches_are_passed_over_in_no_time_and_nothing_is_drawn() -> 
 
 def test_a_generator_with_a_loop_of_its_own_begins_in_the_middle_of_it_and_is_counted_around(tmp_path: Any) -> None:
     """The loop in it takes only one item again; what stands around it has counted all the same."""
-    frames.add_user_directory(str(tmp_path))
+    whose.add_user_directory(str(tmp_path))
     source = b"def halves(numbers):\n    for number in numbers:\n        yield number / 2\n"
     code = ast_transform.compile_followed(source, str(tmp_path / "script.py"))
-    site = loops.sites[-1]
+    site = list(loops.sites.values())[-1]
     record = loops.Loop(site, None, range(9)).record() | {"position": SKIP + 1, "lead": 1}
 
-    def jump(_: int, token: Any, iterable: Any) -> Any:
+    def jump(_: str, token: Any, iterable: Any) -> Any:
         return loops.Jump(site, record, iterable)
 
     scope: dict[str, Any] = {

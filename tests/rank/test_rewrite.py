@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.rank.scripts import Outcome, run_plain, run_under_shim
-from ttprun.rank.position import ast_transform, frames, loops
+from ttprun.rank.position import ast_transform, loops, whose
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_module_of_the_users_is_followed_and_an_installed_one_is_not(tmp_path:
     (tmp_path / "site-packages" / "theirs").mkdir(parents=True)
     for place in (tmp_path / "mine", tmp_path / "site-packages" / "theirs"):
         (place / "__init__.py").write_text("for x in ():\n    pass\n")
-    frames.add_user_directory(str(tmp_path))
+    whose.add_user_directory(str(tmp_path))
     finder = ast_transform._Finder()
 
     mine = finder.find_spec("mine", [str(tmp_path)])

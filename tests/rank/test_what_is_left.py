@@ -22,7 +22,7 @@ from ttprun.rank.bootstrap import patches, reset
 from ttprun.rank.comm.journal import Entry
 from ttprun.rank.comm.results import SELDOM, Answers, Results
 from ttprun.rank.effects import append_dedup, os_entropy, output
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import (
     APPENDED_FILES,
@@ -266,7 +266,7 @@ def drawn_from_the_system(applied: int) -> list[int]:
     import tempfile
     import uuid
 
-    frames.add_user_directory(os.path.dirname(__file__))
+    whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=False)
     session = make_session()
     session.applied = applied

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from tests.rank.processes import run_alone
-from ttprun.rank.position import ast_transform, call_site, frames, loops
+from ttprun.rank.position import ast_transform, call_site, loops, whose
 
 IN_TURN = """\
 for epoch in range(2):
@@ -39,7 +39,7 @@ for batch in range(1):
 
 def _run(source: str, directory: str, look: Callable[[FrameType], Any]) -> list[Any]:
     """What is seen at each step of such a script."""
-    frames.add_user_directory(directory)
+    whose.add_user_directory(directory)
     found: list[Any] = []
     scope: dict[str, Any] = {"__name__": "script", "step": lambda: found.append(look(sys._getframe(1)))}
     scope["__builtins__"] = vars(__import__("builtins")) | {

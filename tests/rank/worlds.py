@@ -27,7 +27,7 @@ from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.records.recorder import Recorder
 
 M = TypeVar("M")
@@ -237,7 +237,7 @@ def _be_rank(
     try:
         torch.manual_seed(rank)
         if is_managed:
-            frames.add_user_directory(os.path.dirname(__file__))
+            whose.add_user_directory(os.path.dirname(__file__))
             presence = Presence(line, welcome, fds)
             presence.start()
             install._presence = presence

@@ -102,7 +102,7 @@ class Preloaded(Standby):
     count     modules that it imports
     """
 
-    def __init__(self, copy: Copy, plan: Plan, refused: dict[str, str]) -> None:
+    def __init__(self, copy: Copy, plan: Plan, refused: dict[str, str], follow: list[str]) -> None:
         self.process = copy.process
         self.channel = copy.channel
         self.has_started = self.is_copyable = False
@@ -119,7 +119,7 @@ class Preloaded(Standby):
         with open(fd, "wb") as file:
             file.write(json.dumps(order).encode())
             file.flush()
-            self.channel.send(to_rank.Preload(), [fd, self._notebook])
+            self.channel.send(to_rank.Preload(follow), [fd, self._notebook])
 
     def take(self, message: Ready) -> None:
         """It has imported all."""
@@ -147,11 +147,13 @@ class Preloaded(Standby):
 class Preloads:
     """The copy that imports, and what is known of modules that it must not import.
 
+    follow    names of modules whose loops are followed, beside those of known frameworks
     why_not   why there is none, "" if there is one or will be
     """
 
-    def __init__(self) -> None:
+    def __init__(self, follow: Sequence[str] = ()) -> None:
         self.why_not = ""
+        self._follow = list(follow)
         self._reports: dict[int, Imported] = {}
         self._plan: Plan | None = None
         self._refused: dict[str, str] = {}
@@ -201,7 +203,7 @@ class Preloads:
         copy = standby.copy()
         if copy is not None:
             self._rounds += 1
-            self._current = Preloaded(copy, self._plan, self._refused)
+            self._current = Preloaded(copy, self._plan, self._refused, self._follow)
             watch(self._current)
 
     def came(self, preloaded: Preloaded) -> bool:

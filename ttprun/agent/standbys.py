@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ttprun.agent.preloads import Preloaded, Preloads
 from ttprun.agent.processes import Copy, Standby, kill_session
@@ -11,16 +11,17 @@ from ttprun.agent.processes import Copy, Standby, kill_session
 class Standbys:
     """Up to `wanted` processes that wait to become ranks.
 
+    follow      see Preloads
     may_start   False: the ranks prepare their first step, for which they need the processors themselves
     """
 
-    def __init__(self, wanted: int, run_dir: str) -> None:
+    def __init__(self, wanted: int, run_dir: str, follow: Sequence[str] = ()) -> None:
         self._wanted = wanted
         self._run_dir = run_dir
         self._waiting: list[Standby] = []
         self._warmth: tuple[list[str], list[str]] = ([], [])
         self.may_start = False
-        self.preloads = Preloads()
+        self.preloads = Preloads(follow)
 
     def warm_up(self, modules: list[str], files: list[str]) -> None:
         """Have the standbys import what the ranks have imported of torch by their first step, and compile the rest.

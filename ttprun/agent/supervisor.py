@@ -136,7 +136,7 @@ class Supervisor:
         )
         self.job = recovery.new_job(settings)
         is_replaced = "replace" in settings.rungs or (config.mindio and "resize" in settings.rungs)
-        self.standbys = Standbys(config.standbys if is_replaced else 0, str(run.path))
+        self.standbys = Standbys(config.standbys if is_replaced else 0, str(run.path), config.follow)
         self.status = StatusPublisher(run, config, world_size)
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 

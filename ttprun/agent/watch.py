@@ -54,6 +54,7 @@ class Watch:
             verify_every=config.verify_every,
             nan_limit_s=config.nan_limit_s,
             user_paths=config.user_paths,
+            follow=config.follow,
             may_rerun="rerun" in rungs,
             retry_on=config.retry_on,
             device_errors=config.device_errors,

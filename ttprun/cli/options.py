@@ -15,6 +15,7 @@ _METAVARS = {
     "resume": "WHICH",
     "faults": "FAULT",
     "retry_on": "PATTERN",
+    "follow": "MODULE",
 }
 
 
@@ -36,7 +37,7 @@ def add_options(parser: ArgumentParser) -> None:
         dest, name, text = _DEST + key, option_name(key), field.description
         if field.annotation is bool:
             group.add_argument(name, dest=dest, action=BooleanOptionalAction, default=SUPPRESS, help=text)
-        elif key in ("faults", "retry_on"):
+        elif key in ("faults", "retry_on", "follow"):
             group.add_argument(name, dest=dest, action="append", default=SUPPRESS, metavar=metavar(key), help=text)
         elif key not in ("user_paths", *FILE_ONLY):
             # The str is checked by the model, as that of a variable is.

@@ -41,6 +41,7 @@ class Options:
     verify_every: int
     nan_limit_s: float | None
     user_paths: list[str]
+    follow: list[str]
     may_rerun: bool
     retry_on: list[str]
     device_errors: dict[str, Any]
@@ -113,7 +114,12 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Preload:
-    """Import the plan of the first descriptor that comes with this, and note in the second what runs; then `Ready`."""
+    """Import the plan of the first descriptor that comes with this, and note in the second what runs; then `Ready`.
+
+    follow   names of modules whose loops are followed in it
+    """
+
+    follow: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.rank import user_values
 from ttprun.rank import values
-from ttprun.rank.position import frames
+from ttprun.rank.position import whose
 from ttprun.rank.values import CannotRestoreError, Restore, Snapshot
 
-frames.add_user_directory(user_values.__file__)
-frames._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
+whose.add_user_directory(user_values.__file__)
+whose._user_directories.append(user_values.__file__)  # the file alone: the tests beside it are not the user's
 
 Scope = dict[str, Any]
 LONG = 100_010  # more items than are recorded one by one

@@ -20,6 +20,7 @@ import threading
 import time
 import types
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -321,3 +322,28 @@ def test_what_is_local_to_a_thread_comes_back() -> None:
     carry({"local": lost}, {"local": live})
 
     assert live.calls == 3
+
+
+class Loader:
+    """Something that is referred to weakly."""
+
+
+def test_a_weak_reference_is_to_the_counterpart_of_what_it_was_to() -> None:
+    lost_loader, live_loader = Loader(), Loader()
+    lost: Scope = {"loader": lost_loader, "active": [None, weakref.ref(lost_loader), weakref.ref(lost_loader)]}
+    live: Scope = {"loader": live_loader, "active": [None, weakref.ref(live_loader)]}
+
+    mismatches = carry(lost, live)
+
+    assert not mismatches
+    assert [one and one() for one in live["active"]] == [None, live_loader, live_loader]
+
+
+def test_a_weak_reference_to_what_is_gone_is_to_nothing_again() -> None:
+    live_loader = Loader()
+    live: Scope = {"loader": live_loader, "active": weakref.ref(live_loader)}
+
+    mismatches = carry({"loader": Loader(), "active": weakref.ref(Loader())}, live)
+
+    assert not mismatches
+    assert live["active"]() is None

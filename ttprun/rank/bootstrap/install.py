@@ -30,7 +30,7 @@ from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.effects import origins
 from ttprun.rank.position import ast_transform
-from ttprun.rank.position.frames import add_user_directory
+from ttprun.rank.position.whose import add_user_directory
 from ttprun.rank.process import heartbeat, held_signals, life_lock, stack
 from ttprun.rank.process.after_import import after_import, is_overdue
 
@@ -68,7 +68,7 @@ def begin() -> None:
         channel.send(from_rank.Unprotected(f"the agent's first message is no welcome: {welcome}"))
         return
     if not welcome.options.mindio:
-        ast_transform.install()
+        ast_transform.install(welcome.options.follow)
     script = ast_transform.script_of(sys.orig_argv)
     enter(channel, welcome, fds, ast_transform.full_path(script))
 

@@ -29,7 +29,7 @@ from ttprun.rank import fail_open, values
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, os_entropy
 from ttprun.rank.position import ast_transform, loops
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.process import random_state
 from ttprun.rank.step import step_hooks
 from ttprun.rank.weights import gradients, optimizer_registry
@@ -74,7 +74,7 @@ def wrap_register(original: Any) -> Any:
     """atexit.register: know the script's own functions."""
 
     def register(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_user_file(fail_open.caller().f_code.co_filename):
+        if has_muted_effects(fail_open.caller().f_code.co_filename):
             _registered.append(function)
         return original(function, *args, **kwargs)
 
@@ -91,7 +91,7 @@ def threads_of_user() -> list[str]:
 
 def _is_in_user_code(frame: Any) -> bool:
     while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
+        if has_muted_effects(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False
@@ -198,7 +198,7 @@ def _restore(beginning: Beginning) -> None:
     for number, handler in beginning.signals.items():
         present: Any = signal.getsignal(number)
         code = getattr(present, "__code__", None)
-        if code is not None and present is not handler and is_user_file(code.co_filename):
+        if code is not None and present is not handler and has_muted_effects(code.co_filename):
             signal.signal(number, handler)
     for name, logger in _loggers().items():
         if _is_of_user(name):

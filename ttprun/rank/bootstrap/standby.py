@@ -60,7 +60,8 @@ def main() -> None:
                     warm_up(modules)
                     ast_transform.prepare(files)
                     channel.send(from_rank.Ready(is_copyable()))
-                case to_rank.Preload():
+                case to_rank.Preload(follow=follow):
+                    ast_transform.install(follow)
                     # As in a replay: a package may take functions that we change out of torch (`from torch import
                     # save`).
                     patches.apply_all(with_replay=True)
@@ -84,7 +85,7 @@ def main() -> None:
     arguments: list[str] = welcome.arguments
     is_followed = not welcome.options.mindio
     if is_followed:
-        ast_transform.install()
+        ast_transform.install(welcome.options.follow)
     is_module = arguments[0] == "-m"
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)

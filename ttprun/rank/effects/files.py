@@ -25,7 +25,7 @@ from ttprun.protocol.board import Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.effects import append_dedup
 from ttprun.rank.position import ast_transform
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.session import Session, current
 
 MUTED = {
@@ -47,9 +47,9 @@ _tracked: list[tuple[str, weakref.ref[Any]]] = []
 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
-    """The user's modules that are loaded, the script among them as `__main__`."""
+    """The modules that are loaded and hold state, the script among them as `__main__`."""
     found = []
-    for name in ast_transform.loaded:
+    for name in (*ast_transform.loaded, *ast_transform.loaded_by_name):
         module = sys.modules.get(name)
         if module is not None:
             found.append((name, module))
@@ -60,7 +60,7 @@ def _is_called_by_user(caller: FrameType) -> bool:
     frame: FrameType | None = caller
     while frame is not None and frame.f_globals.get("__name__") in _ON_BEHALF_OF_OTHERS:
         frame = frame.f_back
-    return frame is not None and is_user_file(frame.f_code.co_filename)
+    return frame is not None and has_muted_effects(frame.f_code.co_filename)
 
 
 def wrap_open(original: Any) -> Any:

@@ -24,7 +24,8 @@ from types import FrameType
 from typing import Any
 
 from ttprun.rank import fail_open
-from ttprun.rank.position.frames import is_user_file, location_key
+from ttprun.rank.position.frames import location_key
+from ttprun.rank.position.whose import has_muted_effects
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64
@@ -117,7 +118,9 @@ def is_on() -> bool:
 
 def _is_followed(caller: FrameType) -> bool:
     name = str(caller.f_globals.get("__name__"))
-    return is_user_file(caller.f_code.co_filename) or any(name == one or name.startswith(f"{one}.") for one in _NAMING)
+    return has_muted_effects(caller.f_code.co_filename) or any(
+        name == one or name.startswith(f"{one}.") for one in _NAMING
+    )
 
 
 def _now_ns(kind: str, caller: FrameType) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ttprun.rank import fail_open
 from ttprun.rank.effects import origins
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import records_frames
 from ttprun.rank.session import current
 
 _STANDING_ON_IT = frozenset({"random", "secrets", "uuid"})
@@ -40,7 +40,7 @@ def _is_asked_by_user(frame: FrameType | None) -> bool:
     """Whether the user's own code asks, be it through one of the modules that stand on os.urandom."""
     while frame is not None and frame.f_globals.get("__name__") in _STANDING_ON_IT:
         frame = frame.f_back
-    return frame is not None and is_user_file(frame.f_code.co_filename)
+    return frame is not None and records_frames(frame.f_code.co_filename)
 
 
 def _who_names(frame: FrameType | None) -> FrameType | None:

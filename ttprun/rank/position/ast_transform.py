@@ -1,8 +1,9 @@
 """Compile the user's modules so that their `for` loops can be followed, as pytest compiles asserts anew.
 
-`finder` takes the user's modules (see `frames.is_user_file`) before Python's own import does; `script_finder` takes the
-script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it, which
-is the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`.
+`finder` takes modules whose loops are followed (see whose.py) before Python's own import does; `script_finder` takes
+the script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it,
+which is the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`; what is
+followed by its name, a framework's module, is kept compiled in a folder of ours (compiled_cache.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ttprun.rank.position import imported, loops
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position import compiled_cache, imported, loops, whose
 
 ENTER = "__ttprun_enter__"
 LOOP = "__ttprun_loop__"
@@ -72,10 +72,10 @@ def _yields(function: ast.FunctionDef) -> bool:
 
 
 def _wrapped(node: ast.For, filename: str, is_generator: bool) -> list[ast.stmt]:
-    number = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
-    variable = f"{loops.VARIABLE_PREFIX}{number}__"
-    entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(number)], [])
-    begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(number), entered, node.iter], [])
+    key = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
+    variable = loops.variable_of(node.lineno, node.col_offset)
+    entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
+    begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
     begin: list[ast.stmt] = [ast.Assign([ast.Name(variable, ast.Store())], begun)]
     node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
     if is_generator:
@@ -96,6 +96,21 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
     if known is not None and known[0] == source and not is_script:
         return known[1]
     return _compile(source, filename, is_script)
+
+
+def compile_named(source: bytes, filename: str) -> CodeType:
+    """The same of a module that is followed by its name: large, and the same in each run, so it is kept on disk."""
+    followed[filename] = source
+    kept = compiled_cache.Kept(source, filename, how=__file__)
+    known = kept.read()
+    if known is not None:
+        code, places = known
+        for line, column, last_line in places:
+            loops.new_site(filename, line, column, last_line)
+        return code
+    code = _compile(source, filename, is_script=False)
+    kept.write(code, [(*site.start, site.lines[-1]) for site in loops.sites.values() if site.filename == filename])
+    return code
 
 
 def prepare(filenames: Sequence[str]) -> None:
@@ -131,6 +146,8 @@ def _first_statement(tree: ast.Module) -> int:
 
 # Names of the user's modules, the script's among them, in the order in which they were loaded.
 loaded: list[str] = ["__main__"]
+# Names of modules that are followed by name, in that order: a process imports them once, whatever it runs.
+loaded_by_name: list[str] = []
 # Files whose loops are followed, and their source; a user's frame of any other file cannot be replayed.
 followed: dict[str, bytes] = {}
 # Of files that may come to be followed: their source, and what it was compiled to.
@@ -148,6 +165,17 @@ class FollowedLoader(importlib.machinery.SourceFileLoader):
         return compile_followed(source, path, is_script=fullname == "__main__")
 
 
+class NamedLoader(importlib.machinery.SourceFileLoader):
+    """Loads a module that is followed by its name."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        whose.note_followed(fullname, path)
+        if fullname not in loaded_by_name:
+            loaded_by_name.append(fullname)
+        return compile_named(self.get_data(path), path)
+
+
 class _Finder:
     """On sys.meta_path: asks Python's own finder, and changes the loader of what is the user's."""
 
@@ -155,16 +183,27 @@ class _Finder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         imported.note_environment(fullname)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is None or isinstance(spec.loader, FollowedLoader):
+        is_named = whose.is_named(fullname)
+        finders = sys.meta_path[sys.meta_path.index(self) + 1 :] if is_named else [importlib.machinery.PathFinder]
+        spec = next(filter(None, (_ask(finder, fullname, path, target) for finder in finders)), None)
+        if spec is None or isinstance(spec.loader, FollowedLoader | NamedLoader):
             return spec
         if type(spec.loader) is not importlib.machinery.SourceFileLoader or not spec.origin:
             return None
-        if not is_user_file(spec.origin):
+        if whose.is_of_user(spec.origin):
+            spec.loader = FollowedLoader(fullname, spec.origin)
+        elif is_named:
+            spec.loader = NamedLoader(fullname, spec.origin)
+        else:
             return None
-        spec.loader = FollowedLoader(fullname, spec.origin)
         spec.cached = None
         return spec
+
+
+def _ask(finder: Any, *asked: Any) -> importlib.machinery.ModuleSpec | None:
+    find = getattr(finder, "find_spec", None)
+    found: importlib.machinery.ModuleSpec | None = None if find is None else find(*asked)
+    return found
 
 
 class _ScriptFinder:
@@ -211,7 +250,7 @@ def directory_of(script: str) -> str:
 
 def script_hook(path: str) -> Any:
     """For sys.path_hooks: claims the script that this interpreter is about to run, and nothing else."""
-    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not is_user_file(path):
+    if path != full_path(script_of(sys.orig_argv)) or not os.path.isfile(path) or not whose.follows_loops(path):
         raise ImportError(path)
     with open(path, "rb") as file:
         if file.read(4) == b"PK\x03\x04":
@@ -219,9 +258,15 @@ def script_hook(path: str) -> Any:
     return _ScriptFinder(path)
 
 
-def install() -> None:
-    """Follow loops in everything of the user's that is imported from now on."""
+def install(modules: Sequence[str] = ()) -> None:
+    """Follow loops in everything of the user's that is imported from now on.
+
+    modules   names of more that are followed, beside those that are known
+    """
     imported.begin()
+    whose.follow(modules)
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
     vars(builtins).update(BUILTINS)
     finder: Any = _Finder()
     sys.meta_path.insert(0, finder)

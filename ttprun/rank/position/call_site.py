@@ -11,7 +11,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ttprun.rank.position import ast_transform, gathering, library_loops, loops
-from ttprun.rank.position.frames import is_user_file, place, variables_of
+from ttprun.rank.position.frames import place, variables_of
+from ttprun.rank.position.whose import records_frames
 
 _MOST_WAYS = 1000
 
@@ -48,7 +49,7 @@ class _Way:
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
-        indexes = [index for index, frame in enumerate(stack) if is_user_file(frame.f_code.co_filename)]
+        indexes = [index for index, frame in enumerate(stack) if records_frames(frame.f_code.co_filename)]
         indexes.reverse()
         self.frames: list[_OfUser] = []
         outer: FrameType | None = None
@@ -96,10 +97,12 @@ class Whereabouts:
             if of_user.gathering:
                 gathers = f"{of_user.gathering} ({of_user.place})"
         self.why_not = ""
-        if way.foreign:
+        if way.foreign[0]:
+            loop, modules = way.foreign
             self.why_not = (
-                f"the optimizer step is taken in a loop of {way.foreign}, which is not the script's own code and is "
-                "not followed (user_paths names further folders of such code; installed packages are never followed)"
+                f"the optimizer step is taken in a loop of {loop}, which is not the script's own code and is not "
+                f"followed; if it is a framework's training loop, try this line in the configuration: "
+                f"follow: [{', '.join(modules)}]"
             )
         elif self.unfollowed or not way.is_compiled:
             self.why_not = f"a loop around the optimizer step is not followed{way.whose}"

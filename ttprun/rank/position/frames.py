@@ -1,69 +1,20 @@
-"""The user's part of the call stack: which frames are the user's code, and where they stand.
+"""The user's part of the call stack: the frames that are recorded (see whose.py), and where they stand.
 
-A file is the user's if it is the script, lies below the script's directory or below a directory of `user_paths`, and is
-no installed package. The names of frames are the same in every rank that runs the same script, so a place in the script
-can be told to another process as text.
+The names of frames are the same in every rank that runs the same script, so a place in the script can be told to
+another process as text.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import site
 import sys
-import sysconfig
 from types import FrameType
 from typing import Any
 
-_INSTALLED = tuple(
-    path.rstrip(os.sep) + os.sep
-    for path in {
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-        *site.getsitepackages(),
-        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
-    }
-    if path
-)
+from ttprun.rank.position.whose import records_frames
+
 # Types whose values are recorded as they are.
 SCALARS = frozenset({int, float, bool, str, type(None), bytes})
-_user_directories: list[str] = []
-_known: dict[str, bool] = {}
-
-
-def add_user_directory(path: str) -> None:
-    """Files below `path` are the user's from now on."""
-    _user_directories.append(os.path.abspath(path).rstrip(os.sep) + os.sep)
-    _known.clear()
-
-
-def is_user_file(filename: str) -> bool:
-    """Whether code from this file is the user's."""
-    known = _known.get(filename)
-    if known is None:
-        path = os.path.abspath(filename)
-        known = (
-            not filename.startswith("<")
-            and path.startswith(tuple(_user_directories))
-            and not path.startswith(_INSTALLED)
-            and f"{os.sep}site-packages{os.sep}" not in path
-        )
-        _known[filename] = known
-    return known
-
-
-def is_installed(path: str) -> bool:
-    """Whether a file or folder belongs to an installed package, or to Python itself."""
-    full = os.path.abspath(path) + os.sep
-    return full.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in full
-
-
-def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's code."""
-    filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return bool(filename) and is_user_file(str(filename))
 
 
 def user_frames(start: FrameType | None) -> list[FrameType]:
@@ -71,7 +22,7 @@ def user_frames(start: FrameType | None) -> list[FrameType]:
     found = []
     frame = start
     while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
+        if records_frames(frame.f_code.co_filename):
             found.append(frame)
         frame = frame.f_back
     found.reverse()
@@ -89,7 +40,7 @@ def location_key() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if is_user_file(filename):
+        if records_frames(filename):
             parts.append(f"{filename}:{frame.f_lineno}")
         frame = frame.f_back
     return "|".join(parts)

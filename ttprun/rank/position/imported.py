@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ttprun.rank.position.frames import is_installed
+from ttprun.rank.position.whose import is_installed
 
 # What each Python runs by itself.
 _AT_START = frozenset({"__main__", "sitecustomize", "usercustomize"})

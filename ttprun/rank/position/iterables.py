@@ -18,8 +18,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ttprun.rank.position.frames import is_user_class, is_user_file
 from ttprun.rank.position.loops import Loop
+from ttprun.rank.position.whose import holds_state, is_state
 
 _LOOKED_INTO = (tuple, list, dict, CellType)  # beside iterators
 _MOST = 200  # values
@@ -89,8 +89,8 @@ def _iterators_in(items: Any) -> Iterator[Any]:
 
 def _is_of_user(items: Any) -> bool:
     if isinstance(items, GeneratorType):
-        return is_user_file(items.gi_code.co_filename)
-    return is_user_class(type(items))
+        return holds_state(items.gi_code.co_filename)
+    return is_state(type(items))
 
 
 def _is_first_round(items: Any) -> bool:

@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from ttprun.rank.position import control_flow
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import follows_loops
 
 # Their loops are no training loops: they run threads, event loops and hooks.
 _HARMLESS = tuple(
@@ -30,21 +30,33 @@ _CALLERS = frozenset({"absl", "click", "fire", "hydra", "typer"})
 _SITE = f"{os.sep}site-packages{os.sep}"
 
 
-def loop_around(frame: FrameType | None) -> str:
-    """The function and file of the outermost loop that is under way in code of somebody else's; "" if there is none."""
-    found = ""
+def loop_around(frame: FrameType | None) -> tuple[str, list[str]]:
+    """The outermost loop that is under way in code of somebody else's.
+
+    returns   its function and file, "" if there is none; and the modules, outermost first, that would have to be
+              followed: those of frames on the stack that are in a package with such a loop
+    """
+    found, packages, modules = "", set(), []
     while frame is not None:
         code = frame.f_code
-        if _is_foreign(frame) and control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
-            found = f"{code.co_qualname} ({code.co_filename})"
+        if _is_foreign(frame):
+            module = str(frame.f_globals.get("__name__"))
+            modules.append(module)
+            if control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
+                found = f"{code.co_qualname} ({code.co_filename})"
+                packages.add(_package_of(module))
         frame = frame.f_back
-    return found
+    return found, [one for one in dict.fromkeys(reversed(modules)) if _package_of(one) in packages]
+
+
+def _package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _is_foreign(frame: FrameType) -> bool:
     filename = frame.f_code.co_filename
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    if is_user_file(filename) or filename.startswith("<frozen") or package in _CALLERS:
+    package = _package_of(str(frame.f_globals.get("__name__")))
+    if follows_loops(filename) or filename.startswith("<frozen") or package in _CALLERS:
         return False
     path = os.path.abspath(filename)
     return not path.startswith(_HARMLESS) or (_SITE in path and not path.startswith(_HARMLESS[2:]))

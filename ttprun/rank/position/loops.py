@@ -6,14 +6,15 @@ User modules are compiled with each loop
 
 turned into
 
-    __ttp_loop_7__ = __ttprun_loop__(7, __ttprun_enter__(7), EXPR)
-    yield from __ttprun_owed__(__ttp_loop_7__)  # in a generator
-    for x in __ttp_loop_7__: ...
-    __ttp_loop_7__ = None
+    __ttp_loop_7_4__ = __ttprun_loop__(KEY, __ttprun_enter__(KEY), EXPR)
+    yield from __ttprun_owed__(__ttp_loop_7_4__)  # in a generator
+    for x in __ttp_loop_7_4__: ...
+    __ttp_loop_7_4__ = None
 
-so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. These variables
-are seen in locals() and globals(); they begin with an underscore, and are None when the loop is over. `while` loops
-need nothing: what they depend on lives in variables. Code that torch.compile traces runs over EXPR itself.
+so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. KEY is
+"file:7:4", where the loop stands, so that compiled code can be kept on disk. These variables are seen in locals() and
+globals(); they begin with an underscore, and are None when the loop is over. `while` loops need nothing: what they
+depend on lives in variables. Code that torch.compile traces runs over EXPR itself.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
 few times without a step inside, the loop runs over EXPR itself.
@@ -58,6 +59,16 @@ class Site:
         self.has_steps = False
         self.is_outer = False
 
+    @property
+    def filename(self) -> str:
+        """Where it stands."""
+        return self.key.rsplit(":", 2)[0]
+
+    @property
+    def start(self) -> tuple[int, int]:
+        """Line and column of its beginning."""
+        return self.lines[0], int(self.key.rpartition(":")[2])
+
     def note_step(self) -> None:
         """An optimizer step has been seen inside."""
         if not self.has_steps:
@@ -65,14 +76,20 @@ class Site:
             keys_with_steps.append(self.key)
 
 
-sites: list[Site] = []
+sites: dict[str, Site] = {}  # by their keys
 keys_with_steps: list[str] = []  # of the sites that have any
 
 
-def new_site(filename: str, line: int, column: int, last_line: int) -> int:
-    """Register a loop; returns the number that the compiled code calls it by."""
-    sites.append(Site(f"{filename}:{line}:{column}", range(line, last_line + 1)))
-    return len(sites) - 1
+def new_site(filename: str, line: int, column: int, last_line: int) -> str:
+    """Register a loop; returns the key that the compiled code calls it by."""
+    key = f"{filename}:{line}:{column}"
+    sites[key] = Site(key, range(line, last_line + 1))
+    return key
+
+
+def variable_of(line: int, column: int) -> str:
+    """The variable in which a function or module keeps its loop that stands there."""
+    return f"{VARIABLE_PREFIX}{line}_{column}__"
 
 
 class Loop:
@@ -266,11 +283,11 @@ def give_back() -> None:
     Hooks.enter, Hooks.loop, Way.is_open = None, None, False
 
 
-def enter(number: int) -> Any:
+def enter(key: str) -> Any:
     """Called before a loop's EXPR is evaluated."""
     if Hooks.is_compiling is not None and Hooks.is_compiling():
         return None
-    site = sites[number]
+    site = sites[key]
     if Hooks.enter is not None:
         return Hooks.enter(site, sys._getframe(1))
     if not site.has_steps and site.began >= TRIALS:
@@ -279,13 +296,13 @@ def enter(number: int) -> Any:
     return random_state.capture()
 
 
-def loop(number: int, token: Any, iterable: Iterable[Any]) -> Any:
+def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     """Called with a loop's EXPR; returns what the `for` runs over."""
     if Hooks.is_compiling is not None and Hooks.is_compiling():
         return iterable
     if Hooks.loop is not None:
-        return Hooks.loop(sites[number], token, iterable)
-    return iterable if token is None else Loop(sites[number], token, iterable)
+        return Hooks.loop(sites[key], token, iterable)
+    return iterable if token is None else Loop(sites[key], token, iterable)
 
 
 def owed(loop: Any) -> Iterator[Any]:
@@ -307,7 +324,8 @@ def _variables_of(code: CodeType) -> Variables:
     if known is None:
         names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
         found = [(name, name[len(VARIABLE_PREFIX) : -2]) for name in names if name.startswith(VARIABLE_PREFIX)]
-        known = _variables[id(code)] = (code, [(name, sites[int(number)]) for name, number in found])
+        keys = [(name, f"{code.co_filename}:{place.replace('_', ':')}") for name, place in found]
+        known = _variables[id(code)] = (code, [(name, sites[key]) for name, key in keys])
     return known[1]
 
 

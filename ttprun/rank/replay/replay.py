@@ -368,7 +368,7 @@ class Replay:
         files.unmute(session, self._target["files"], self.boundary)
         origins.end()
         session.results.begin_step(self.boundary)
-        for site in loops.sites:
+        for site in loops.sites.values():
             if site.key in self._target["has_steps"]:
                 site.note_step()
         session.kept_weights.is_kept = self._target["kept"]

@@ -12,7 +12,7 @@ import types
 from operator import is_
 from typing import Any
 
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import holds_state
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
@@ -52,7 +52,7 @@ def record_cache(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_function(snapshot: Snapshot, value: types.FunctionType, depth: int) -> Any:
     """A Python function."""
-    if not is_user_file(value.__code__.co_filename):
+    if not holds_state(value.__code__.co_filename):
         return _place_of(value)
     defaults = _defaults(value)
     if not value.__closure__ and not value.__dict__ and all(type(item) in SETTLED for item in defaults):
@@ -176,7 +176,7 @@ def _is_descriptor(item: Any) -> bool:
 def _is_own_cache(item: Any) -> bool:
     """Whether it is a method of the user's with a cache."""
     code = getattr(item.__wrapped__, "__code__", None) if type(item) is functools._lru_cache_wrapper else None
-    return code is not None and is_user_file(code.co_filename)
+    return code is not None and holds_state(code.co_filename)
 
 
 def _unbound(item: Any) -> Any:

@@ -44,6 +44,7 @@ class Tag(enum.StrEnum):
     CLASS = "C"  # a class of the user's: [tag, number, name, {attribute: node}]
     FUNCTION = "F"  # with state: [tag, number, name, {free variable: node}, {attribute: node}, defaults]
     METHOD = "M"  # [tag, object, name]
+    WEAK = "W"  # weakref.ref: [tag, node of what it refers to; None if that is gone]
     PARTIAL = "P"  # functools.partial: [tag, number, function, arguments, keywords]
     TENSOR = "T"  # see tensors.py
     WEIGHT = "w"  # what an optimizer updates: [tag, index, dtype, shape, stride, offset, is the parameter itself]

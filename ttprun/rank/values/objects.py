@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
-from ttprun.rank.position.frames import is_user_class
+from ttprun.rank.position.whose import is_state
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -33,7 +33,7 @@ def is_of_user(kind: type) -> bool:
     """Whether a class is defined in the user's code."""
     known = _of_user.get(kind)
     if known is None:
-        known = _of_user[kind] = is_user_class(kind)
+        known = _of_user[kind] = is_state(kind)
     return known
 
 

@@ -6,11 +6,12 @@ A file that is closed can be made again.
 from __future__ import annotations
 
 import io
+import weakref
 from typing import Any
 
 import xxhash
 
-from ttprun.rank.values.nodes import Tag, name_of, pack
+from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -35,6 +36,29 @@ def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if _is_untold(node):
         return [Tag.REFUSED, f"holds a {type(held).__qualname__}, which cannot be recorded"]
     return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(pack(node))]
+
+
+def record_weak_reference(snapshot: Snapshot, value: Any, depth: int) -> Any:
+    """A weakref.ref, by what it refers to; one that calls somebody at the end of that is compared by type."""
+    if value.__callback__ is not None:
+        return record_same(snapshot, value, depth)
+    referent = value()
+    return [Tag.WEAK, None if referent is None else snapshot.node(referent, depth + 1)]
+
+
+def restore_weak_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
+    """One to the counterpart of that object."""
+    old = live() if type(live) is weakref.ref else MISSING
+    if node[1] is None:
+        return live if old is None else weakref.ref(_Gone())
+    referent = restore.value(old, node[1], f"{name}()")
+    if referent is MISSING:
+        return restore.refuse(live, f"{name} refers to an object that is not in the replacement")
+    return live if referent is old else weakref.ref(referent)
+
+
+class _Gone:
+    """What a reference refers to that refers to nothing."""
 
 
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from typing import Any
 
-from ttprun.rank.position.frames import is_user_file
+from ttprun.rank.position.whose import holds_state
 from ttprun.rank.values import objects
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved
@@ -164,4 +164,4 @@ def _is_of_script(thread: threading.Thread) -> bool:
     """Whether its code is the user's: that of the function that it was given, or of a class that says what it does."""
     given = getattr(thread, "_target", None)
     code = getattr(type(thread).run if given is None else given, "__code__", None)
-    return code is not None and is_user_file(code.co_filename)
+    return code is not None and holds_state(code.co_filename)

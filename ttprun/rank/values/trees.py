@@ -48,6 +48,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.CLASS: {1: _N, 3: Part.NAMED},
     Tag.FUNCTION: {1: _N, 3: Part.NAMED, 4: Part.NAMED, 5: Part.NODES},
     Tag.METHOD: {1: Part.NODE},
+    Tag.WEAK: {1: Part.NODE},
     Tag.PARTIAL: {1: _N, 2: Part.NODE, 3: Part.NODE, 4: Part.NODE},
     Tag.TENSOR: {1: _N},
     Tag.CHANGED_DATA: {1: _N},

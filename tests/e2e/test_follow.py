@@ -1,0 +1,58 @@
+"""The training loop of a framework that is named under `follow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import PLAIN, SCRIPTS, Run, assert_only_replaced, assert_same_outcome
+
+FRAMEWORK = """
+class Trainer:
+    def __init__(self, log):
+        self.log = log
+        self.done = 0
+
+    def fit(self, step, count):
+        with open(self.log, "w") as log:
+            for number in range(count):
+                loss = step(number)
+                self.done += 1
+                log.write(f"{self.done} {loss!r}\\n")
+"""
+
+
+def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_holds_each_line_once(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages" / "mytrainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from mytrainer.loop import Trainer\n")
+    (package / "loop.py").write_text(FRAMEWORK)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before, loop, after = cut((SCRIPTS / PLAIN).read_text())
+    script = tmp_path / "uses_a_framework.py"
+    script.write_text(
+        f"{before}import mytrainer\n\ndef train(step):\n    global loss\n{loop}    return loss.item()\n\n"
+        f"mytrainer.Trainer(f'log{{rank}}.txt').fit(train, args.steps)\n{after}"
+    )
+    kill = "kill:rank=1,step=20,phase=backward"
+
+    result = run_ttprun(str(script), 2, faults=[kill], options=["--follow", "mytrainer.loop", "--follow", "not_there"])
+
+    assert_only_replaced(result)
+    assert result.incidents[0]["boundary"] == 20, result.story()
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+    lines = (result.folder / "log1.txt").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == [str(number + 1) for number in range(40)]
+
+
+def cut(script: str) -> tuple[str, str, str]:
+    """What stands before the training loop, in it, and after it."""
+    head = "for step in range(args.steps):\n"
+    before, _, rest = script.partition(head)
+    loop, _, after = rest.partition("\nif rank == 0:\n")
+    return before, loop, "if rank == 0:\n" + after

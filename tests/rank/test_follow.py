@@ -1,0 +1,182 @@
+"""Modules that are followed by their names: frameworks with the training loop in them."""
+
+from __future__ import annotations
+
+import marshal
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttprun.rank.position import ast_transform, compiled_cache, loops, whose
+
+LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(whose, "_named", set())
+    monkeypatch.setattr(whose, "_followed_files", set())
+    monkeypatch.setattr(whose, "_followed_packages", ())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    finder = ast_transform._Finder()
+    sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
+    whose._forget_answers()
+    yield
+    sys.meta_path.remove(finder)  # type: ignore[arg-type]
+    whose._forget_answers()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A package like one from PyPI, with a file that trains and others."""
+    package = tmp_path / "site-packages" / "their_framework"
+    (package / "loops").mkdir(parents=True)
+    for name in ("__init__", "trainer", "logs", "loops/__init__", "loops/fit"):
+        (package / f"{name}.py").write_text(LOOP)
+    return package
+
+
+def loader_of(module: str, folder: Path) -> Any:
+    spec = next(finder for finder in sys.meta_path if isinstance(finder, ast_transform._Finder)).find_spec(
+        module, [str(folder)]
+    )
+    return spec and spec.loader
+
+
+def test_a_module_is_followed_by_its_name_and_the_rest_of_its_package_is_not(installed: Path) -> None:
+    whose.follow(["their_framework.trainer"])
+
+    assert isinstance(loader_of("their_framework.trainer", installed), ast_transform.NamedLoader)
+    assert loader_of("their_framework.logs", installed) is None
+    assert loader_of("their_framework.not_there", installed) is None
+
+
+def test_a_package_stands_for_all_of_its_modules(installed: Path) -> None:
+    whose.follow(["their_framework.loops"])
+
+    assert isinstance(loader_of("their_framework.loops", installed), ast_transform.NamedLoader)
+    assert isinstance(loader_of("their_framework.loops.fit", installed / "loops"), ast_transform.NamedLoader)
+    assert loader_of("their_framework.trainer", installed) is None
+
+
+def test_a_followed_module_is_in_loops_frames_and_state_and_its_whole_package_in_effects(installed: Path) -> None:
+    whose.follow(["their_framework.trainer"])
+    trainer, logs = str(installed / "trainer.py"), str(installed / "logs.py")
+
+    loader_of("their_framework.trainer", installed).get_code("their_framework.trainer")
+
+    questions = (whose.follows_loops, whose.records_frames, whose.holds_state, whose.has_muted_effects)
+    assert [ask(trainer) for ask in questions] == [True, True, True, True]
+    assert [ask(logs) for ask in questions] == [False, False, False, True]
+    assert not whose.has_muted_effects(str(installed.parent / "other.py"))
+    assert not whose.is_of_user(trainer)
+
+
+def test_a_module_that_is_a_file_by_itself_mutes_no_other(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    for name in ("mytrainer", "other"):
+        (folder / f"{name}.py").write_text(LOOP)
+    whose.follow(["mytrainer"])
+
+    loader_of("mytrainer", folder).get_code("mytrainer")
+
+    assert whose.has_muted_effects(str(folder / "mytrainer.py"))
+    assert not whose.has_muted_effects(str(folder / "other.py"))
+
+
+def kept_file(tmp_path: Path) -> Path:
+    (found,) = (tmp_path / "cache" / "ttprun" / "followed").iterdir()
+    return found
+
+
+def test_a_compiled_module_is_kept_for_the_next_process_with_its_loops(tmp_path: Path) -> None:
+    file = str(tmp_path / "trainer.py")
+    code = ast_transform.compile_named(LOOP.encode(), file)
+    made = {key: site.lines for key, site in loops.sites.items() if site.filename == file}
+    loops.sites.clear()
+
+    again = ast_transform.compile_named(LOOP.encode(), file)
+
+    assert again is not code
+    assert again == code
+    assert {key: site.lines for key, site in loops.sites.items()} == made == {f"{file}:2:4": range(2, 4)}
+    assert kept_file(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert kept_file(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_module_that_has_changed_is_compiled_again_in_the_place_of_the_old_one(tmp_path: Path) -> None:
+    file = str(tmp_path / "trainer.py")
+    ast_transform.compile_named(LOOP.encode(), file)
+
+    scope: dict[str, Any] = {}
+    exec(ast_transform.compile_named(b"x = 7\n", file), scope)
+
+    assert scope["x"] == 7
+    assert kept_file(tmp_path).exists()
+
+
+def replace_by_evil(file: Path) -> None:
+    """What somebody would write who knew the format, but for what makes it theirs."""
+    content = file.read_bytes()
+    packed = marshal.dumps((compile("evil = True", "evil", "exec"), []))
+    file.write_bytes(content[:32] + compiled_cache.hashlib.sha256(packed).digest() + packed)
+
+
+@pytest.mark.parametrize("what", ["readable by others", "a folder of others", "a link"])
+def test_what_somebody_else_could_have_written_is_not_run(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = str(tmp_path / "trainer.py")
+    ast_transform.compile_named(LOOP.encode(), file)
+    kept = kept_file(tmp_path)
+    replace_by_evil(kept)
+    assert "evil" in ast_transform.compile_named(LOOP.encode(), file).co_names  # the format is understood here
+    if what == "readable by others":
+        kept.chmod(0o644)
+    elif what == "a folder of others":
+        kept.parent.chmod(0o770)
+    else:
+        kept.rename(tmp_path / "elsewhere")
+        kept.symlink_to(tmp_path / "elsewhere")
+
+    code = ast_transform.compile_named(LOOP.encode(), file)
+
+    assert "evil" not in code.co_names
+
+
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.stat(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: found.st_uid + 1)
+
+    with pytest.raises(PermissionError):
+        compiled_cache._refuse_others(found, stat.S_ISDIR)
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty"])
+def test_a_damaged_file_is_made_anew(tmp_path: Path, damage: str) -> None:
+    file = str(tmp_path / "trainer.py")
+    code = ast_transform.compile_named(LOOP.encode(), file)
+    kept = kept_file(tmp_path)
+    whole = kept.read_bytes()
+    kept.write_bytes({"cut": whole[:-9], "garbage": whole[:64] + bytes(len(whole) - 64), "empty": b""}[damage])
+
+    assert ast_transform.compile_named(LOOP.encode(), file) == code
+    assert kept.read_bytes() == whole
+
+
+@pytest.mark.parametrize("home", ["", "relative", "/proc/nowhere"])
+def test_where_nothing_can_be_kept_each_process_compiles_by_itself(
+    tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", home)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+
+    code = ast_transform.compile_named(LOOP.encode(), str(tmp_path / "trainer.py"))
+
+    assert code.co_filename == str(tmp_path / "trainer.py")

@@ -1,0 +1,110 @@
+"""Compiled modules kept on disk, so that a large one is compiled with its loops followed only once.
+
+One file a module, in `ttprun/followed` of the user's cache folder ($XDG_CACHE_HOME, else ~/.cache). What it holds is
+code that will be run, so it is only read from a folder and a file that belong to this user and that nobody else may
+write to or read. A file that does not fit the source, this Python or this ttprun is written anew; where nothing can be
+kept, each process compiles by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import marshal
+import os
+import stat
+import sys
+from types import CodeType
+from typing import Any
+
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIGEST_BYTES = hashlib.sha256().digest_size
+Places = list[tuple[int, int, int]]  # first line, column, last line of each followed loop
+
+
+class Kept:
+    """What is kept of one module.
+
+    source    of the module
+    filename  of the module; it is part of the code
+    how       the file that says how its loops are compiled
+    """
+
+    def __init__(self, source: bytes, filename: str, how: str) -> None:
+        self._name = hashlib.sha256(os.fsencode(filename)).hexdigest()[:32] + f".{_python()}"
+        self._key = hashlib.sha256(b"\0".join((_settings(how), os.fsencode(filename), source))).digest()
+
+    def read(self) -> tuple[CodeType, Places] | None:
+        """The code and its loops; None if it is not there, or not to be used."""
+        with contextlib.suppress(OSError), _Folder() as folder:
+            fd = os.open(self._name, _OPEN, dir_fd=folder.fd)
+            with os.fdopen(fd, "rb") as file:
+                _refuse_others(os.fstat(fd), stat.S_ISREG)
+                content = file.read()
+            return self._unpack(content)
+        return None
+
+    def _unpack(self, content: bytes) -> tuple[CodeType, Places] | None:
+        key, digest, packed = (
+            content[:_DIGEST_BYTES],
+            content[_DIGEST_BYTES : 2 * _DIGEST_BYTES],
+            content[2 * _DIGEST_BYTES :],
+        )
+        if key != self._key or digest != hashlib.sha256(packed).digest():
+            return None
+        code, places = marshal.loads(packed)
+        return code, places
+
+    def write(self, code: CodeType, places: Places) -> None:
+        """Keep it, in the place of what was kept of this module; does nothing where that cannot be done."""
+        packed = marshal.dumps((code, places))
+        content = self._key + hashlib.sha256(packed).digest() + packed
+        with contextlib.suppress(OSError), _Folder() as folder:
+            new = f"{self._name}.{os.getpid()}"
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(content)
+                os.replace(new, self._name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            except OSError:
+                os.unlink(new, dir_fd=folder.fd)
+
+
+class _Folder:
+    """The folder, open. Raises OSError if there is none that is this user's alone."""
+
+    def __enter__(self) -> _Folder:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        path = os.path.join(home, "ttprun", "followed")
+        if not os.path.isabs(path):
+            raise FileNotFoundError(path)
+        os.makedirs(path, 0o700, exist_ok=True)
+        self.fd = os.open(path, _OPEN | os.O_DIRECTORY)
+        try:
+            _refuse_others(os.fstat(self.fd), stat.S_ISDIR)
+        except OSError:
+            os.close(self.fd)
+            raise
+        return self
+
+    def __exit__(self, *of: Any) -> None:
+        os.close(self.fd)
+
+
+def _refuse_others(found: os.stat_result, is_right: Any) -> None:
+    if not is_right(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError("somebody else could have written it")
+
+
+def _python() -> str:
+    """Which compiler this is, in a file's name."""
+    return f"{sys.implementation.cache_tag}-{sys.flags.optimize}"
+
+
+def _settings(how: str) -> bytes:
+    """What else the code depends on: this Python, its options, and how loops are compiled."""
+    with open(how, "rb") as file:
+        ours = file.read()
+    options = f"{sys.version} {sorted(sys._xoptions)}".encode()
+    return importlib.util.MAGIC_NUMBER + options + hashlib.sha256(ours).digest()

@@ -1,0 +1,128 @@
+"""Whose code this is: four questions, each asked by those who need its answer.
+
+whose loops are followed      `follows_loops`
+whose frames are recorded     `records_frames`
+whose objects are state       `holds_state`, `is_state`
+whose effects are muted       `has_muted_effects`
+
+A file is the user's if it is the script, lies below the script's directory or below a directory of `user_paths`, and is
+no installed package. The user's code is in all four. A module that the configuration names under `follow`, or that
+`frameworks.py` knows, is in the first three like the user's own; its whole package has its effects muted, since a
+framework writes its logs and checkpoints from all over its package.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable
+
+from ttprun.rank.position import frameworks
+
+_INSTALLED = tuple(
+    path.rstrip(os.sep) + os.sep
+    for path in {
+        sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+    }
+    if path
+)
+_user_directories: list[str] = []
+_named: set[str] = set(frameworks.MODULES)
+_followed_files: set[str] = set()
+_followed_packages: tuple[str, ...] = ()
+_known: dict[str, bool] = {}
+_muted: dict[str, bool] = {}
+
+
+def add_user_directory(path: str) -> None:
+    """Files below `path` are the user's from now on."""
+    _user_directories.append(os.path.abspath(path).rstrip(os.sep) + os.sep)
+    _forget_answers()
+
+
+def follow(modules: Iterable[str]) -> None:
+    """Modules of these names count as the user's when they are imported; a package with all below it."""
+    _named.update(modules)
+
+
+def is_named(module: str) -> bool:
+    """Whether a module, or a package that it is in, is to be followed by its name."""
+    while module and module not in _named:
+        module = module.rpartition(".")[0]
+    return bool(module)
+
+
+def note_followed(module: str, filename: str) -> None:
+    """A module that is followed by its name comes from this file."""
+    global _followed_packages
+    if filename in _followed_files:
+        return
+    _followed_files.add(filename)
+    depth = module.count(".") + (os.path.basename(filename) == "__init__.py")
+    package = os.path.abspath(filename)
+    for _ in range(depth):
+        package = os.path.dirname(package)
+    if depth:
+        _followed_packages = tuple({*_followed_packages, package + os.sep})
+    _forget_answers()
+
+
+def follows_loops(filename: str) -> bool:
+    """Whether the `for` loops of code from this file are followed."""
+    return _is_theirs(filename)
+
+
+def records_frames(filename: str) -> bool:
+    """Whether frames that run code from this file are recorded, and are part of a place in the script."""
+    return _is_theirs(filename)
+
+
+def holds_state(filename: str) -> bool:
+    """Whether functions and generators from this file are state: their closures, attributes and variables."""
+    return _is_theirs(filename)
+
+
+def is_state(kind: type) -> bool:
+    """Whether a class is defined in a file whose objects are state: its attributes, and all of theirs."""
+    filename = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return bool(filename) and holds_state(str(filename))
+
+
+def has_muted_effects(filename: str) -> bool:
+    """Whether what code from this file writes, removes, or leaves in the process is kept from coming out twice."""
+    known = _muted.get(filename)
+    if known is None:
+        known = _muted[filename] = _is_theirs(filename) or os.path.abspath(filename).startswith(_followed_packages)
+    return known
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file or folder belongs to an installed package, or to Python itself."""
+    full = os.path.abspath(path) + os.sep
+    return full.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in full
+
+
+def is_of_user(filename: str) -> bool:
+    """Whether a file is the user's own."""
+    path = os.path.abspath(filename)
+    return not filename.startswith("<") and path.startswith(tuple(_user_directories)) and not is_installed(path)
+
+
+def _is_theirs(filename: str) -> bool:
+    """Whether a file is the user's, or one of a module that is followed by its name."""
+    known = _known.get(filename)
+    if known is None:
+        known = _known[filename] = filename in _followed_files or is_of_user(filename)
+    return known
+
+
+def _forget_answers() -> None:
+    _known.clear()
+    _muted.clear()
