@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -38,15 +38,14 @@ class _Layout(NamedTuple):
     """Where each tensor goes in a file, as long as the optimizers hold what they hold now.
 
     header   of the file
-    forms    of each parameter: its shape and dtype, then of each value of its state the name, and shape and dtype or
-             the value itself
+    forms    of each parameter and each value of its state, as `_held` gives them
     offsets  in the file, of all tensors in that order
     size     of the file in bytes
     is_lasting  it can be seen whether it is still so: no state is a list, whose items may be other ones
     """
 
     header: bytes
-    forms: list[list[tuple[Any, ...]]]
+    forms: list[tuple[Any, ...]]
     offsets: list[int]
     size: int
     is_lasting: bool
@@ -70,6 +69,7 @@ class OwnState:
         self._are_records_kept = False
         self._at_s = 0.0
         self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
+        self._not_measured = 0  # copies: the first one in each place makes the layout and gets the memory
         self._layout: _Layout | None = None
         self._has_told = False
 
@@ -80,7 +80,7 @@ class OwnState:
         try:
             if self.is_apt and self._is_due():
                 self._copy(boundary)
-                if not self._has_told:
+                if not self._has_told and self._took_s:
                     self._has_told = True
                     size = self._layout.size if self._layout else 0
                     session.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
@@ -104,16 +104,16 @@ class OwnState:
         place = 1 - self._place
         began_s = time.thread_time()
         tensors = self._tensors()
-        is_new = tensors is None
         if tensors is None:
+            size_before = self._layout.size if self._layout else -1
             self._layout, tensors = _lay_out()
+            if self._layout.size != size_before:
+                self._not_measured = len(self._shelves)
         layout, (_, memory) = self._layout, self._shelves[place]
         assert layout is not None
-        laid_out_s = time.thread_time()
         if not self._kept:
             self._check_room(layout.size)
         memory.fit(layout.size)
-        fitted_s = time.thread_time()
         memory.write(layout.header)
         for offset, tensor in zip(layout.offsets, tensors, strict=True):
             flat = plain(tensor)
@@ -121,10 +121,10 @@ class OwnState:
         self._board.set(self._local_rank, Field.OWN_STATE, joined(boundary, place))
         self._kept, self._place, self._are_records_kept = boundary, place, False
         self._at_s = time.monotonic()
-        took_s = time.thread_time() - fitted_s
-        if not (is_new and layout.is_lasting):  # else it is done once
-            took_s += laid_out_s - began_s
-        self._took_s.append(took_s)
+        if self._not_measured:
+            self._not_measured -= 1
+        else:
+            self._took_s.append(time.thread_time() - began_s)
 
     def _check_room(self, size_bytes: int) -> None:
         """Raises MemoryError if there is no room for this rank's two copies, and those of the ranks that have none."""
@@ -149,25 +149,26 @@ class OwnState:
         """What the optimizers hold now, if it is what the layout is for, else None."""
         if self._layout is None or not self._layout.is_lasting:
             return None
-        found = []
-        forms = iter(self._layout.forms)
-        for optimizer in optimizer_registry.optimizers():
-            state_of = optimizer.state
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    form = next(forms, None)
-                    state = state_of.get(parameter) or {}
-                    if form is None or form[0] != (parameter.shape, parameter.dtype) or len(form) != len(state) + 1:
-                        return None
-                    found.append(parameter)
-                    for known, (name, value) in zip(form[1:], state.items(), strict=True):
-                        if isinstance(value, torch.Tensor):
-                            if known != (name, value.shape, value.dtype):
-                                return None
-                            found.append(value)
-                        elif known != (name, value):
-                            return None
-        return found if next(forms, None) is None else None
+        found = list(_held())
+        return [value for _, value in found if value is not None] if _forms(found) == self._layout.forms else None
+
+
+def _held() -> Iterator[tuple[tuple[Any, ...], torch.Tensor | None]]:
+    """(form, tensor or None) of each parameter and of each value of its state: [shape, dtype], and before it a name."""
+    for optimizer in optimizer_registry.optimizers():
+        state_of = optimizer.state
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield (parameter.shape, parameter.dtype), parameter
+                for name, value in (state_of.get(parameter) or {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield (name, value.shape, value.dtype), value
+                    else:
+                        yield (name, value), None
+
+
+def _forms(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
+    return [form for form, _ in held]
 
 
 def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
@@ -181,19 +182,10 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     for tensor in ordered:
         offset_of[id(tensor)] = at
         at += tensor.nbytes
-    forms: list[list[tuple[Any, ...]]] = []
-    for optimizer in optimizer_registry.optimizers():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.state.get(parameter) or {}
-                of_state = (
-                    (name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, value)
-                    for name, value in state.items()
-                )
-                forms.append([(parameter.shape, parameter.dtype), *of_state])
+    forms = _forms(list(_held()))
     in_order = [part.tensor for part in parts]
     offsets = [offset_of[id(tensor)] for tensor in in_order]
-    is_lasting = not any(type(value) is list for form in forms for _, *rest in form[1:] for value in rest)
+    is_lasting = not any(type(value) is list for form in forms for value in form)
     return _Layout(packed, forms, offsets, at, is_lasting), in_order
 
 
