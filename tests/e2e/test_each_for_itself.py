@@ -93,14 +93,17 @@ def test_a_rank_that_hangs_for_itself_is_found_and_repaired_alone(
 def test_a_group_that_is_made_late_ends_what_is_each_rank_s_own(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    """A rank is lost before it; the other one may wait for it there already."""
-    arguments = ["--group", "late"]
+    """One rank is lost before it, and another one when all train together: that is repaired from the other.
 
-    run = run_ttprun(SCRIPT, 2, faults=["kill:rank=1,step=8,phase=forward"], script_args=arguments)
+    The first optimizer, which the script has dropped, is not counted any more.
+    """
+    arguments, faults = ["--group", "late"], ["kill:rank=1,step=8,phase=forward", "kill:rank=0,step=30,phase=backward"]
 
-    assert_only_replaced(run)
+    run = run_ttprun(SCRIPT, 2, faults=faults, script_args=arguments)
+
+    assert_only_replaced(run, 2)
     assert run.hashes == undisturbed(SCRIPT, 2, arguments).hashes, run.story()
-    assert run.status["generation"] == 0, run.story()
+    assert run.status["generation"] == 1, run.story()
 
 
 def test_a_rank_whose_steps_cannot_be_replayed_says_what_that_costs(

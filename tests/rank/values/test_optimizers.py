@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,9 @@ from tests.rank.values.carrying import (
     Scope,
     carry,
     is_refused,
+    record,
 )
+from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError
 
 
@@ -131,3 +135,18 @@ def test_a_gradient_scaler_comes_back_also_if_the_replacement_has_not_used_it() 
     assert lost.get_scale() == 16.0
     assert live.get_scale() == 16.0
     assert live.state_dict() == lost.state_dict()
+
+
+def test_what_the_script_has_dropped_is_let_go_of() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
+    scope = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 10), "step": 1}
+    dropped = weakref.ref(optimizer)
+    for _ in range(2):
+        values.begin_boundary()
+        record(scope, key="train", is_lasting=True)
+    del optimizer, scope["schedule"]
+
+    values.let_go()
+    gc.collect()
+
+    assert dropped() is None

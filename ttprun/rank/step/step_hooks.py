@@ -8,6 +8,7 @@ rank has a record of it. The ranks have just met in the step's last all-reduce, 
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 from types import FrameType
@@ -125,6 +126,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         if not session.trains_alone:
             stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
             are_new = session.holdings.are_new(stepped, optimizer, session.groups_count)
+            if are_new and len(stepped.counts) > 1:
+                _collect_dropped()
+                session.holdings.note(optimizer_registry.stepped(optimizer_registry.optimizers()))
             session.verifier.look(boundary, optimizer, frame, are_new)
         if _write_record(session, boundary, frame, optimizer, returned):
             commit(session, boundary)
@@ -138,6 +142,15 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     session.touch(Phase.STEPPING)
     moments.reached("in_step")
     return returned
+
+
+def _collect_dropped() -> None:
+    """Let go of optimizers that the script has dropped: what is left of them differs from rank to rank.
+
+    A scheduler and its optimizer hold each other, so that they live until a garbage collection.
+    """
+    values.let_go()
+    gc.collect()
 
 
 def _check_what_was_given(session: Session) -> None:

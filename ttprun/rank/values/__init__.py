@@ -20,7 +20,7 @@ from ttprun.rank.values.unrecorded import UnrecordedTensorError
 
 __all__ = [
     "MARK_OF_REFUSED", "CannotRestoreError", "Restore", "Snapshot", "Tree", "UnrecordedTensorError",
-    "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "names_not_proved", "pack", "refusals",
+    "begin_boundary", "fingerprint", "forget", "is_awaited", "kinds", "let_go", "names_not_proved", "pack", "refusals",
     "restore_loop", "room_to_walk", "unpack",
 ]  # fmt: skip
 
@@ -30,10 +30,16 @@ def begin_boundary() -> None:
     unchanged.begin_boundary()
 
 
+def let_go() -> None:
+    """Nothing that the script has dropped is kept alive by what is remembered of it."""
+    begin_boundary()
+    begin_boundary()
+    snapshot._scopes.clear()
+
+
 def forget() -> None:
     """The run of the script is over: nothing is kept of its values."""
-    begin_boundary()
-    begin_boundary()
+    let_go()
     large.forget()
     named.forget()
     for kept in (
@@ -45,6 +51,5 @@ def forget() -> None:
         objects._dictionaries,
         objects._left_out,
         objects._forms,
-        snapshot._scopes,
     ):
         kept.clear()

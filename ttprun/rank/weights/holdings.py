@@ -51,6 +51,10 @@ class Holdings:
         self._seen, self._groups_count = stepped, groups_count
         return True
 
+    def note(self, stepped: optimizer_registry.Stepped) -> None:
+        """This is what the look just asked for is taken of."""
+        self._seen = stepped
+
     def forget(self) -> None:
         """The run of the script is over, and no tensor of it may outlive it."""
         self._seen, self._sampled = None, (None, [])
