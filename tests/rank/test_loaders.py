@@ -322,6 +322,43 @@ def _record_before_the_first_batch() -> list[Any]:
     return [*found, next(fresh).tolist()]
 
 
+def _batches_after_a_late_change(kind: str, change: Callable[[Any, int], None]) -> list[Any]:
+    """The third batch of a lost rank's iterator and of its replacement's; something changes after each was made."""
+    patches.apply_all(with_replay=True)
+    session = make_session()
+    become(session)
+    (loader,) = KINDS[kind]()
+    lost = iter(loader)
+    change(loader, 3)
+    next(lost)
+    loaders.note_boundary()
+    next(lost)
+    (record,) = loaders.records()
+    session.replay = FakeReplay([record])  # type: ignore[assignment]
+    (loader,) = KINDS[kind]()
+    loader._ttprun_name = record["name"]  # type: ignore[attr-defined]
+    fresh = iter(loader)
+    change(loader, 0)
+    next(fresh)
+    return [next(lost).tolist(), next(fresh).tolist()]
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    loader.sampler.set_epoch(epoch)
+
+
+def _draw(loader: Any, count: int) -> None:
+    torch.rand(count)
+
+
+@pytest.mark.parametrize(("kind", "change"), [("distributed", _set_epoch), ("shuffled", _draw)])
+def test_what_changes_between_the_making_of_an_iterator_and_its_first_batch_is_known(kind: str, change: Any) -> None:
+    """A sampler is asked only with the first batch; Lightning sets its epoch after it has made the iterator."""
+    lost, fresh = run_alone(_batches_after_a_late_change, kind, change)
+
+    assert fresh == lost
+
+
 def test_an_iterator_that_has_been_positioned_and_not_yet_used_can_be_recorded() -> None:
     """A boundary may come before its first batch is asked for."""
     assert run_alone(_record_before_the_first_batch) == [(3, 1), (2, 0), [[6], [7], [8]]]

@@ -77,7 +77,9 @@ class Adapted(Replay):
         except rest_of_epoch.CannotDealOutError as error:
             where = name[0].rpartition("|")[2].rpartition("/")[2]
             self.refuse(f"the DataLoader of {where} cannot go on with other ranks: {error}")
-        return recorded | {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": left, "source": source}
+        epochs = (recorded.get("first") or recorded)["epochs"]
+        changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": left, "source": source}
+        return recorded | changed | {"epochs": epochs, "first": None}
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """The first step begins with the first call of a model that learns: note how the set-up has left things."""

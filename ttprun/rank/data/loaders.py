@@ -2,7 +2,8 @@
 
 An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
 sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler
-pass over the batches that were handed out, without loading them.
+pass over the batches that were handed out, without loading them. Without workers the sampler is asked only with the
+first batch: what has changed by then (a framework may set the epoch of a sampler after it made the iterator) is noted.
 
 A resume with another number of ranks makes iterators over what is left of their epoch (`rest_of_epoch.py`); such a one
 has a "rest" in its record, and is made again in the same way.
@@ -71,6 +72,8 @@ def wrap_iter(original: Any) -> Any:
         iterator = original(self)
         workers.will_make(None)
         _register(iterator, began)
+        if _asks_late(iterator):
+            iterator._ttprun_unbegun = (self, _state_of(self))
         return iterator
 
     return make
@@ -87,16 +90,45 @@ def _workers_key(loader: DataLoader[Any]) -> list[int]:
 
 def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     return {
+        **_state_of(loader),
+        "first": None,
         "name": name,
-        "rng": random_state.capture(),
-        "epochs": [getattr(sampler, "epoch", None) for sampler in loader_parts.samplers(loader)],
-        "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
-        "held": loader_parts.held_by(loader),
         "lead": 0,
         "each": _each.get(tuple(name), 0),
         "source": rest_of_epoch.source_of(loader),
         "rest": None,
     }
+
+
+def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What an iterator's order depends on, as it is now."""
+    return {
+        "rng": random_state.capture(),
+        "epochs": [getattr(sampler, "epoch", None) for sampler in loader_parts.samplers(loader)],
+        "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
+        "held": loader_parts.held_by(loader),
+    }
+
+
+def _asks_late(iterator: Any) -> bool:
+    """Whether it has no workers, and asks its sampler with the first batch."""
+    return isinstance(iterator, torch_dataloader._SingleProcessDataLoaderIter)
+
+
+def _put_back(loader: DataLoader[Any], state: dict[str, Any]) -> None:
+    """Have it depend on the same again."""
+    for sampler, epoch in zip(loader_parts.samplers(loader), state["epochs"], strict=False):
+        if epoch is not None and hasattr(sampler, "epoch"):
+            sampler.epoch = epoch
+    loader_parts.hold_again(loader, state["held"])
+    _set_random_states(loader, state)
+
+
+def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any]) -> None:
+    """An iterator is about to ask its sampler: is anything else than it was when it was made?"""
+    now = _state_of(loader)
+    if now != made_with:
+        iterator._ttprun["first"] = now
 
 
 def _register(iterator: Any, began: dict[str, Any]) -> None:
@@ -112,11 +144,7 @@ def _register(iterator: Any, began: dict[str, Any]) -> None:
 
 
 def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -> Any:
-    for sampler, epoch in zip(loader_parts.samplers(loader), recorded["epochs"], strict=False):
-        if epoch is not None and hasattr(sampler, "epoch"):
-            sampler.epoch = epoch
-    loader_parts.hold_again(loader, recorded["held"])
-    _set_random_states(loader, recorded)
+    _put_back(loader, recorded)
     skip = max(0, recorded["yielded"] - max(1, recorded["lead"]))
     is_iterable = loader._dataset_kind == torch_dataloader._DatasetKind.Iterable
     Skipping.batches = 0 if is_iterable else skip
@@ -133,14 +161,17 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
     iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
     Skipping.before_first = None
+    if _asks_late(iterator):
+        first = recorded.get("first") or _state_of(loader)
+        iterator._ttprun_before_first = functools.partial(_put_back, loader, first)
     if is_iterable:  # there is no sampler to advance: the batches have to be loaded
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
-    began = ("name", "rng", "epochs", "generators", "held", "lead", "each", "source", "rest")
+    began = ("name", "rng", "epochs", "generators", "held", "first", "lead", "each", "source", "rest")
     if recorded["each"]:
         _each[tuple(recorded["name"])] = recorded["each"]
-    _register(iterator, {key: recorded[key] for key in began} | {"workers": own_workers})
+    _register(iterator, {key: recorded.get(key) for key in began} | {"workers": own_workers})
     iterator._ttprun_passed_over = skip
     return iterator
 
@@ -170,6 +201,7 @@ def wrap_next_index(original: Any) -> Any:
     def next_index(self: Any) -> Any:
         skip, Skipping.batches = Skipping.batches or self.__dict__.pop("_ttprun_skip", 0), 0
         before_first, Skipping.before_first = Skipping.before_first, None
+        before_first = self.__dict__.pop("_ttprun_before_first", before_first)
         if before_first is not None:
             before_first()
         stream, Skipping.stream = Skipping.stream or self.__dict__.pop("_ttprun_stream", None), None
@@ -304,6 +336,9 @@ def wrap_next(original: Any) -> Any:
     """_BaseDataLoaderIter.__next__: know the newest batch, and when there is none any more."""
 
     def advance(self: Any) -> Any:
+        unbegun = self.__dict__.pop("_ttprun_unbegun", None)
+        if unbegun is not None:
+            _note_first(self, *unbegun)
         try:
             batch = self._ttprun_batch = original(self)
         except StopIteration:
