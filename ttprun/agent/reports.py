@@ -14,6 +14,7 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.rank.records.recorder import Recorder
 from ttprun.recovery.journals import find_difference
 
 if TYPE_CHECKING:
@@ -337,6 +338,8 @@ class Reports:
         hung = []  # all told of their present processes, before the first one's is ended
         for odd in (self._supervisor.seats[rank] for rank in found.ranks):
             boundary = self._supervisor.board.get(odd.local_rank, Field.APPLIED)
+            # What it gave to this step was wrong, so its replacement must not be measured against that.
+            Recorder(odd.record_fd, self._supervisor.config.record_limit_mib << 20).evidence.clear()
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )
