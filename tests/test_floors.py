@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,28 @@ def test_a_room_of_the_rank_imports_only_from_those_before_it() -> None:
                     arrows_up.add((own, name))
 
     assert arrows_up == set()
+
+
+def test_the_parts_of_the_agent_know_only_those_that_they_are_built_on() -> None:
+    folders = ("agent", "chaos", "elastic_resume")
+    paths = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+        for folder in folders
+        for path in (PACKAGE / folder).rglob("*.py")
+    }
+    needs = {
+        own: {module for name in imported(path) for module in (name, name.rpartition(".")[0]) if module in paths}
+        - {own}
+        for own, path in paths.items()
+    }
+
+    TopologicalSorter(needs).prepare()  # raises CycleError; what stands in annotations alone counts, too
+
+    assert {own for own in needs if "ttprun.agent.supervisor" in needs[own]} == {
+        "ttprun.agent.elastic",
+        "ttprun.agent.launch",
+    }
+    assert {own for own in needs if "ttprun.agent.parts" in needs[own]} == {"ttprun.agent.supervisor"}
 
 
 def test_the_recovery_imports_nothing_that_can_act() -> None:

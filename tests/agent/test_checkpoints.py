@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import ENDED_NAME, Checkpoints
-from ttprun.agent.snapshots import Shelf
+from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.resume import ENDED_NAME
+from ttprun.agent.shelf import Shelf
 from ttprun.protocol.from_rank import Dumped, Share, SnapshotTaken
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
@@ -23,8 +24,8 @@ from ttprun.state.store import CheckpointStore
 LIMIT_S = 10.0
 
 
-class FakeSupervisor:
-    """What Checkpoints needs of a supervisor: ranks, to which things are told, and a clear end."""
+class FakeNode:
+    """What Checkpoints needs of a node: ranks, to which things are told, and a clear end."""
 
     def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
         self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
@@ -38,11 +39,21 @@ class FakeSupervisor:
         self.advance = self.advanced.append
 
         self.job = recovery.new_job(recovery.Settings(world_size=ranks))
-        self.comparisons = SimpleNamespace(names_of=", ".join)
         self.logged: list[str] = []
 
     def log(self, event: str, **fields: Any) -> None:
         self.logged.append(event)
+
+
+class AnyCheckpoint:
+    """Every checkpoint can be resumed from."""
+
+    def open(self, path: Path, is_new: bool) -> None: ...
+
+
+def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
+    comparisons = SimpleNamespace(names_of=", ".join)
+    return Checkpoints(node, store, AnyCheckpoint(), comparisons)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -69,13 +80,13 @@ def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
 def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
     tmp_path: Path, shelf: Shelf
 ) -> None:
-    supervisor = FakeSupervisor(LIMIT_S)
+    node = FakeNode(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
     for fd in (shelf.records[0], shelf.shares[0]):
         os.pwrite(fd, b"told" + bytes(100), 0)
     note_sizes(shelf, records=4, share=4)
 
-    write(Checkpoints(supervisor, store), shelf)  # type: ignore[arg-type]
+    write(checkpoints_of(node, store), shelf)
 
     (checkpoint,) = store.checkpoints()
     assert checkpoint.file("tensors-00000.safetensors").read_bytes() == b"told"
@@ -85,9 +96,9 @@ def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothin
 def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_checkpoint(
     tmp_path: Path, shelf: Shelf
 ) -> None:
-    supervisor = FakeSupervisor(LIMIT_S)
+    node = FakeNode(LIMIT_S)
     store = CheckpointStore(tmp_path, 3)
-    checkpoints = Checkpoints(supervisor, store)  # type: ignore[arg-type]
+    checkpoints = checkpoints_of(node, store)
     note_sizes(shelf, records=0, share=4)
 
     write(checkpoints, shelf)
@@ -102,10 +113,10 @@ def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_on
 ) -> None:
     monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
     monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
-    supervisor = FakeSupervisor(LIMIT_S)
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    node = FakeNode(LIMIT_S)
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="ended"))
-    folder = Path(supervisor.told[0].path).parent
+    folder = Path(node.told[0].path).parent
 
     (folder / "part").write_bytes(b"x" * 1000)
     checkpoints.look()
@@ -127,7 +138,7 @@ def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist
         raise AssertionError("too late")
 
     monkeypatch.setattr(Draft, "commit", commit)
-    checkpoints = Checkpoints(FakeSupervisor(0.1), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    checkpoints = checkpoints_of(FakeNode(0.1), CheckpointStore(tmp_path, 3))
     checkpoints.write_snapshot(shelf, lambda: None)
     assert is_writing.wait(LIMIT_S)
 
@@ -145,13 +156,13 @@ def persist_order(ranks: int) -> recovery.Persist:
 
 
 def test_who_has_asked_for_a_checkpoint_that_cannot_be_begun_hears_why(tmp_path: Path) -> None:
-    supervisor = FakeSupervisor(LIMIT_S)
+    node = FakeNode(LIMIT_S)
     (tmp_path / "save").write_text("a file")
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path / "save", 3))  # type: ignore[arg-type]
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path / "save", 3))
 
     checkpoints.persist(persist_order(1))
 
-    (answer,) = supervisor.advanced
+    (answer,) = node.advanced
     assert isinstance(answer, recovery.StatePersisted)
     assert answer.why_not.startswith(f"no checkpoint can be written to '{tmp_path / 'save'}'")
     assert checkpoints.status is not None
@@ -159,20 +170,20 @@ def test_who_has_asked_for_a_checkpoint_that_cannot_be_begun_hears_why(tmp_path:
 
 
 def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_more(tmp_path: Path) -> None:
-    supervisor = FakeSupervisor(LIMIT_S, ranks=2)
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    node = FakeNode(LIMIT_S, ranks=2)
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(persist_order(2))
-    folder = Path(supervisor.told[0].path).parent
+    folder = Path(node.told[0].path).parent
     failed = Dumped(1, "rank 1: the disk is full", is_handled=False)
 
-    checkpoints.take_dumped(supervisor.seats[1], failed)  # type: ignore[arg-type]
-    early = (list(supervisor.advanced), folder.exists())
+    checkpoints.take_dumped(node.seats[1], failed)
+    early = (list(node.advanced), folder.exists())
     share = Share(0, bytes=0, xxh3="", header_xxh3="h", digests={}, apart="")
     written = Dumped(1, "", is_handled=True, share=share)
-    checkpoints.take_dumped(supervisor.seats[0], written)  # type: ignore[arg-type]
+    checkpoints.take_dumped(node.seats[0], written)
 
     assert early == ([], True)
-    (answer,) = supervisor.advanced
+    (answer,) = node.advanced
     assert isinstance(answer, recovery.StatePersisted)
     assert (answer.why_not, answer.is_handled) == ("rank 1: the disk is full", True)
     assert checkpoints.status is not None
@@ -185,10 +196,10 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
 ) -> None:
     monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.0)
     monkeypatch.setattr("ttprun.observe.progress._LOG_S", 0.0)
-    supervisor = FakeSupervisor(LIMIT_S)
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    node = FakeNode(LIMIT_S)
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(persist_order(1))
-    folder = Path(supervisor.told[0].path).parent
+    folder = Path(node.told[0].path).parent
 
     with caplog.at_level(logging.WARNING):
         checkpoints.give_up(0, "rank 1 was ended by signal 9")
@@ -201,36 +212,36 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
 
 
 def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path: Path, shelf: Shelf) -> None:
-    supervisor = FakeSupervisor(LIMIT_S)  # whose thread has ended: nobody carries out what it is called for
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    node = FakeNode(LIMIT_S)  # whose thread has ended: nobody carries out what it is called for
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
 
     write(checkpoints, shelf)
 
     assert checkpoints.status is not None
     assert checkpoints.status.path == str(tmp_path / "step-00000020")
-    assert supervisor.logged == ["checkpoint_written"]
+    assert node.logged == ["checkpoint_written"]
 
 
-def test_what_the_supervisor_has_heard_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf) -> None:
-    supervisor = FakeSupervisor(LIMIT_S)
+def test_what_becomes_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf) -> None:
+    node = FakeNode(LIMIT_S)
     is_called = threading.Event()
-    supervisor.call = lambda function: (supervisor.called.append(function), is_called.set())  # type: ignore[assignment]
-    checkpoints = Checkpoints(supervisor, CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    node.call = lambda function: (node.called.append(function), is_called.set())  # type: ignore[assignment]
+    checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     told: list[str] = []
 
     checkpoints.write_snapshot(shelf, lambda: told.append("written"))
     assert is_called.wait(LIMIT_S)
-    supervisor.called.pop()()
+    node.called.pop()()
     checkpoints.end(is_done=False)
 
-    assert (supervisor.logged, told) == (["checkpoint_written"], ["written"])
+    assert (node.logged, told) == (["checkpoint_written"], ["written"])
 
 
 def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(tmp_path: Path, shelf: Shelf) -> None:
-    ended = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    ended = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
     ended.lock()
     ended.end(is_done=True)
-    other = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path, 3))  # type: ignore[arg-type]
+    other = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
 
     other.lock()
     before_its_first = (tmp_path / ENDED_NAME).exists()
@@ -242,7 +253,7 @@ def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint
 def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = Checkpoints(FakeSupervisor(LIMIT_S), CheckpointStore(tmp_path / "save", 3))  # type: ignore[arg-type]
+    checkpoints = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path / "save", 3))
     checkpoints.lock()
     shutil.rmtree(tmp_path / "save")
 

@@ -16,11 +16,10 @@ class FakeSupervisor:
     """The job is ended by somebody just before the group that is to be restarted is left alone."""
 
     def __init__(self) -> None:
-        self.verdict = Verdict("restart", "a rank is lost")
-        self.first_failure = FirstFailure()
+        self.node = SimpleNamespace(verdict=Verdict("restart", "a rank is lost"), first_failure=FirstFailure())
 
     def pause(self) -> None:
-        self.verdict = Verdict("fail", "ended by the scheduler", has_progress=False)
+        self.node.verdict = Verdict("fail", "ended by the scheduler", has_progress=False)
 
 
 def test_a_job_that_is_ended_as_its_group_is_to_be_restarted_is_not_restarted() -> None:

@@ -218,8 +218,8 @@ def test_py_spy_tells_the_stack_where_it_is_installed(
     assert (state_of(process.process.pid)[0] == "T") == is_stopped
 
 
-class FakeSupervisor:
-    """As much of a supervisor as is asked when a rank tells of broken connections; keeps what becomes of it."""
+class FakeNode:
+    """As much of a node as is asked when a rank tells of broken connections; keeps what becomes of it."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(hang_timeout_s="auto")
@@ -232,6 +232,11 @@ class FakeSupervisor:
 
     def advance(self, event: Any) -> None:
         self.told.append(event)
+
+
+def lookout_of(node: Any, kind: type[Lookout] = Lookout) -> Lookout:
+    nobody: Any = None
+    return kind(node, nobody, OwnStates(node, nobody))
 
 
 class BlindLookout(Lookout):
@@ -256,17 +261,17 @@ class BlindLookout(Lookout):
 def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
     fault: str, rank: int | None, kind: str
 ) -> None:
-    supervisor: Any = FakeSupervisor()
+    node: Any = FakeNode()
     seat: Any = SimpleNamespace(rank=1)
     told = Broken(generation=0, reason="allreduce: it broke", after_s=1.0, device_fault=fault)
 
-    BlindLookout(supervisor).take_broken(seat, told)
+    lookout_of(node, BlindLookout).take_broken(seat, told)
 
-    (event,) = supervisor.told
+    (event,) = node.told
     assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
 
 
-class SupervisorThatGoesBack(FakeSupervisor):
+class NodeThatGoesBack(FakeNode):
     """Two ranks hang; whatever it is told, all get new processes, and have done nothing yet."""
 
     def __init__(self, lost: Sequence[RankHandler], fresh: Sequence[RankHandler]) -> None:
@@ -277,7 +282,6 @@ class SupervisorThatGoesBack(FakeSupervisor):
             Seat(rank, rank, handler, record_fd=-1, stack_fd=stacks.create()) for rank, handler in enumerate(lost)
         ]
         self._fresh = fresh
-        self.own_states = OwnStates(self)  # type: ignore[arg-type]
         self._sit(lost)
 
     def advance(self, event: Any) -> None:
@@ -293,14 +297,12 @@ def test_of_two_ranks_that_hang_the_second_ones_new_process_is_not_taken_for_the
     started: Callable[..., RankHandler],
 ) -> None:
     lost, fresh = ([started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)] for _ in "12")
-    supervisor: Any = SupervisorThatGoesBack(lost, fresh)
-    sights = [
-        Sight(rank=seat.rank, pid=seat.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for seat in supervisor.seats
-    ]
-    lookout = Lookout(supervisor)
+    node: Any = NodeThatGoesBack(lost, fresh)
+    sights = [Sight(rank=seat.rank, pid=seat.pid, boundary=7, meetings=0, doing=Doing.COMPUTING) for seat in node.seats]
+    lookout = lookout_of(node)
 
     for sight in sights:
         lookout._act(Hung(sight=sight, way=Way.IDLE, for_s=60.0, limit_s=10.0, awaited=None))
 
-    assert [(event.rank, event.pid) for event in supervisor.told] == [(0, lost[0].proc.pid)]
+    assert [(event.rank, event.pid) for event in node.told] == [(0, lost[0].proc.pid)]
     assert [handler.proc.poll() for handler in fresh] == [None, None]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.agent.nodes import part
 from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.reports import Reports
@@ -34,12 +35,11 @@ class FakeHandler:
         self.told.append(message)
 
 
-class FakeSupervisor:
+class FakeNode:
     """Three ranks that train, as the state machine sees them."""
 
     def __init__(self) -> None:
         self.board = Board.create(N_RANKS)[1]
-        self.refills = 0
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
@@ -53,54 +53,50 @@ class FakeSupervisor:
 
     def log(self, event: str, **fields: object) -> None: ...
 
-    @property
-    def watch(self) -> FakeSupervisor:
-        return self
 
-    injections = watch
+class NoFaults:
+    """None is ordered."""
 
     def greeted(self, seat: Seat) -> None: ...
 
-    def refill_standbys(self) -> None:
-        self.refills += 1
+
+@pytest.fixture
+def node() -> FakeNode:
+    return FakeNode()
 
 
 @pytest.fixture
-def supervisor() -> FakeSupervisor:
-    return FakeSupervisor()
-
-
-@pytest.fixture
-def reports(supervisor: FakeSupervisor) -> Reports:
+def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
-    supervisor.comparisons = Comparisons(supervisor)  # type: ignore[arg-type]
-    supervisor.comparisons.begin_group(N_RANKS)
-    found = Reports(supervisor)  # type: ignore[arg-type]
+    nobody: Any = None
+    comparisons = Comparisons(node, nobody, nobody)  # type: ignore[arg-type]
+    comparisons.begin_group()
+    found = part(Reports, node, comparisons=comparisons, injections=NoFaults())
     found.begin_group()
-    hold(found, supervisor, 1, "aaa")
+    hold(found, node, 1, "aaa")
     return found
 
 
-def hold(reports: Reports, supervisor: FakeSupervisor, boundary: int, digests: str) -> None:
+def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
-    for seat, digest in zip(supervisor.seats, digests, strict=True):
+    for seat, digest in zip(node.seats, digests, strict=True):
         held = {"w": (digest, "gradient")}
         reports.take(seat, from_rank.Held(boundary, is_full=boundary == 1, held=held, names={}))
 
 
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(
-    supervisor: FakeSupervisor, reports: Reports
+    node: FakeNode, reports: Reports
 ) -> None:
-    odd, line = supervisor.seats[1], supervisor.handlers[1]
-    hold(reports, supervisor, 2, "aba")
-    hold(reports, supervisor, 3, "aba")  # on its way: it is not told twice
-    told_once, training = list(line.told), supervisor.job
+    odd, line = node.seats[1], node.handlers[1]
+    hold(reports, node, 2, "aba")
+    hold(reports, node, 3, "aba")  # on its way: it is not told twice
+    told_once, training = list(line.told), node.job
 
-    supervisor.advance(recovery.CheckpointAsked(at_s=1.0))
+    node.advance(recovery.CheckpointAsked(at_s=1.0))
     reports.take(odd, from_rank.SteppedAside())
-    survivors = supervisor.job.survivors
-    supervisor.job = training  # the checkpoint is there, and all go on
-    hold(reports, supervisor, 4, "aba")
+    survivors = node.job.survivors
+    node.job = training  # the checkpoint is there, and all go on
+    hold(reports, node, 4, "aba")
 
     assert survivors == (0, 1, 2)
     assert told_once == [to_rank.StandAside()]
@@ -108,47 +104,47 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
 
 
 def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_there_was_no_process(
-    supervisor: FakeSupervisor, reports: Reports
+    node: FakeNode, reports: Reports
 ) -> None:
-    teller, seat, line = supervisor.seats[1], supervisor.seats[0], supervisor.handlers[0]
+    teller, seat, line = node.seats[1], node.seats[0], node.handlers[0]
     put = from_rank.Put(1, "port 1", "")
     reports.take(teller, from_rank.Put(0, "port 1", ""))
     line.told.clear()
 
-    seat.leave(-9, supervisor.board, lambda number, pid: "")
-    supervisor.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
+    seat.leave(-9, node.board, lambda number, pid: "")
+    node.advance(recovery.RankExited(at_s=1.0, rank=0, pid=100, code=None, signal=9, boundary=0))
     reports.take(teller, put)
     reports.take(seat, put)  # of its own, for the others
     before = list(line.told)
     reports.take(seat, from_rank.Present(pid=200, main_thread=1))
 
-    assert supervisor.job.generation == 1
+    assert node.job.generation == 1
     assert before == []
     assert line.told == [put]
 
 
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
-    supervisor: FakeSupervisor, reports: Reports, capfd: pytest.CaptureFixture[str]
+    node: FakeNode, reports: Reports, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    reports.take(supervisor.seats[0], SCRIPT_ERROR)
+    reports.take(node.seats[0], SCRIPT_ERROR)
 
     assert capfd.readouterr().err == "no file caf\\udce9\n"
-    assert supervisor.seats[0].script_error == "no file"
+    assert node.seats[0].script_error == "no file"
 
 
-def test_a_traceback_that_nobody_reads_does_no_harm(supervisor: FakeSupervisor, reports: Reports) -> None:
+def test_a_traceback_that_nobody_reads_does_no_harm(node: FakeNode, reports: Reports) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     kept = os.dup(2)
     os.dup2(writer, 2)
     try:
-        reports.take(supervisor.seats[0], SCRIPT_ERROR)
+        reports.take(node.seats[0], SCRIPT_ERROR)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(writer)
 
-    assert supervisor.seats[0].script_error == "no file"
+    assert node.seats[0].script_error == "no file"
 
 
 @pytest.mark.parametrize(
@@ -156,12 +152,12 @@ def test_a_traceback_that_nobody_reads_does_no_harm(supervisor: FakeSupervisor, 
     [b"{", b"[]", b'{"op": "Freeze"}', b'{"op": "Frozen"}', b'{"op": "Frozen", "generation": 1, "boundary": "2"}'],
 )
 def test_what_is_no_message_of_a_rank_is_ignored_with_a_reason(
-    supervisor: FakeSupervisor, reports: Reports, caplog: pytest.LogCaptureFixture, line: bytes
+    node: FakeNode, reports: Reports, caplog: pytest.LogCaptureFixture, line: bytes
 ) -> None:
-    job = supervisor.job
+    job = node.job
 
-    reports.take(supervisor.seats[1], decode(line, KNOWN))
+    reports.take(node.seats[1], decode(line, KNOWN))
 
-    assert supervisor.job == job
+    assert node.job == job
     (record,) = caplog.records
     assert record.message.startswith("a message of rank 1 is ignored: ")

@@ -6,19 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.requests import answer
+from ttprun.agent.requests import Requests
 from ttprun.protocol.requests import SaveNow
 
 
-def supervisor_of(job: recovery.Job, **differing: Any) -> Any:
+def requests_of(job: recovery.Job, **differing: Any) -> Requests:
     config = SimpleNamespace(mindio=False)
-    return SimpleNamespace(**{"job": job, "verdict": None, "is_broken": False, "config": config} | differing)
+    node: Any = SimpleNamespace(**{"job": job, "verdict": None, "is_broken": False, "config": config} | differing)
+    nobody: Any = None
+    return Requests(node, nobody, nobody, nobody, nobody)
 
 
 def test_who_asks_too_early_hears_who_is_not_ready() -> None:
     job = recovery.new_job(recovery.Settings(world_size=2))
 
-    told = answer(supervisor_of(job), SaveNow())
+    told = requests_of(job).answer(SaveNow())
 
     assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not reported yet"}
 
@@ -26,6 +28,6 @@ def test_who_asks_too_early_hears_who_is_not_ready() -> None:
 def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
     job = recovery.new_job(recovery.Settings(world_size=1))
 
-    told = answer(supervisor_of(job, is_broken=True), SaveNow())
+    told = requests_of(job, is_broken=True).answer(SaveNow())
 
     assert told == {"ok": False, "error": "ttprun's supervisor has failed: the job runs as under torchrun"}

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import selectors
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.agent.nodes import node_of, part
 from tests.agent.starting import wait_until_ready
+from ttprun.agent.node import Node
 from ttprun.agent.orders import Orders
 from ttprun.agent.processes import RankHandler, Standby, StandbyHandler, kill_session
 from ttprun.agent.seat import Seat
 from ttprun.agent.standbys import Standbys
-from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import Put
 from ttprun.protocol.to_rank import Freeze, Resume
@@ -61,30 +60,21 @@ def test_a_seat_holds_the_newest_order_till_its_process_greets(
     assert sent == [RESUME, AGAIN]
 
 
-@dataclass
-class FakeSupervisor:
-    """What Orders needs of a supervisor to start a process."""
+class Welcomed:
+    """Notes the processes that are welcomed as replacements."""
 
-    seats: list[Seat]
-    run: RunDirectory
-    replace_handler: Any = lambda *_: None
-    standbys: Any = field(default_factory=lambda: Standbys(0, ""))
-    selector: Any = None
-    welcomed: list[int] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def log(self, event: str, **fields: object) -> None: ...
-
-    def advance(self, event: Event) -> None:
-        self.events.append(event)
-
-    @property
-    def watch(self) -> FakeSupervisor:
-        return self
+    def __init__(self) -> None:
+        self.pids: list[int] = []
 
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
         assert is_replacement
-        self.welcomed.append(seat.pid)
+        self.pids.append(seat.pid)
+
+
+def orders_of(node: Node, standbys: Standbys, welcomed: Welcomed) -> Orders:
+    orders = part(Orders, node, standbys=standbys, watch=welcomed)
+    orders.replace_handler = lambda local_rank, handler: None
+    return orders
 
 
 def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_free(
@@ -93,19 +83,18 @@ def test_a_replacement_is_not_started_before_the_memory_of_a_dying_process_is_fr
     seat = Seat(0, 0, handler=None, record_fd=-1)  # type: ignore[arg-type]
     seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     lost = seat.pid
-    supervisor = FakeSupervisor([seat], RunDirectory(tmp_path))
+    node, welcomed = node_of(tmp_path, seat), Welcomed()
     seat.is_dying = True
     seat.leave(-9, Board.create(1)[1], lambda number, pid: "")
 
-    orders = Orders(supervisor)  # type: ignore[arg-type]
-    orders.spawn_rank(SpawnRank(0, 2))
-    before = (seat.pid, list(supervisor.welcomed))
+    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
+    before = (seat.pid, list(welcomed.pids))
     code = seat.bury()
-    orders.spawn_those_that_wait()
+    node.spawn_those_that_wait()
 
     assert before == (lost, [])
     assert code == -9
-    assert supervisor.welcomed == [seat.pid] != [lost]
+    assert welcomed.pids == [seat.pid] != [lost]
     kill_session(seat.pid)
     assert seat.bury() is not None
     seat.handler.channel.close()
@@ -118,14 +107,15 @@ def test_a_process_that_cannot_be_started_is_an_event_and_does_not_end_the_agent
     seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
     seat.leave(seat.bury(), Board.create(1)[1], lambda number, pid: "")
     seat.handler.start["entrypoint"] = str(tmp_path / "nothing")
-    supervisor = FakeSupervisor([seat], RunDirectory(tmp_path))
+    events, welcomed = list[Event](), Welcomed()
+    node = node_of(tmp_path, seat, advance=events.append)
 
-    Orders(supervisor).spawn_rank(SpawnRank(0, 2))  # type: ignore[arg-type]
+    orders_of(node, Standbys(0, ""), welcomed).spawn_rank(SpawnRank(0, 2))
 
-    (event,) = supervisor.events
+    (event,) = events
     assert isinstance(event, SpawnFailed)
     assert "No such file or directory" in event.reason
-    assert supervisor.welcomed == []
+    assert welcomed.pids == []
     assert seat.spawn is None
 
 
@@ -138,17 +128,17 @@ def test_a_standby_that_is_on_its_way_is_waited_for_and_stays_for_the_next_fault
     for seat in seats:
         seat.sit(started("-c", "kill -9 $$", entry="/bin/sh", is_python=False))
         seat.leave(seat.bury(), Board.create(2)[1], lambda number, pid: "")
-    supervisor = FakeSupervisor(seats, RunDirectory(tmp_path), standbys=standbys, selector=selectors.DefaultSelector())
-    orders = Orders(supervisor)  # type: ignore[arg-type]
+    node, welcomed = node_of(tmp_path, *seats), Welcomed()
+    orders = orders_of(node, standbys, welcomed)
 
     for rank in range(2):
         orders.spawn_rank(SpawnRank(rank, 2))
-    before = list(supervisor.welcomed)
+    before = list(welcomed.pids)
     wait_until_ready(watched[0])
-    orders.spawn_those_that_wait()
+    node.spawn_those_that_wait()
 
     assert before == []
-    assert supervisor.welcomed == [seat.pid for seat in seats]
+    assert welcomed.pids == [seat.pid for seat in seats]
     assert all(isinstance(seat.handler, StandbyHandler) for seat in seats)
     assert watched[0].process.poll() is None
     assert standbys.ready == 1

@@ -14,8 +14,12 @@ import msgpack
 import pytest
 
 from ttprun import recovery
+from ttprun.agent import snapshot_times
 from ttprun.agent import snapshots as module
-from ttprun.agent.snapshots import Shelf, Snapshots, path_of
+from ttprun.agent.memory import path_of
+from ttprun.agent.shelf import Shelf
+from ttprun.agent.snapshot_times import SnapshotTimes
+from ttprun.agent.snapshots import Snapshots
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.from_rank import Share, SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
@@ -61,7 +65,7 @@ class FakeComparisons:
         self.told += 1
 
 
-class FakeSupervisor:
+class FakeNode:
     """What the decisions look at and bring about: a job that runs, a board, and the events that are logged."""
 
     def __init__(self, every: str) -> None:
@@ -74,10 +78,8 @@ class FakeSupervisor:
             incident_count=0,
             replicas=UNKNOWN,
         )
-        self.comparisons = FakeComparisons()
         self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
-        self.checkpoints = FakeCheckpoints()
         self.advanced: list[recovery.Event] = []
         self.logged: list[dict[str, Any]] = []
 
@@ -96,15 +98,18 @@ class Job:
 
     def __init__(self, every: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        self.supervisor = FakeSupervisor(every)
-        self.snapshots = Snapshots(self.supervisor)  # type: ignore[arg-type]
-        self.snapshots.begin_group(RANKS)
+        for timed in (module, snapshot_times):
+            monkeypatch.setattr(timed, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        self.node = FakeNode(every)
+        self.comparisons, self.checkpoints = FakeComparisons(), FakeCheckpoints()
+        self.times = SnapshotTimes(self.node)  # type: ignore[arg-type]
+        self.snapshots = Snapshots(self.node, self.times, self.comparisons, self.checkpoints)  # type: ignore[arg-type]
+        self.snapshots.begin_group()
 
     @property
     def asked(self) -> int:
         """Number of the snapshot that is asked for last; 0: none."""
-        return self.supervisor.board.get(0, Field.SNAPSHOT_ASKED)
+        return self.node.board.get(0, Field.SNAPSHOT_ASKED)
 
     def look(self) -> int:
         """Let the agent decide; returns the number that is asked for now."""
@@ -115,7 +120,7 @@ class Job:
         """A rank has put its part of the snapshot that is asked for where it belongs."""
         shelf = self.snapshots.shelves[self.asked % 2]
         os.pwrite(shelf.records[rank], msgpack.packb({"records": [[boundary, b"", b""]], "lines": [0, 0]}), 0)
-        apart = version_of(self.supervisor.job.replicas.parted)
+        apart = version_of(self.node.job.replicas.parted)
         share = Share(rank, bytes=10, xxh3="", header_xxh3="h", digests={"w": "same"}, apart=apart)
         share = replace(share, **differing)
         self.report(rank, SnapshotTaken(self.asked, boundary, "", share, records_bytes=5, took_s=0.25))
@@ -125,7 +130,7 @@ class Job:
         self.report(rank, SnapshotTaken(self.asked, boundary, why_not))
 
     def report(self, rank: int, taken: SnapshotTaken) -> None:
-        self.snapshots.take(self.supervisor.seats[rank], taken)  # type: ignore[arg-type]
+        self.snapshots.take(self.node.seats[rank], taken)  # type: ignore[arg-type]
 
     def take(self, boundary: int) -> None:
         """All ranks take part."""
@@ -133,7 +138,7 @@ class Job:
             self.tell(rank, boundary)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return [event for event in self.supervisor.logged if event["event"] == name]
+        return [event for event in self.node.logged if event["event"] == name]
 
 
 @pytest.fixture
@@ -181,12 +186,12 @@ def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth
     job: Callable[[str], Job],
 ) -> None:
     one = job("auto")
-    one.supervisor.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+    one.node.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
 
     one.now_s += 2
     assert one.look() == 1
     one.take(7)  # it took 0.25 s
-    one.supervisor.checkpoints.finish()
+    one.checkpoints.finish()
     one.now_s += 24
     assert one.look() == 1
     one.now_s += 1
@@ -195,7 +200,7 @@ def test_where_it_is_the_only_source_it_is_taken_as_often_as_costs_one_hundredth
 
     assert one.snapshots.newest is not None
     assert one.snapshots.newest.boundary == 9
-    assert one.supervisor.checkpoints.written == [7]
+    assert one.checkpoints.written == [7]
 
 
 def test_never_is_never(job: Callable[[str], Job]) -> None:
@@ -213,7 +218,7 @@ def test_nothing_is_asked_for_while_the_ranks_cannot_take_it_together(
     job: Callable[[str], Job], differing: dict[str, Any]
 ) -> None:
     one = job("20steps")
-    vars(one.supervisor.job).update(differing)
+    vars(one.node.job).update(differing)
 
     assert one.look() == 0
 
@@ -223,9 +228,9 @@ def test_one_that_was_asked_for_before_a_rank_was_lost_is_asked_for_anew_afterwa
     one.look()
     one.tell(0, 20)
 
-    one.supervisor.job.phase = recovery.Phase.FREEZING
+    one.node.job.phase = recovery.Phase.FREEZING
     one.look()
-    one.supervisor.job.phase = recovery.Phase.RUNNING
+    one.node.job.phase = recovery.Phase.RUNNING
 
     assert one.look() == 2
     assert one.snapshots.newest is None
@@ -240,16 +245,16 @@ def test_a_complete_one_is_what_all_ranks_go_back_to_and_is_written_to_disk(job:
     one.tell(0, 20)
 
     assert (one.snapshots.newest.boundary, one.snapshots.newest.as_stored().place) == (20, "shared memory")
-    assert [type(event) for event in one.supervisor.advanced] == [recovery.SnapshotTaken]
+    assert [type(event) for event in one.node.advanced] == [recovery.SnapshotTaken]
     assert one.events("snapshot_taken") == [
         {"event": "snapshot_taken", "boundary": 20, "bytes": 30, "took_s": 0.25, "number": 1}
     ]
-    assert one.supervisor.checkpoints.written == [20]
+    assert one.checkpoints.written == [20]
 
 
 def test_the_newest_complete_one_is_never_written_over(job: Callable[[str], Job]) -> None:
     one = job("20steps")
-    one.supervisor.checkpoints.is_busy = True  # with something else: snapshots stay in memory
+    one.checkpoints.is_busy = True  # with something else: snapshots stay in memory
     for boundary in (20, 40, 60):
         newest = one.snapshots.newest
         asked = one.look()
@@ -275,11 +280,11 @@ def test_while_one_is_being_written_another_is_taken_and_then_none_until_the_dis
     one.take(40)
 
     assert one.look() == 2
-    one.supervisor.checkpoints.finish()
+    one.checkpoints.finish()
     assert one.look() == 3
     one.take(60)
 
-    assert one.supervisor.checkpoints.written == [20, 60]
+    assert one.checkpoints.written == [20, 60]
 
 
 def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_is_told(
@@ -323,12 +328,12 @@ def test_replicas_that_differ_share_no_snapshot_and_are_looked_at_in_full(job: C
     reason = "ranks that were replicas of each other hold different values of w"
     assert [(event["reason"], event["is_off"]) for event in one.events("snapshot_failed")] == [(reason, False)]
     assert one.snapshots.newest is None
-    assert one.supervisor.comparisons.looked == [20]
+    assert one.comparisons.looked == [20]
 
 
 def test_what_each_rank_holds_for_itself_is_in_its_own_share(job: Callable[[str], Job]) -> None:
     one = job("20steps")
-    one.supervisor.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
+    one.node.job.replicas = Replicas(compared_at=1, parted={"w": (0, 1)})
     one.look()
 
     one.tell(0, 20)
@@ -349,15 +354,15 @@ def test_a_snapshot_by_ranks_that_did_not_know_what_they_hold_alone_is_taken_aga
     one.tell(1, 20, apart="of before")
 
     assert one.snapshots.newest is None
-    assert one.supervisor.comparisons.told == RANKS
+    assert one.comparisons.told == RANKS
     assert one.look() == 2
 
 
 def test_by_itself_the_first_one_is_not_put_off_where_a_rank_holds_something_alone(job: Callable[[str], Job]) -> None:
     one, timed = job("auto"), job("90s")
 
-    one.snapshots.take_one_at_once()
-    timed.snapshots.take_one_at_once()
+    one.times.take_one_at_once()
+    timed.times.take_one_at_once()
 
     assert (one.look(), timed.look()) == (1, 0)
 
@@ -462,10 +467,10 @@ def test_a_snapshot_of_a_group_that_is_gone_is_kept_until_it_is_on_the_disk(job:
     one.take(20)
     (writing,) = [shelf for shelf in one.snapshots.shelves if shelf.is_read]
 
-    one.snapshots.begin_group(RANKS)
+    one.snapshots.begin_group()
 
     assert os.fstat(writing.records[0]).st_size > 0
-    one.supervisor.checkpoints.finish()
+    one.checkpoints.finish()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(writing.records[0])
 

@@ -13,7 +13,7 @@ from ttprun.agent.standing import LIMIT_S, Standing
 from ttprun.protocol.board import Board, Field
 
 
-class FakeSupervisor:
+class FakeNode:
     """What the decisions look at: a job that runs and can be saved, and a board."""
 
     def __init__(self) -> None:
@@ -34,25 +34,25 @@ class Job:
         self.may_persist = True
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(recovery, "may_persist", lambda job: self.may_persist)
-        self.supervisor = FakeSupervisor()
-        self.standing = Standing(self.supervisor)  # type: ignore[arg-type]
+        self.node = FakeNode()
+        self.standing = Standing(self.node)  # type: ignore[arg-type]
         self.given: list[str] = []
 
     def ask(self, what: str, is_end: bool = True) -> None:
         def give() -> None:
             self.given.append(what)
-            self.supervisor.job.phase = recovery.Phase.PERSISTING
+            self.node.job.phase = recovery.Phase.PERSISTING
 
         self.standing.ask(give, is_end)
 
     def stand(self, applied: int, open_at: int) -> None:
-        self.supervisor.board.set(0, Field.APPLIED, applied)
-        self.supervisor.board.set(0, Field.OPEN_AT, open_at)
+        self.node.board.set(0, Field.APPLIED, applied)
+        self.node.board.set(0, Field.OPEN_AT, open_at)
         self.standing.look()
 
     @property
     def is_leader_told(self) -> bool:
-        return self.supervisor.board.get(0, Field.STAND_ASKED) != 0
+        return self.node.board.get(0, Field.STAND_ASKED) != 0
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_first_rank_is_held_back_until_the_job_runs_again(job: Job) -> None:
 
     job.standing.look()
     while_saving = job.is_leader_told
-    job.supervisor.job.phase = recovery.Phase.RUNNING
+    job.node.job.phase = recovery.Phase.RUNNING
     job.standing.look()
 
     assert (while_saving, job.is_leader_told) == (True, False)
@@ -123,10 +123,10 @@ def test_the_end_does_not_wait_for_a_repair_and_a_checkpoint_that_was_asked_for_
     job.ask("checkpoint", is_end=False)
     job.ask("end")
 
-    job.supervisor.job.phase = recovery.Phase.FREEZING
+    job.node.job.phase = recovery.Phase.FREEZING
     job.standing.look()
     in_repair, is_told = list(job.given), job.is_leader_told
-    job.supervisor.job.phase = recovery.Phase.RUNNING
+    job.node.job.phase = recovery.Phase.RUNNING
     job.stand(applied=42, open_at=41)
 
     assert (in_repair, is_told) == (["end"], True)
@@ -143,7 +143,7 @@ def test_a_job_that_cannot_be_saved_ends_at_once(job: Job) -> None:
 
 
 def test_a_job_without_ranks_ends_at_once(job: Job) -> None:
-    job.supervisor.seats = []
+    job.node.seats = []
 
     job.ask("end")
 

@@ -46,7 +46,7 @@ def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callab
     yield make_supervisor
     for supervisor in made:
         supervisor.stop(0)
-        supervisor.run.release()
+        supervisor.node.run.release()
 
 
 class OneCheckpoint:
@@ -94,7 +94,7 @@ def break_down(supervisor: Supervisor) -> None:
     def fail() -> None:
         raise RuntimeError("a bug of ours")
 
-    supervisor.call(fail)
+    supervisor.node.call(fail)
     assert comes_around(supervisor)
 
 
@@ -106,13 +106,13 @@ def comes_around(supervisor: Supervisor) -> bool:
 
     def visit() -> None:
         if next(visits, None) is None:
-            supervisor.selector.unregister(ready)
+            supervisor.node.selector.unregister(ready)
             done.set()
 
     def listen() -> None:
-        supervisor.selector.register(ready, selectors.EVENT_READ, visit)
+        supervisor.node.selector.register(ready, selectors.EVENT_READ, visit)
 
-    supervisor.call(listen)
+    supervisor.node.call(listen)
     is_seen = done.wait(LIMIT_S)
     os.close(ready)
     os.close(end)
@@ -122,9 +122,9 @@ def comes_around(supervisor: Supervisor) -> bool:
 def verdict_of(supervisor: Supervisor) -> str | None:
     """Once there is one; None if there is none before long."""
     give_up_at_s = time.monotonic() + LIMIT_S
-    while supervisor.verdict is None and time.monotonic() < give_up_at_s and comes_around(supervisor):
+    while supervisor.node.verdict is None and time.monotonic() < give_up_at_s and comes_around(supervisor):
         pass
-    return None if supervisor.verdict is None else supervisor.verdict.kind
+    return None if supervisor.node.verdict is None else supervisor.node.verdict.kind
 
 
 def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
@@ -147,10 +147,10 @@ def test_a_standby_that_cannot_be_started_is_told_and_done_without(
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
     begin(supervisor, handlers)
-    supervisor.call(supervisor.watch.start_standbys)
+    supervisor.node.call(supervisor.parts.standby_watch.start)
     assert verdict_of(supervisor) == "done"
 
-    events = {event["event"]: event for event in read_events(supervisor.run.events)}
+    events = {event["event"]: event for event in read_events(supervisor.node.run.events)}
     assert "/nowhere/python" in str(events["standby_failed"]["reason"])
     assert "supervisor_failed" not in events
 
@@ -166,8 +166,8 @@ def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not
     begin(supervisor, [started("-c", "") for _ in range(2)])
 
     assert verdict_of(supervisor) == "fail"
-    assert supervisor.verdict is not None
-    assert "a bug of ours" in supervisor.verdict.reason
+    assert supervisor.node.verdict is not None
+    assert "a bug of ours" in supervisor.node.verdict.reason
 
 
 def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_tells_how_its_ranks_end(
@@ -177,7 +177,7 @@ def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_tells_how_its
     break_down(supervisor)
 
     begin_group(supervisor, 0, 1)
-    is_alive, before = comes_around(supervisor), supervisor.verdict
+    is_alive, before = comes_around(supervisor), supervisor.node.verdict
     ends = ("exit 3", "exec sleep 600")
     sit(supervisor, [started("-c", end, entry="/bin/sh", is_python=False) for end in ends], is_restart=True)
 
@@ -215,17 +215,19 @@ def test_what_has_become_ready_under_a_number_that_is_given_anew_is_not_taken_fo
         called.append(name)
         number = pipes[other][0]
         for name_of in (name, other):
-            supervisor.selector.unregister(pipes[name_of][0])
+            supervisor.node.selector.unregister(pipes[name_of][0])
         third, third_end = os.pipe()
         pipes["third"] = (os.dup2(third, number), third_end)
         os.close(third)
-        supervisor.selector.register(number, selectors.EVENT_READ, lambda: called.append("third"))
+        supervisor.node.selector.register(number, selectors.EVENT_READ, lambda: called.append("third"))
 
     def listen() -> None:
         for name, other in (("a", "b"), ("b", "a")):
-            supervisor.selector.register(pipes[name][0], selectors.EVENT_READ, lambda n=name, o=other: answer(n, o))
+            supervisor.node.selector.register(
+                pipes[name][0], selectors.EVENT_READ, lambda n=name, o=other: answer(n, o)
+            )
 
-    supervisor.call(listen)
+    supervisor.node.call(listen)
 
     assert comes_around(supervisor)
     assert called in (["a"], ["b"])
@@ -246,7 +248,7 @@ def test_what_a_finished_rank_has_started_ends_with_it_and_who_has_got_its_numbe
 
     has_ended = wait_for_end(int(child.read_text()))
     assert comes_around(supervisor)
-    supervisor.seats[1].pid = other.proc.pid
+    supervisor.node.seats[1].pid = other.proc.pid
     supervisor.end_ranks_at_once()
     supervisor.stop(0)
 

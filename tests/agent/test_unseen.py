@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ sys.stdin.read()
 """
 
 
-class FakeSupervisor:
-    """Notes what is reported of one seat."""
+class FakeNode:
+    """One seat, of which is noted what is reported; stands for Protection, too."""
 
     is_python = True
 
@@ -36,7 +35,9 @@ class FakeSupervisor:
         self.seats = [seat]
         self.reported: list[str] = []
         self.logged: list[str] = []
-        self.reports = SimpleNamespace(take=lambda seat, message: self.reported.append(message.reason))
+
+    def note_unprotected(self, seat: Seat, reason: str) -> None:
+        self.reported.append(reason)
 
     def log(self, event: str, **fields: object) -> None:
         self.logged.append(event)
@@ -65,11 +66,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Seat]]:
         process.communicate("")
 
 
-def look(supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> Unseen:
+def look(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Unseen:
     """Look twice within a short time, after which everything counts as lasting."""
     monkeypatch.setattr(unseen, "EVERY_S", 0.0)
     monkeypatch.setattr(unseen, "_AFTER_S", 0.05)
-    found = Unseen(supervisor)  # type: ignore[arg-type]
+    found = Unseen(node, node)  # type: ignore[arg-type]
     for _ in range(3):
         found.look()
         time.sleep(0.06)
@@ -79,11 +80,11 @@ def look(supervisor: FakeSupervisor, monkeypatch: pytest.MonkeyPatch) -> Unseen:
 def test_a_python_that_skips_the_hooks_is_reported_once_with_the_cure(
     start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor = FakeSupervisor(start("-S"))
+    node = FakeNode(start("-S"))
 
-    look(supervisor, monkeypatch)
+    look(node, monkeypatch)
 
-    (reason,) = supervisor.reported
+    (reason,) = node.reported
     assert reason.endswith("was started with -S, which runs no sitecustomize: leave that option out")
 
 
@@ -91,49 +92,49 @@ def test_a_silent_python_may_still_be_importing_torch_until_a_rank_is_lost(
     start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A .pth file may import torch before the hooks are there."""
-    supervisor = FakeSupervisor(start())
+    node = FakeNode(start())
 
-    found = look(supervisor, monkeypatch)
-    before = list(supervisor.reported)
-    found.settle(supervisor.seats[0])
+    found = look(node, monkeypatch)
+    before = list(node.reported)
+    found.settle(node.seats[0])
 
     assert before == []
-    assert "has not loaded ttprun's hooks" in supervisor.reported[0]
+    assert "has not loaded ttprun's hooks" in node.reported[0]
 
 
 def test_training_in_a_child_is_said_and_counts_once_a_rank_is_lost(
     start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    supervisor = FakeSupervisor(start(is_in_child=True))
-    supervisor.seats[0].is_present = True
+    node = FakeNode(start(is_in_child=True))
+    node.seats[0].is_present = True
 
-    found = look(supervisor, monkeypatch)
-    before = list(supervisor.reported)
-    found.settle(supervisor.seats[0])
+    found = look(node, monkeypatch)
+    before = list(node.reported)
+    found.settle(node.seats[0])
 
     assert before == []
-    assert supervisor.logged == ["rank_unseen"]
+    assert node.logged == ["rank_unseen"]
     assert caplog.text.count("rank 0 may train where no fault can be repaired") == 1
-    assert "a process that it has started does" in supervisor.reported[0]
+    assert "a process that it has started does" in node.reported[0]
 
 
 def test_a_rank_that_has_hung_up_and_lives_is_reported(
     start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    supervisor = FakeSupervisor(start())
-    seat = supervisor.seats[0]
+    node = FakeNode(start())
+    seat = node.seats[0]
     seat.is_present = seat.is_protected = True
     seat.hung_up_at_s = time.monotonic()
 
-    look(supervisor, monkeypatch)
+    look(node, monkeypatch)
 
-    assert "replaced itself by another program (exec)" in supervisor.reported[0]
+    assert "replaced itself by another program (exec)" in node.reported[0]
 
 
 def test_a_rank_that_is_heard_is_not_looked_at(start: Callable[..., Seat], monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = FakeSupervisor(start("-S"))
-    supervisor.seats[0].is_present = supervisor.seats[0].is_protected = True
+    node = FakeNode(start("-S"))
+    node.seats[0].is_present = node.seats[0].is_protected = True
 
-    look(supervisor, monkeypatch).settle(supervisor.seats[0])
+    look(node, monkeypatch).settle(node.seats[0])
 
-    assert (supervisor.reported, supervisor.logged) == ([], [])
+    assert (node.reported, node.logged) == ([], [])

@@ -41,7 +41,7 @@ class FakeSeat:
         self.told.append(message)
 
 
-class FakeSupervisor:
+class FakeNode:
     """Two ranks that train at step 4, and nobody else."""
 
     def __init__(self) -> None:
@@ -63,22 +63,20 @@ class FakeSupervisor:
 
 
 @pytest.fixture
-def supervisor() -> FakeSupervisor:
+def node() -> FakeNode:
     """Its ranks have no scheduler yet."""
-    return FakeSupervisor()
+    return FakeNode()
 
 
 @pytest.fixture
-def scheduler(supervisor: FakeSupervisor) -> Scheduler:
+def scheduler(node: FakeNode) -> Scheduler:
     """It lives in rank 0."""
-    found = Scheduler(supervisor, lambda ranks: supervisor.why_not_repairable)  # type: ignore[arg-type]
-    found.register(supervisor.seats[0])  # type: ignore[arg-type]
+    found = Scheduler(node, lambda ranks: node.why_not_repairable)  # type: ignore[arg-type]
+    found.register(node.seats[0])  # type: ignore[arg-type]
     return found
 
 
-def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode, scheduler: Scheduler) -> None:
     for phase, outcome in (
         (Phase.FREEZING, "open"),
         (Phase.REPLAYING, "open"),
@@ -87,7 +85,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(
     ):
         scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments) for told in node.seats[0].told] == [
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
         ("report_stop_complete", [0, "stopped", {1: 1}]),
         ("report_strategies", [{1: 1}, ["recover", "dump", "exit"]]),
@@ -95,165 +93,157 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(
     ]
 
 
-def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(node: FakeNode, scheduler: Scheduler) -> None:
     memory = replace(OPENED, kind="memory-persistent", rung="rerun")
     scheduler.note_incident(memory)
     scheduler.note_incident(replace(memory, phase=Phase.FAILED, outcome="failed"))
 
-    assert supervisor.seats[0].told[0].arguments[0] == {1: 0}
-    assert supervisor.seats[0].told[-1].arguments[0] == 405
-    assert supervisor.seats[0].told[-1].arguments[3] == "retry"
+    assert node.seats[0].told[0].arguments[0] == {1: 0}
+    assert node.seats[0].told[-1].arguments[0] == 405
+    assert node.seats[0].told[-1].arguments[3] == "retry"
 
 
-def test_without_a_scheduler_nobody_is_told(supervisor: FakeSupervisor) -> None:
-    Scheduler(supervisor, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
+def test_without_a_scheduler_nobody_is_told(node: FakeNode) -> None:
+    Scheduler(node, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
 
-    assert supervisor.seats[0].told == []
+    assert node.seats[0].told == []
 
 
-def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("stop", {1: 1}))
 
-    (event,) = supervisor.events
+    (event,) = node.events
     assert isinstance(event, recovery.RankHung)
     assert (event.rank, event.pid) == (1, 101)
 
 
 def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_process(
-    supervisor: FakeSupervisor, scheduler: Scheduler
+    node: FakeNode, scheduler: Scheduler
 ) -> None:
     scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
-    assert supervisor.events == []
-    assert supervisor.seats[1].told == [to_rank.FailMemory(0)]
+    assert node.events == []
+    assert node.seats[1].told == [to_rank.FailMemory(0)]
 
 
-def test_a_fault_that_is_known_already_is_no_news(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    supervisor.job = supervisor.job.with_member(1, life=recovery.Life.LOST)
+def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Scheduler) -> None:
+    node.job = node.job.with_member(1, life=recovery.Life.LOST)
 
     scheduler.notified(SchedulerAsked("stop", {1: 1}))
 
-    assert supervisor.events == []
+    assert node.events == []
 
 
 @pytest.mark.parametrize("what", ["dump", "exit"])
-def test_the_scheduler_can_end_the_job(supervisor: FakeSupervisor, scheduler: Scheduler, what: str) -> None:
+def test_the_scheduler_can_end_the_job(node: FakeNode, scheduler: Scheduler, what: str) -> None:
     scheduler.notified(SchedulerAsked(what))
 
-    assert [type(event) for event in supervisor.events] == [recovery.StopAsked]
+    assert [type(event) for event in node.events] == [recovery.StopAsked]
 
 
-def all_wait(supervisor: FakeSupervisor, scheduler: Scheduler, number: int) -> None:
+def all_wait(node: FakeNode, scheduler: Scheduler, number: int) -> None:
     """Each rank says that it waits."""
-    for seat in supervisor.seats:
+    for seat in node.seats:
         scheduler.pause.take(seat, number)  # type: ignore[arg-type]
 
 
-def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("pause", timeout_s=None))
-    asked = supervisor.board.get(0, Field.PAUSE_ASKED)
+    asked = node.board.get(0, Field.PAUSE_ASKED)
     was_paused_at_once = scheduler.is_paused
-    all_wait(supervisor, scheduler, asked)
+    all_wait(node, scheduler, asked)
     was_paused = scheduler.is_paused
     scheduler.notified(SchedulerAsked("continue"))
 
     assert (asked, was_paused_at_once, was_paused) == (1, False, True)
     assert not scheduler.is_paused
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
 
 
 @pytest.mark.parametrize(("timeout_s", "why"), [(0.0, "as the scheduler has asked"), (None, "pause_timeout_s")])
 def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_told(
-    supervisor: FakeSupervisor, scheduler: Scheduler, timeout_s: float | None, why: str
+    node: FakeNode, scheduler: Scheduler, timeout_s: float | None, why: str
 ) -> None:
     scheduler.notified(SchedulerAsked("pause", timeout_s=timeout_s))
-    all_wait(supervisor, scheduler, number=1)
+    all_wait(node, scheduler, number=1)
     scheduler.pause.look()
 
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
     assert not scheduler.is_paused
-    event, fields = supervisor.logged[-1]
+    event, fields = node.logged[-1]
     assert event == "pause_ended"
     assert why in str(fields["reason"])
 
 
-def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_healthy_ranks_are_replaced_once_all_have_finished_the_step(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
-    all_wait(supervisor, scheduler, number=9)  # what is said of another pause counts for nothing
-    before = list(supervisor.events)
-    all_wait(supervisor, scheduler, number=1)
+    all_wait(node, scheduler, number=9)  # what is said of another pause counts for nothing
+    before = list(node.events)
+    all_wait(node, scheduler, number=1)
 
-    (event,) = supervisor.events
+    (event,) = node.events
     assert before == []
     assert isinstance(event, recovery.ReplacementAsked)
     assert (event.ranks, scheduler.switched) == ((1,), (1,))
 
 
-def test_a_switch_that_is_taken_back_lets_all_go_on(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+def test_a_switch_that_is_taken_back_lets_all_go_on(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
     scheduler.notified(SchedulerAsked("stop switch"))
-    all_wait(supervisor, scheduler, number=1)
+    all_wait(node, scheduler, number=1)
 
-    assert supervisor.events == []
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
-    assert [told.arguments[0] for told in supervisor.seats[0].told] == [404]
+    assert node.events == []
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
+    assert [told.arguments[0] for told in node.seats[0].told] == [404]
 
 
-def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
-    scheduler.pause.take(supervisor.seats[0], 1)  # type: ignore[arg-type]
+    scheduler.pause.take(node.seats[0], 1)  # type: ignore[arg-type]
     scheduler.pause.look()
 
-    ((code, reason, _, _),) = [told.arguments for told in supervisor.seats[0].told]
-    assert (code, supervisor.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
+    ((code, reason, _, _),) = [told.arguments for told in node.seats[0].told]
+    assert (code, node.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
     assert "freeze_timeout_s" in reason
 
 
 def test_a_switch_that_has_begun_is_not_ended_by_the_limit_for_coming_together(
-    supervisor: FakeSupervisor, scheduler: Scheduler
+    node: FakeNode, scheduler: Scheduler
 ) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
-    all_wait(supervisor, scheduler, number=1)
+    all_wait(node, scheduler, number=1)
     scheduler.pause.look()
 
     assert scheduler.switched == (1,)
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 1
+    assert node.board.get(0, Field.PAUSE_ASKED) == 1
 
 
-def test_a_switch_is_dropped_for_a_fault_that_comes_first(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+def test_a_switch_is_dropped_for_a_fault_that_comes_first(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
     scheduler.note_incident(OPENED)
 
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
-    assert supervisor.seats[0].told[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
+    assert node.seats[0].told[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
 
 
 @pytest.mark.parametrize("why_not", ["phase", "state"])
 def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
-    supervisor: FakeSupervisor, scheduler: Scheduler, why_not: str
+    node: FakeNode, scheduler: Scheduler, why_not: str
 ) -> None:
     if why_not == "phase":
-        supervisor.job = replace(supervisor.job, phase=Phase.FREEZING)
+        node.job = replace(node.job, phase=Phase.FREEZING)
     else:
-        supervisor.why_not_repairable = "no other rank holds the state of rank 1"
+        node.why_not_repairable = "no other rank holds the state of rank 1"
 
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
 
-    ((code, reason, _, strategy),) = [told.arguments for told in supervisor.seats[0].told]
+    ((code, reason, _, strategy),) = [told.arguments for told in node.seats[0].told]
     assert (code, strategy) == (404, "migration")
     assert reason in ("the job is FREEZING", "no other rank holds the state of rank 1")
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
 
 
-def test_a_hot_switch_is_reported_as_a_migration(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Scheduler) -> None:
     planned = replace(OPENED, kind="planned")
     for phase, outcome in (
         (Phase.FREEZING, "open"),
@@ -262,81 +252,77 @@ def test_a_hot_switch_is_reported_as_a_migration(supervisor: FakeSupervisor, sch
     ):
         scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments[-1]) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments[-1]) for told in node.seats[0].told] == [
         ("report_strategies", ["migration", "exit"]),
         ("report_result", "migration"),
     ]
 
 
-def leave(supervisor: FakeSupervisor, rank: int) -> None:
+def leave(node: FakeNode, rank: int) -> None:
     """The others train on without a rank."""
-    supervisor.job = supervisor.job.with_member(rank, life=recovery.Life.AWAY)
+    node.job = node.job.with_member(rank, life=recovery.Life.AWAY)
 
 
 def test_ranks_that_are_away_are_called_back_with_what_the_scheduler_gives(
-    supervisor: FakeSupervisor, scheduler: Scheduler
+    node: FakeNode, scheduler: Scheduler
 ) -> None:
-    leave(supervisor, 1)
+    leave(node, 1)
     scheduler.notified(SchedulerAsked("upgrade", params='{"scale-out-strategy": "DP", "x": 1}'))
 
-    (event,) = supervisor.events
+    (event,) = node.events
     assert isinstance(event, recovery.UpgradeAsked)
     assert scheduler.params("upgrade") == '{"scale-out-strategy": "DP", "x": 1}'
     assert scheduler.params("downgrade") == '{"scale-in-strategy": "DP"}'
 
 
-def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("upgrade", params=""))
 
-    assert supervisor.events == []
-    assert supervisor.logged[-1][0] == "upgrade_refused"
-    assert [told.arguments for told in supervisor.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
+    assert node.events == []
+    assert node.logged[-1][0] == "upgrade_refused"
+    assert [told.arguments for told in node.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
 
 
-def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(
-    supervisor: FakeSupervisor, scheduler: Scheduler
-) -> None:
+def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode, scheduler: Scheduler) -> None:
     for rank in range(2):
-        supervisor.job, _ = recovery.advance(supervisor.job, recovery.ElasticDeclared(rank=rank, at_s=0.0))
-    supervisor.job = supervisor.job.with_member(1, life=recovery.Life.LOST)
+        node.job, _ = recovery.advance(node.job, recovery.ElasticDeclared(rank=rank, at_s=0.0))
+    node.job = node.job.with_member(1, life=recovery.Life.LOST)
     scheduler.note_incident(OPENED)
     scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
 
-    assert supervisor.seats[0].told[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
+    assert node.seats[0].told[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
 
 
-def test_nobody_is_called_back_to_a_training_that_is_over(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    leave(supervisor, 1)
-    supervisor.board.set(0, Field.LEAVING, 1)
+def test_nobody_is_called_back_to_a_training_that_is_over(node: FakeNode, scheduler: Scheduler) -> None:
+    leave(node, 1)
+    node.board.set(0, Field.LEAVING, 1)
 
     assert scheduler.call_back("ttprun recall") == "a rank has reached the end of its train function"
-    assert supervisor.events == []
+    assert node.events == []
 
 
-def test_a_downgrade_is_left_to_the_state_machine(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
+def test_a_downgrade_is_left_to_the_state_machine(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("downgrade", params=""))
 
-    assert [type(event) for event in supervisor.events] == [recovery.DowngradeAsked]
+    assert [type(event) for event in node.events] == [recovery.DowngradeAsked]
     assert scheduler.params("downgrade") == '{"scale-in-strategy": "DP"}'
 
 
 @pytest.mark.parametrize("what", ["pause", "hot switch"])
-def test_while_ranks_are_away_nobody_is_paused(supervisor: FakeSupervisor, scheduler: Scheduler, what: str) -> None:
-    leave(supervisor, 1)
+def test_while_ranks_are_away_nobody_is_paused(node: FakeNode, scheduler: Scheduler, what: str) -> None:
+    leave(node, 1)
     scheduler.notified(SchedulerAsked(what, {0: 1}, timeout_s=None))
 
-    assert supervisor.board.get(0, Field.PAUSE_ASKED) == 0
-    assert supervisor.events == []
+    assert node.board.get(0, Field.PAUSE_ASKED) == 0
+    assert node.events == []
 
 
-def test_a_downgrade_is_reported_with_the_ranks_that_leave(supervisor: FakeSupervisor, scheduler: Scheduler) -> None:
-    leave(supervisor, 1)
+def test_a_downgrade_is_reported_with_the_ranks_that_leave(node: FakeNode, scheduler: Scheduler) -> None:
+    leave(node, 1)
     for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
         scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments[0], told.arguments[-1]) for told in supervisor.seats[0].told] == [
+    assert [(told.action, told.arguments[0], told.arguments[-1]) for told in node.seats[0].told] == [
         ("report_fault_ranks", {1: 1}, {1: ""}),
         ("report_result", 201, "downgrade"),
         ("report_result", 0, "downgrade"),
@@ -345,12 +331,12 @@ def test_a_downgrade_is_reported_with_the_ranks_that_leave(supervisor: FakeSuper
 
 @pytest.mark.parametrize(("is_back", "code"), [(True, 0), (False, 406)])
 def test_an_upgrade_has_failed_if_ranks_are_still_away(
-    supervisor: FakeSupervisor, scheduler: Scheduler, is_back: bool, code: int
+    node: FakeNode, scheduler: Scheduler, is_back: bool, code: int
 ) -> None:
     upgrade = replace(OPENED, kind="upgrade", rung="resize")
     scheduler.note_incident(upgrade)
     if not is_back:
-        leave(supervisor, 1)
+        leave(node, 1)
     scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
 
-    assert supervisor.seats[0].told[-1].arguments[0] == code
+    assert node.seats[0].told[-1].arguments[0] == code

@@ -15,19 +15,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 
 from ttprun import recovery
+from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.node import Node
 from ttprun.agent.processes import command_of
+from ttprun.agent.resume import ENDED_NAME, Resumption
+from ttprun.agent.seat import Seat
+from ttprun.agent.shelf import Shelf
 from ttprun.agent.stored import STATE_FILE, rank_file
 from ttprun.errors import ConfigError
 from ttprun.observe.events import timestamp
 from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol import to_rank
-from ttprun.rank.records.recorder import Recorder
+from ttprun.protocol.from_rank import Dumped, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, in_short
@@ -38,15 +43,7 @@ from ttprun.state.files import FileEntry, Fill
 from ttprun.state.manifest import Description
 from ttprun.state.store import CheckpointStore
 
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.snapshots import Shelf
-    from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.from_rank import Dumped, Share
-
 logger = logging.getLogger("ttprun")
-
-ENDED_NAME = "ended"
 
 
 @dataclass
@@ -104,14 +101,16 @@ class _Written:
 
 
 class Checkpoints:
-    """The checkpoints that a supervisor has written.
+    """The checkpoints that this run has written.
 
     status   of the newest one that was tried, for `ttprun status`
     """
 
-    def __init__(self, supervisor: Supervisor, store: CheckpointStore) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node, store: CheckpointStore, resumption: Resumption, comparisons: Comparisons) -> None:
+        self._node = node
         self._store = store
+        self._resumption = resumption
+        self._comparisons = comparisons
         self._works: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]]] = queue.SimpleQueue()
         # A daemon: a disk that does not answer must not keep the launcher from its end.
@@ -130,7 +129,7 @@ class Checkpoints:
     def lock(self) -> None:
         """Take the directory for this run. Raises ConfigError: another job has it, or it cannot be written."""
         if not self._store.is_locked:
-            self._store.lock(self._supervisor.config.run_id or "")
+            self._store.lock(self._node.config.run_id or "")
 
     def end(self, is_done: bool) -> None:
         """Wait for what is being written; note it if the script has come to its end: nothing goes on from there.
@@ -138,7 +137,7 @@ class Checkpoints:
         The note stands until another run has a checkpoint of its own.
         """
         self._works.put(None)
-        limit_s = self._supervisor.config.persist_timeout_s
+        limit_s = self._node.config.persist_timeout_s
         self._worker.join(limit_s)
         if self._worker.is_alive():
             logger.warning("a checkpoint is still being written after %.0f s (persist_timeout_s): abandoned", limit_s)
@@ -172,12 +171,12 @@ class Checkpoints:
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
         self._begin(draft.folder)
-        owners = {key: list(ranks) for key, ranks in self._supervisor.job.replicas.parted.items()}
+        owners = {key: list(ranks) for key, ranks in self._node.job.replicas.parted.items()}
         writers = list(order.ranks)
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
             dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers)
-            self._supervisor.seats[rank].tell(dump)
+            self._node.seats[rank].tell(dump)
 
     def take_dumped(self, seat: Seat, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
@@ -198,7 +197,7 @@ class Checkpoints:
             self._fail(writing.order, why_not, is_handled=any(told.is_handled for told in writing.told.values()))
             return
         boundary = writing.order.boundary
-        replicas = self._supervisor.job.replicas
+        replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
         parts, missing = self._rank_parts(boundary)
         missing += what_is_missing(held_of(first.held), writing.order.ranks)
@@ -216,7 +215,7 @@ class Checkpoints:
             self._tell_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
         headers = {rank: share.header for rank, share in writing.shares.items()} if replicas.parted else {}
-        for rank in range(len(self._supervisor.seats)) if headers else ():
+        for rank in range(len(self._node.seats)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.told)), None)
             if rank not in headers and peer is not None:
                 headers[rank] = headers[peer]
@@ -226,14 +225,14 @@ class Checkpoints:
     def _why_not_alike(self, writing: _Writing) -> str:
         """Why what replicas have shared out among them is not one state; "" if it is."""
         digests = {rank: share.digests for rank, share in writing.shares.items()}
-        keys = self._supervisor.job.replicas.contradicted_by(digests)
-        names = self._supervisor.comparisons.names_of(keys)
+        keys = self._node.job.replicas.contradicted_by(digests)
+        names = self._comparisons.names_of(keys)
         return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
 
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
         """What is missing of the lost ranks' own weights and optimizer state."""
         missing = []
-        for rank in range(len(self._supervisor.seats)):
+        for rank in range(len(self._node.seats)):
             if rank in writers or not replicas.why_no_source(rank, writers):
                 continue
             names = replicas.missing(rank, writers)
@@ -258,11 +257,10 @@ class Checkpoints:
     def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
         """(each rank's own part, what is missing): the records outlive their ranks."""
         parts, missing = {}, []
-        for seat in self._supervisor.seats:
-            recorder = Recorder(seat.record_fd, self._supervisor.config.record_limit_mib << 20)
+        for seat in self._node.seats:
             try:
-                lines = self._supervisor.orders.lines_since(seat, boundary)
-                parts[seat.rank] = msgpack.packb(recorder.export(boundary) | {"lines": lines})
+                exported = self._node.recorder_of(seat).export(boundary)
+                parts[seat.rank] = msgpack.packb(exported | {"lines": self._node.lines_since(seat, boundary)})
             except KeyError:
                 missing.append(f"variables and random states of rank {seat.rank} at step {boundary}")
         return parts, missing
@@ -310,10 +308,10 @@ class Checkpoints:
         shares  files of tensors that no rank writes itself
         done    called on the supervisor's thread
         """
-        start = self._supervisor.seats[0].handler.start
+        start = self._node.seats[0].handler.start
         words = command_of(start)
         script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
-        description = Description(world_size=len(self._supervisor.seats), cause=cause, script=script, model=first.model)
+        description = Description(world_size=len(self._node.seats), cause=cause, script=script, model=first.model)
 
         def work() -> None:
             checkpoint, why_not, why_unusable = None, "", ""
@@ -337,7 +335,7 @@ class Checkpoints:
                 draft.discard()
             written = _Written(checkpoint, why_not, why_unusable)
             self._outcomes.put((lambda: note(written), lambda: done(written)))
-            self._supervisor.call(self._take_outcomes)
+            self._node.call(self._take_outcomes)
 
         def note(written: _Written) -> None:
             self.is_busy, self._filling = False, None
@@ -372,7 +370,7 @@ class Checkpoints:
     def _why_unusable(self, checkpoint: Checkpoint) -> str:
         """Why a launch would not go on from what has just been written: whoever says so must have asked."""
         try:
-            self._supervisor.resumption.open(checkpoint.path, is_new=True)
+            self._resumption.open(checkpoint.path, is_new=True)
         except (ConfigError, InvalidCheckpointError) as error:
             return str(error)
         return ""
@@ -391,7 +389,7 @@ class Checkpoints:
             reason=reason,
         )
         fields = {"boundary": checkpoint.boundary, "cause": cause, "path": str(checkpoint.path), "bytes": size}
-        self._supervisor.log("checkpoint_written", **fields, took_s=took_s, reason=reason)
+        self._node.log("checkpoint_written", **fields, took_s=took_s, reason=reason)
         logger.log(
             logging.INFO if cause == "periodic" else logging.WARNING,
             "checkpoint of step %d: %.1f MiB in %.2f s, %s%s",
@@ -404,13 +402,13 @@ class Checkpoints:
         self.status = CheckpointStatus(
             number=self._count, boundary=boundary, cause=cause, written_at=timestamp(), reason=why_not
         )
-        self._supervisor.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
+        self._node.log("checkpoint_failed", boundary=boundary, cause=cause, reason=why_not)
         logger.warning("no checkpoint%s: %s", f" of step {boundary}" if boundary else "", why_not)
 
     def _tell_machine(
         self, generation: int, place: str = "", why_not: str = "", why_unusable: str = "", is_handled: bool = False
     ) -> None:
-        self._supervisor.advance(
+        self._node.advance(
             recovery.StatePersisted(
                 at_s=time.monotonic(),
                 generation=generation,

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.incidents import Incidents
+from ttprun.agent.node import Node
+from ttprun.agent.seat import Seat
+from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
 
@@ -28,15 +28,17 @@ LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 class Comparisons:
     """Compares what the ranks of one group hold."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node, times: SnapshotTimes, incidents: Incidents) -> None:
+        self._node = node
+        self._times = times
+        self._incidents = incidents
         self._looks = Looks(world_size=1)
         self._names: dict[str, str] = {}  # of parameters, for people
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
 
-    def begin_group(self, world_size: int) -> None:
+    def begin_group(self) -> None:
         """All ranks are new: nothing is known of their weights."""
-        self._looks = Looks(world_size=world_size)
+        self._looks = Looks(world_size=len(self._node.seats))
         self._repaired = ((), 0)
 
     def begin_resumed(self, replicas: Replicas) -> None:
@@ -66,21 +68,21 @@ class Comparisons:
             self._note_replicas(self._looks.replicas, look.boundary)
         repaired, repaired_at = self._repaired
         if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
-            everyone = range(len(self._supervisor.seats))
+            everyone = range(len(self._node.seats))
             for rank in (one for one in sorted({*repaired}) if self._looks.replicas.peers(one, everyone)):
                 equal = f"weights, gradients and optimizer state, those of its replicas, at boundary {look.boundary}"
-                self.note(rank, [equal], [])
-        job = self._supervisor.job
+                self._incidents.note_compared(rank, [equal], [])
+        job = self._node.job
         if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
             self._answer_divergence(seat, look.divergence)
 
     def _is_proof(self, look: Look) -> bool:
         """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""
         ranks, repaired_at = self._repaired
-        everyone = range(len(self._supervisor.seats))
+        everyone = range(len(self._node.seats))
         if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
             return False
-        known = self._supervisor.job.replicas.parted
+        known = self._node.job.replicas.parted
         return any(
             known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
             for key, owners in look.parted.items()
@@ -103,27 +105,27 @@ class Comparisons:
         self._mismatch(seat, reason)
 
     def _mismatch(self, seat: Seat, reason: str) -> None:
-        job = self._supervisor.job
+        job = self._node.job
         fields: dict[str, Any] = {"at_s": time.monotonic(), "generation": job.generation, "reason": reason}
-        self._supervisor.advance(recovery.MismatchFound(rank=seat.rank, **fields))
+        self._node.advance(recovery.MismatchFound(rank=seat.rank, **fields))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator are told what is new."""
-        supervisor = self._supervisor
+        node = self._node
         replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.parted})
         self._looks = replace(self._looks, replicas=replicas)
-        before = supervisor.job.replicas
+        before = node.job.replicas
         if replicas == before:
             return
-        supervisor.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
         if replicas.parted == before.parted:
             return
-        supervisor.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
+        node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
         logger.warning("%s", self._cost_of(replicas))
-        for seat in supervisor.seats:
+        for seat in node.seats:
             self.tell_owners(seat)
         if replicas.has_single_holders:
-            supervisor.snapshots.take_one_at_once()
+            self._times.take_one_at_once()
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""
@@ -131,7 +133,7 @@ class Comparisons:
 
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
-        for seat in self._supervisor.seats:
+        for seat in self._node.seats:
             seat.tell_news(to_rank.LookAt(boundary + LOOK_AHEAD))
 
     def tell_owners(self, seat: Seat) -> None:
@@ -142,24 +144,24 @@ class Comparisons:
 
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
-        names, supervisor = replicas.all_names, self._supervisor
+        names, node = replicas.all_names, self._node
         differ = "parameters or their" if len(names) > 1 else "parameter or its"
         told = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{told}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
         told = f"{told}: no other rank holds what such a rank holds, so none can be replaced"
-        if supervisor.snapshots.is_off or "rewind" not in supervisor.job.settings.rungs:
+        if self._times.is_off or "rewind" not in node.job.settings.rungs:
             return f"{told}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
-        every = supervisor.config.snapshot_every
+        every = node.config.snapshot_every
         return f"{told}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
 
     def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
-        new = [odd for odd in (self._supervisor.seats[rank] for rank in divergence.ranks) if not odd.divergence]
+        new = [odd for odd in (self._node.seats[rank] for rank in divergence.ranks) if not odd.divergence]
         if not new and divergence.ranks:
             return  # it has been told to stand aside, and is on its way there
-        self._supervisor.log("replicas_diverged", **asdict(divergence))
+        self._node.log("replicas_diverged", **asdict(divergence))
         reason = divergence.sentence
         ranks, repaired_at = self._repaired
         refutes_repair = (
@@ -174,8 +176,3 @@ class Comparisons:
         for odd in new:
             odd.divergence = divergence.sentence
             odd.tell(to_rank.StandAside())
-
-    def note(self, rank: int, equal: Sequence[str], not_proved: Sequence[str]) -> None:
-        """What of a replacement has been compared, for the incident."""
-        number = self._supervisor.status.note_compared(rank, equal, not_proved)
-        self._supervisor.log("compared", incident=number, rank=rank, equal=equal, not_proved=not_proved)

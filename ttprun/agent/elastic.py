@@ -43,7 +43,7 @@ class ReplacingAgent(LocalElasticAgent):
         supervisor = self.supervisor
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
         supervisor.begin_group(ranks, self._replace_handler)
-        supervisor.status.restarts_left = self._remaining_restarts
+        supervisor.parts.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
         self.signals.install()
@@ -53,7 +53,8 @@ class ReplacingAgent(LocalElasticAgent):
         return dict(pids)
 
     def _make_handler(self, **start: Any) -> RankHandler:
-        handler = RankHandler(start, str(self.supervisor.run.path), is_new=True, is_python=self.supervisor.is_python)
+        node = self.supervisor.node
+        handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
         self.supervisor.sit(start["local_rank_id"], handler)
         return handler
 
@@ -71,11 +72,11 @@ class ReplacingAgent(LocalElasticAgent):
             return self._judge(worker_group)
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
-        if self.supervisor.verdict is None:
+        if self.supervisor.node.verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
-        verdict = self.supervisor.verdict  # only now it is final
-        if verdict.kind == "done" and self.supervisor.job.away:  # torch would take these for failed ones
+        verdict = self.supervisor.node.verdict  # only now it is final
+        if verdict.kind == "done" and self.supervisor.node.job.away:  # torch would take these for failed ones
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
         if verdict.kind == "done":
@@ -87,9 +88,9 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _failures(self, worker_group: WorkerGroup) -> dict[int, ProcessFailure]:
         """The root cause, as torch reports it; ranks that are ended because of it are not failures."""
-        verdict = self.supervisor.verdict
+        verdict = self.supervisor.node.verdict
         why = verdict.reason if verdict is not None else ""
-        failure = self.supervisor.first_failure.found or Failure(worker_group.workers[0].global_rank, 0, 1, why)
+        failure = self.supervisor.node.first_failure.found or Failure(worker_group.workers[0].global_rank, 0, 1, why)
         local_rank = next(worker.local_rank for worker in worker_group.workers if worker.global_rank == failure.rank)
         context: Any = self._pcontext
         return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}

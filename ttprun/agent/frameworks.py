@@ -9,19 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, assert_never
 
 from ttprun import recovery
+from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
+from ttprun.agent.seat import Seat
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.framework.codes import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
 
@@ -41,7 +39,7 @@ _LOSSES = {
 
 
 class Frameworks(Repairs):
-    """What a supervisor knows of its ranks' frameworks.
+    """What is known of the ranks' frameworks.
 
     replicas   declared, by rank
     batches    data-parallel groups, by rank
@@ -50,9 +48,9 @@ class Frameworks(Repairs):
     scheduler  lives in one rank's process, if there is one
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self.scheduler = Scheduler(supervisor, self.why_not_repairable)
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.scheduler = Scheduler(node, self.why_not_repairable)
         self.begin_group()
 
     def begin_group(self) -> None:
@@ -93,7 +91,7 @@ class Frameworks(Repairs):
             case from_rank.SavedByFramework(generation=generation):
                 self._take_saved(seat, generation)
             case from_rank.Renamed(generation=generation):
-                if generation == self._supervisor.job.generation:
+                if generation == self._node.job.generation:
                     self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
             case _:
                 assert_never(message)
@@ -120,12 +118,12 @@ class Frameworks(Repairs):
             declared = recovery.ElasticDeclared(
                 at_s=time.monotonic(), rank=rank, replicas=replicas, data_parallel=batches
             )
-            self._supervisor.advance(declared)
+            self._node.advance(declared)
 
     def _tell_size(self, incident: recovery.Incident) -> None:
         """Tell how many ranks train from now on."""
-        job = self._supervisor.job
-        self._supervisor.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
+        job = self._node.job
+        self._node.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
         count = f"{len(job.survivors)} of {len(job.members)} ranks"
         away = f"; rank {_named(job.away)} {'is' if len(job.away) == 1 else 'are'} away" if job.away else ""
         logger.warning("training continues with %s from step %s on%s", count, incident.boundary, away)
@@ -134,13 +132,13 @@ class Frameworks(Repairs):
 
     def replay(self, action: recovery.Replay) -> None:
         """Tell a rank with a new process, or with memory that has failed, to make itself ready for its repair."""
-        seat = self._supervisor.seats[action.rank]
+        seat = self._node.seats[action.rank]
         reboot_type = self.reboot_type(seat.rank)
         seat.tell(to_rank.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
 
     def repair_type(self) -> str:
         """What the recovery that has just begun comes to, in MindIO's words."""
-        job = self._supervisor.job
+        job = self._node.job
         if job.phase is recovery.Phase.PERSISTING:
             return "dump"
         if job.incident is not None and job.incident.rung == "resize":
@@ -154,7 +152,7 @@ class Frameworks(Repairs):
     def why_not_repairable(self, ranks: Sequence[int]) -> str:
         """Why these ranks' state could not be given to new processes; "" if it could."""
         lost = dict.fromkeys(ranks, Loss.PROCESS)
-        missing = plan_repair(self.replicas, lost, len(self._supervisor.seats), self._supervisor.job.away).missing
+        missing = plan_repair(self.replicas, lost, len(self._node.seats), self._node.job.away).missing
         return f"no other rank holds the state of rank {_named(missing)}" if missing else ""
 
     def groups_to_connect(self) -> list[str]:
@@ -164,7 +162,7 @@ class Frameworks(Repairs):
         """
         held: dict[str, set[int]] = {}
         members: dict[str, set[int]] = {}
-        for seat in self._supervisor.seats:
+        for seat in self._node.seats:
             for name, group in seat.journal.items():
                 held.setdefault(name, set()).add(seat.rank)
                 members.setdefault(name, set()).update(group.ranks)
@@ -176,14 +174,14 @@ class Frameworks(Repairs):
 
     def expect(self, lost: Sequence[int]) -> None:
         """Their rows of the board said that they had finished."""
-        board = self._supervisor.board
-        for seat in (self._supervisor.seats[rank] for rank in lost):
+        board = self._node.board
+        for seat in (self._node.seats[rank] for rank in lost):
             if board.get(seat.local_rank, Field.RECORDED) == FINISHED:
                 board.set(seat.local_rank, Field.RECORDED, seat.lost_boundary)
 
     def size_for(self, rank: int) -> to_rank.Size:
         """How many ranks the present recovery leads to, as its orders say it to a rank."""
-        job = self._supervisor.job
+        job = self._node.job
         if job.away:
             left = list(recovery.groups_left(job, rank)[0])
             ranks = sorted((*job.survivors, *job.lost))
@@ -192,22 +190,22 @@ class Frameworks(Repairs):
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell all ranks to rebuild, and those that it concerns to repair."""
-        supervisor = self._supervisor
-        world_size = len(supervisor.seats)
+        node = self._node
+        world_size = len(node.seats)
         lost = {rank: self.losses[rank] for rank in action.to}
-        plan = plan_repair(self.replicas, lost, world_size, supervisor.job.away)
+        plan = plan_repair(self.replicas, lost, world_size, node.job.away)
         self._loads = bool(plan.missing)
         if plan.missing:
             logger.warning("no copy of the state of rank %s remains: all load a checkpoint", _named(plan.missing))
-        supervisor.log(
+        node.log(
             "repair_planned",
             generation=action.generation,
             boundary=action.boundary,
             parts={rank: [part.role.value for part in parts] for rank, parts in plan.parts.items()},
             missing=plan.missing,
         )
-        for seat in supervisor.seats:
-            if seat.rank in supervisor.job.away:
+        for seat in node.seats:
+            if seat.rank in node.job.away:
                 continue
             seat.tell(
                 to_rank.Repair(
@@ -218,7 +216,7 @@ class Frameworks(Repairs):
                     groups=self.groups_to_connect(),
                     repair_type=self.repair_type(),
                     parts=[_told(part) for part in plan.parts.get(seat.rank, ())],
-                    limit_s=supervisor.config.transfer_timeout_s,
+                    limit_s=node.config.transfer_timeout_s,
                 )
             )
 
@@ -226,12 +224,12 @@ class Frameworks(Repairs):
         """Tell all ranks to roll back, and to train again; those that are away hold nobody up from now on."""
         self.scheduler.pause.end()
         loads, self._loads = self._loads, False
-        supervisor = self._supervisor
-        for seat in (supervisor.seats[rank] for rank in supervisor.job.away):
+        node = self._node
+        for seat in (node.seats[rank] for rank in node.job.away):
             seat.journal = {}
-            supervisor.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+            node.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
-            supervisor.seats[rank].tell(
+            node.seats[rank].tell(
                 to_rank.Rollback(
                     generation=action.generation,
                     boundary=action.boundary,
@@ -243,29 +241,29 @@ class Frameworks(Repairs):
 
     def persist(self, action: recovery.Persist) -> None:
         """Have the framework save a checkpoint: ranks that hold the whole state together write, one of them renames."""
-        saves = plan_dump(self.replicas, action.ranks, len(self._supervisor.seats))
+        saves = plan_dump(self.replicas, action.ranks, len(self._node.seats))
         if isinstance(saves, str):
             self._end_dump(action.generation, why_not=saves)
             return
         self._saving, self._save_step, self._renames = set(saves), action.boundary, min(saves)
         for rank, groups in saves.items():
             saves_of_rank = [to_rank.Saving(kind, list(together)) for kind, together in groups]
-            self._supervisor.seats[rank].tell(to_rank.Save(action.generation, action.boundary, saves_of_rank))
+            self._node.seats[rank].tell(to_rank.Save(action.generation, action.boundary, saves_of_rank))
 
     def _take_saved(self, seat: Seat, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
-        if generation != self._supervisor.job.generation:
+        if generation != self._node.job.generation:
             return
         self._saving.discard(seat.rank)
         if not self._saving:
-            self._supervisor.seats[self._renames].tell(to_rank.Rename(generation, self._save_step))
+            self._node.seats[self._renames].tell(to_rank.Rename(generation, self._save_step))
 
     def _end_dump(self, generation: int, place: str = "", why_not: str = "") -> None:
         fields: dict[str, Any] = {"boundary": self._save_step, "place": place, "reason": why_not}
-        self._supervisor.log("framework_saved" if place else "framework_save_failed", **fields)
+        self._node.log("framework_saved" if place else "framework_save_failed", **fields)
         if place:
             logger.warning("the state was saved: %s", place)
-        self._supervisor.advance(
+        self._node.advance(
             recovery.StatePersisted(at_s=time.monotonic(), generation=generation, place=place, why_not=why_not)
         )
 

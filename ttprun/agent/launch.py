@@ -106,7 +106,7 @@ def _run(
             ReplacingAgent.signals.install()
         run(*args)
     except ChildFailedError as error:
-        verdict = supervisor.verdict if supervisor is not None else None
+        verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
         print(error, file=sys.stderr)
         _say(reason)
@@ -119,7 +119,7 @@ def _run(
             why, "start fewer (--nproc-per-node), or raise the limits of your shell (ulimit -a)"
         ) from None
     except SignalException as error:
-        ended = supervisor.verdict if supervisor is not None else None
+        ended = supervisor.node.verdict if supervisor is not None else None
         reason = ended.reason if ended is not None else f"ended by {signal.Signals(error.sigval).name}"
         _say(reason)
         return exit_code_of(error.sigval), reason

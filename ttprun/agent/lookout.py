@@ -12,20 +12,19 @@ import logging
 import signal
 import subprocess
 import time
-from typing import TYPE_CHECKING
 
 from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.failures import Failure
+from ttprun.agent.node import Node
+from ttprun.agent.own_state import OwnStates
+from ttprun.agent.repairs import Repairs
+from ttprun.agent.seat import Seat
 from ttprun.device.errors import DeviceFault
 from ttprun.protocol.board import OPERATION_NAMES, Field, Phase
+from ttprun.protocol.from_rank import Broken
 from ttprun.recovery.hangs import Hung, Stalled, Straggler, Verdict, Watch
 from ttprun.recovery.sights import Doing, Sight
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.from_rank import Broken
 
 logger = logging.getLogger("ttprun")
 
@@ -44,11 +43,13 @@ _DOING = {phase: Doing(phase.name.lower()) for phase in Phase if phase is not Ph
 
 
 class Lookout:
-    """Watches the ranks that a supervisor looks after."""
+    """Watches the ranks of a node."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        limit = supervisor.config.hang_timeout_s
+    def __init__(self, node: Node, repairs: Repairs, own_states: OwnStates) -> None:
+        self._node = node
+        self._repairs = repairs
+        self._own_states = own_states
+        limit = node.config.hang_timeout_s
         self._limit_s = None if limit == "auto" else float(limit)
         self._watch = Watch(self._limit_s)
         self._of_alone: dict[int, Watch] = {}  # by rank
@@ -79,11 +80,11 @@ class Lookout:
         except Exception as error:
             self._limit_s = 0.0
             logger.exception("ttprun's lookout failed; from here on hangs are not detected")
-            self._supervisor.log("lookout_failed", error=repr(error))
+            self._node.log("lookout_failed", error=repr(error))
 
     def _look(self, now: float) -> None:
-        phase = self._supervisor.job.phase
-        if self._supervisor.repairs.is_paused:
+        phase = self._node.job.phase
+        if self._repairs.is_paused:
             self._is_repairing = True  # nobody is expected to get on, and afterwards all begin anew
             return
         if phase is recovery.Phase.RUNNING:
@@ -95,7 +96,7 @@ class Lookout:
             self._is_repairing = True
             replaying = [
                 member.rank
-                for member in self._supervisor.job.replacements
+                for member in self._node.job.replacements
                 if phase is recovery.Phase.REPLAYING and member.has_orders and not member.has_replayed
             ]
             verdicts = self._watch.look_at_repair(now, self._sights(), replaying)
@@ -106,7 +107,7 @@ class Lookout:
 
     def _watch_all(self, now: float) -> tuple[Verdict, ...]:
         """Ranks that wait for each other are judged together, others each for itself."""
-        job, sights = self._supervisor.job, self._sights()
+        job, sights = self._node.job, self._sights()
         if not (job.settings.is_alone or job.are_alone) or (job.settings.world_size == 1 and self._limit_s is None):
             return self._watch.look(now, sights)  # one rank alone may wait for a person, who debugs it
         found: tuple[Verdict, ...] = ()
@@ -117,21 +118,21 @@ class Lookout:
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the present phase of a recovery up, as far as the board tells; () if it does not."""
-        supervisor, now = self._supervisor, time.monotonic()
-        job, board = supervisor.job, supervisor.board
+        node, now = self._node, time.monotonic()
+        job, board = node.job, node.board
         sights = self._sights()
         dead = tuple(
             sight.rank
             for sight in sights
             if sight.is_stopped or (sight.pulse_at_s and self._watch.is_silent(sight, now))
         )
-        seats = [supervisor.seats[rank] for rank in job.survivors]
+        seats = [node.seats[rank] for rank in job.survivors]
         if dead or job.phase not in (recovery.Phase.FREEZING, recovery.Phase.RESUMING):
             return dead
         if job.phase is recovery.Phase.RESUMING:
             # Who connects tells the others its port first; who has not done so is waited for by all.
-            has_any = any(seat.told_in == job.generation for seat in supervisor.seats)
-            return tuple(seat.rank for seat in supervisor.seats if has_any and seat.told_in < job.generation)
+            has_any = any(seat.told_in == job.generation for seat in node.seats)
+            return tuple(seat.rank for seat in node.seats if has_any and seat.told_in < job.generation)
         late = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.HELD) < job.generation)
         boundary = max(board.get(seat.local_rank, Field.APPLIED) for seat in seats)
         behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
@@ -140,7 +141,7 @@ class Lookout:
     def stack_of_late(self, seat: Seat) -> str:
         """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
         is_told = seat.pid in self._told_pids
-        if is_told or self._supervisor.job.phase not in _REPAIRING or not seat.is_present:
+        if is_told or self._node.job.phase not in _REPAIRING or not seat.is_present:
             return ""
         with contextlib.suppress(OSError, ValueError, IndexError):
             return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
@@ -148,18 +149,18 @@ class Lookout:
 
     def take_broken(self, seat: Seat, message: Broken) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
-        supervisor, now = self._supervisor, time.monotonic()
+        node, now = self._node, time.monotonic()
         generation, fault = message.generation, message.device_fault
         told = {"generation": generation, "reason": message.reason, "device_fault": fault}
-        supervisor.log("connection_broken", rank=seat.rank, **told)
-        if generation != supervisor.job.generation:
+        node.log("connection_broken", rank=seat.rank, **told)
+        if generation != node.job.generation:
             return
-        is_leaving = any(other.is_finished or supervisor.board_row(other)[Field.LEAVING] for other in supervisor.seats)
+        is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.seats)
         if is_leaving:
             return
         self._watch.look(now, self._sights())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
-        is_running = supervisor.job.phase is recovery.Phase.RUNNING
+        is_running = node.job.phase is recovery.Phase.RUNNING
         laggards = self._watch.laggards() if is_time_out and is_running else ()
         for sight in laggards:
             self._report(self._watch.why_absent(now, sight.rank))
@@ -169,17 +170,15 @@ class Lookout:
             self._break(self._boundary(), message.after_s, reason, rank, fault)
 
     def _boundary(self) -> int:
-        board, away = self._supervisor.board, self._supervisor.job.away
-        seats = self._supervisor.seats
+        board, away = self._node.board, self._node.job.away
+        seats = self._node.seats
         return min(board.get(seat.local_rank, Field.APPLIED) for seat in seats if seat.rank not in away)
 
     def _act(self, verdict: Verdict) -> None:
-        supervisor = self._supervisor
+        node = self._node
         if isinstance(verdict, Straggler):
             sight = verdict.sight
-            supervisor.log(
-                "straggler", rank=sight.rank, step=sight.boundary, took_s=verdict.took_s, usual_s=verdict.usual_s
-            )
+            node.log("straggler", rank=sight.rank, step=sight.boundary, took_s=verdict.took_s, usual_s=verdict.usual_s)
             logger.warning("%s", verdict.reason)
         elif isinstance(verdict, Stalled):
             self._stall(verdict)
@@ -187,19 +186,19 @@ class Lookout:
             self._report(verdict)
 
     def _stall(self, verdict: Stalled) -> None:
-        episode = (-1 - self._supervisor.job.generation, verdict.boundary)
+        episode = (-1 - self._node.job.generation, verdict.boundary)
         if episode in self._reported:
             return
         self._reported.add(episode)
-        self._supervisor.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=verdict.reason)
+        self._node.log("stalled", boundary=verdict.boundary, for_s=verdict.for_s, reason=verdict.reason)
         logger.warning("%s", verdict.reason)
         self._break(verdict.boundary, verdict.for_s, verdict.reason)
 
     def _break(self, boundary: int, for_s: float, reason: str, rank: int | None = None, device_fault: str = "") -> None:
-        self._supervisor.advance(
+        self._node.advance(
             recovery.ConnectionBroken(
                 at_s=time.monotonic(),
-                generation=self._supervisor.job.generation,
+                generation=self._node.job.generation,
                 boundary=boundary,
                 rank=rank,
                 detected_after_s=for_s,
@@ -209,13 +208,13 @@ class Lookout:
         )
 
     def _report(self, hung: Hung) -> None:
-        supervisor, sight = self._supervisor, hung.sight
-        seat = supervisor.seats[sight.rank]
+        node, sight = self._node, hung.sight
+        seat = node.seats[sight.rank]
         if seat.is_lost or seat.pid != sight.pid:
             return  # what was done about another rank has ended this process
         is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
         is_known = (sight.rank, sight.boundary) in self._reported
-        if is_known and not is_only_told and recovery.is_alone(supervisor.job, sight.rank):
+        if is_known and not is_only_told and recovery.is_alone(node.job, sight.rank):
             is_only_told = True  # it stands there again: it waits for something, and not for another rank
             if seat.pid in self._told_pids:
                 return
@@ -227,7 +226,7 @@ class Lookout:
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
-        supervisor.log(
+        node.log(
             "rank_hung",
             rank=sight.rank,
             pid=sight.pid,
@@ -247,37 +246,37 @@ class Lookout:
         logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, told)
         if not is_only_told:
             failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
-            supervisor.first_failure.note(failure, is_new_incident=supervisor.job.incident is None)
-            if recovery.is_alone(supervisor.job, seat.rank):
+            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+            if recovery.is_alone(node.job, seat.rank):
                 seat.kill()  # it must not keep another state while it is decided to which one it goes back
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     seat.handler.proc.wait(_KILL_LIMIT_S)
-                supervisor.own_states.tell_what_is_left(seat)
-            supervisor.advance(
+                self._own_states.tell_what_is_left(seat)
+            node.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),
                     rank=sight.rank,
                     pid=sight.pid,
-                    boundary=supervisor.own_states.reached(seat, supervisor.board.get(seat.local_rank, Field.RECORDED)),
+                    boundary=self._own_states.reached(seat, node.board.get(seat.local_rank, Field.RECORDED)),
                     detected_after_s=hung.for_s,
                     reason=reason,
                 )
             )
 
     def _is_unrepairable(self, rank: int) -> bool:
-        job = self._supervisor.job
+        job = self._node.job
         if recovery.is_alone(job, rank):
-            return self._supervisor.own_states.newest(self._supervisor.seats[rank]) is None
+            return self._own_states.newest(self._node.seats[rank]) is None
         is_replaceable = "replace" in job.settings.rungs and not job.unprotected_reason
         return not is_replaceable and bool(recovery.why_not_without(job, (rank,)))
 
     def _sights(self) -> list[Sight]:
-        found = (self._sight(seat) for seat in self._supervisor.seats if not seat.is_finished and not seat.is_lost)
+        found = (self._sight(seat) for seat in self._node.seats if not seat.is_finished and not seat.is_lost)
         return [sight for sight in found if sight is not None]
 
     def _sight(self, seat: Seat) -> Sight | None:
         """One rank now; None if its process has just ended."""
-        row = self._supervisor.board_row(seat)
+        row = self._node.board_row(seat)
         with contextlib.suppress(OSError, ValueError, IndexError):
             state, cpu_s = state_of(seat.pid)
             if state in "ZX":

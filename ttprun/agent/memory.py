@@ -1,4 +1,4 @@
-"""Memory for snapshots, taken from the system before the ranks need it.
+"""Memory that outlives the ranks that write to it; for snapshots taken from the system before the ranks need it.
 
 New pages cost several times what is copied into them: the ranks would wait for it at their first two snapshots.
 """
@@ -14,6 +14,16 @@ from ttprun.rank.process.free_memory import free_bytes
 
 _SLICE_BYTES = 64 << 20
 _NICEST = 19
+
+
+def new(name: str, count: int) -> list[int]:
+    """So many empty files in memory: their descriptors."""
+    return [os.memfd_create(f"ttprun-{name}", os.MFD_CLOEXEC) for _ in range(count)]
+
+
+def path_of(fd: int) -> str:
+    """Under which path other processes of this user can open a descriptor of this process."""
+    return f"/proc/{os.getpid()}/fd/{fd}"
 
 
 def take_ahead(files: Sequence[int], size_bytes: int) -> threading.Thread:

@@ -11,20 +11,18 @@ import json
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttprun import recovery
-from ttprun.agent.snapshots import path_of
+from ttprun.agent import memory
+from ttprun.agent.node import Node
+from ttprun.agent.seat import Seat
+from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.stored import Stored, unpack
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.records import replayable
-from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.weights.own_state import CHEAP_S, HEADER, SHARE, split
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
 
@@ -33,37 +31,41 @@ _LENGTH_BYTES = 8  # of the header of a file of safetensors
 
 
 class OwnStates:
-    """Of each rank of a supervisor, the memory for its own state: records and tensors, in two places."""
+    """Of each rank of a node, the memory for its own state: records and tensors, in two places."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node, times: SnapshotTimes) -> None:
+        self._node = node
+        self._times = times
         self._has_told = False
         self._places: list[list[tuple[int, int]]] = []
 
-    def begin_group(self, ranks: int) -> None:
+    def begin_group(self) -> None:
         """All ranks are new, and what the old ones have kept is void."""
         for places in self._places:
             for pair in places:
                 for fd in pair:
                     os.close(fd)
-        self._places = [[(_new_memory(), _new_memory()) for _ in range(_PLACES)] for _ in range(ranks)]
+        self._places = [
+            list(zip(memory.new("own-state", _PLACES), memory.new("own-state", _PLACES), strict=True))
+            for _ in self._node.seats
+        ]
 
     def paths_for(self, local_rank: int) -> list[tuple[str, str]]:
         """Where a rank may keep its own state; nowhere, if nobody would go back to it."""
-        supervisor = self._supervisor
-        if supervisor.job.settings.rungs.isdisjoint(("replace", "rewind")) or supervisor.snapshots.is_never:
+        node = self._node
+        if node.job.settings.rungs.isdisjoint(("replace", "rewind")) or self._times.is_never:
             return []
-        return [(path_of(records), path_of(tensors)) for records, tensors in self._places[local_rank]]
+        return [(memory.path_of(records), memory.path_of(tensors)) for records, tensors in self._places[local_rank]]
 
     def note(self, seat: Seat, message: from_rank.OwnStateKept) -> None:
         """A rank has kept its state for the first time, or cannot: say what its loss will cost, once a run."""
-        supervisor, why_not = self._supervisor, message.why_not
-        supervisor.log("own_state", rank=seat.rank, **vars(message))
+        node, why_not = self._node, message.why_not
+        node.log("own_state", rank=seat.rank, **vars(message))
         if self._has_told and not why_not:
             return
         self._has_told = True
         every_s = None if why_not else (0.0 if message.took_s <= CHEAP_S else message.took_s / SHARE)
-        cost = recovery.cost_of_a_loss_alone(supervisor.job, seat.rank, every_s)
+        cost = recovery.cost_of_a_loss_alone(node.job, seat.rank, every_s)
         if why_not:
             logger.warning("rank %d cannot keep its own state: %s. If it is lost, %s", seat.rank, why_not, cost)
         else:
@@ -73,23 +75,23 @@ class OwnStates:
 
     def reached(self, seat: Seat, recorded: int) -> int:
         """How many steps a rank that is lost had completed; one that is not alone is known by what it had recorded."""
-        supervisor = self._supervisor
-        is_alone = recovery.is_alone(supervisor.job, seat.rank)
-        return supervisor.board.get(seat.local_rank, Field.APPLIED) if is_alone else recorded
+        node = self._node
+        is_alone = recovery.is_alone(node.job, seat.rank)
+        return node.board.get(seat.local_rank, Field.APPLIED) if is_alone else recorded
 
     def tell_what_is_left(self, seat: Seat) -> None:
         """A rank that is lost, and whose process does nothing more: let the machine know what it can go back to."""
-        supervisor = self._supervisor
-        if not recovery.is_alone(supervisor.job, seat.rank):
+        node = self._node
+        if not recovery.is_alone(node.job, seat.rank):
             return
-        boundary, rank = self.newest(seat), None if len(supervisor.seats) == 1 else seat.rank
+        boundary, rank = self.newest(seat), None if len(node.seats) == 1 else seat.rank
         if boundary is None and rank is None:
             return  # there may be a snapshot
-        supervisor.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank))
+        node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=boundary, rank=rank))
 
     def newest(self, seat: Seat) -> int | None:
         """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
-        boundary, place = split(self._supervisor.board.get(seat.local_rank, Field.OWN_STATE))
+        boundary, place = split(self._node.board.get(seat.local_rank, Field.OWN_STATE))
         if not boundary:
             return None
         try:
@@ -100,7 +102,7 @@ class OwnStates:
 
     def stored(self, seat: Seat, boundary: int) -> Stored | None:
         """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
-        newest, place = split(self._supervisor.board.get(seat.local_rank, Field.OWN_STATE))
+        newest, place = split(self._node.board.get(seat.local_rank, Field.OWN_STATE))
         if newest != boundary:
             return None
         tensors = self._places[seat.local_rank][place][1]
@@ -110,19 +112,18 @@ class OwnStates:
             "shared memory",
             (),
             _header_of(tensors),
-            (path_of(tensors),),
+            (memory.path_of(tensors),),
             lambda _: self._records(seat, place),
             is_in_recorder=is_recorded,
         )
 
     def forget(self, seat: Seat) -> None:
         """The rank begins anew."""
-        self._supervisor.board.set(seat.local_rank, Field.OWN_STATE, 0)
+        self._node.board.set(seat.local_rank, Field.OWN_STATE, 0)
 
     def _is_in_recorder(self, seat: Seat, boundary: int) -> bool:
-        recorder = Recorder(seat.record_fd, self._supervisor.config.record_limit_mib << 20)
         try:
-            replayable.records_up_to(recorder, boundary)
+            replayable.records_up_to(self._node.recorder_of(seat), boundary)
         except KeyError:
             return False
         return True
@@ -138,7 +139,3 @@ def _header_of(fd: int) -> list[Any]:
     told = json.loads(os.pread(fd, size, _LENGTH_BYTES))
     header: list[Any] = json.loads(told["__metadata__"][HEADER])
     return header
-
-
-def _new_memory() -> int:
-    return os.memfd_create("ttprun-own-state", os.MFD_CLOEXEC)

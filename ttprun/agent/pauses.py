@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from ttprun.agent.node import Node
+from ttprun.agent.seat import Seat
 from ttprun.protocol.board import LEADER, Field
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
 
 
 class Pause:
-    """The pause of a supervisor's ranks; at most one at a time."""
+    """The pause of a node's ranks; at most one at a time."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._number = 0
         self.begin_group()
 
@@ -32,7 +29,7 @@ class Pause:
     @property
     def is_complete(self) -> bool:
         """All ranks wait."""
-        return self.is_asked and len(self._waiting) == len(self._supervisor.seats)
+        return self.is_asked and len(self._waiting) == len(self._node.seats)
 
     def begin(self, limit_s: float, given_up: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Have all ranks wait behind their next step.
@@ -45,7 +42,7 @@ class Pause:
         self.is_asked, self._given_up, self._then = True, given_up, then
         self._number += 1
         self._ends_s = time.monotonic() + limit_s
-        board = self._supervisor.board
+        board = self._node.board
         board.set(LEADER, Field.PAUSE_AT, 0)
         board.set(LEADER, Field.PAUSE_ASKED, self._number)
 
@@ -53,7 +50,7 @@ class Pause:
         """Let the ranks go on; nothing happens if none was asked to wait."""
         if self.is_asked:
             self.begin_group()
-            self._supervisor.board.set(LEADER, Field.PAUSE_ASKED, 0)
+            self._node.board.set(LEADER, Field.PAUSE_ASKED, 0)
 
     def take(self, seat: Seat, number: int) -> None:
         """A rank waits."""

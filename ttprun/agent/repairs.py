@@ -1,19 +1,17 @@
 """How lost ranks get their state back: what the machine's orders come to in the ranks, in one of two ways.
 
 By default a replacement runs the script in replay (`replays.py`); with `--mindio` the ranks answer by callbacks of
-their framework (`frameworks.py`). A supervisor has one of them.
+their framework (`frameworks.py`). A node has one of them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ttprun import recovery
-    from ttprun.agent.seat import Seat
-    from ttprun.protocol.from_rank import OfFramework
+from ttprun import recovery
+from ttprun.agent.seat import Seat
+from ttprun.protocol.from_rank import OfFramework
 
 
 class Repairs(ABC):

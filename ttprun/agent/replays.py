@@ -7,37 +7,37 @@ A replacement runs the script up to the boundary that the survivors hold, and ge
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from ttprun import recovery
+from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
 from ttprun.protocol import to_rank
-
-if TYPE_CHECKING:
-    from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.from_rank import GroupJournal
-
+from ttprun.protocol.from_rank import GroupJournal
 
 _MARKS = ("weights", "held", "stepped")  # what replicas have alike in their records of a boundary
 
 
 class Replays(Repairs):
-    """Repairs the ranks of a supervisor by replay."""
+    """Repairs the ranks of a node by replay."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node, comparisons: Comparisons, checkpoints: Checkpoints) -> None:
+        self._node = node
+        self._comparisons = comparisons
+        self._checkpoints = checkpoints
 
     def replay(self, action: recovery.Replay) -> None:
         """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
-        supervisor = self._supervisor
-        seat = supervisor.seats[action.rank]
+        node = self._node
+        seat = node.seats[action.rank]
         stored = seat.stored
         if action.source is None and stored is not None and stored.origin is not None:
             seat.tell(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.told_to(seat.rank)))
             return
-        lost = supervisor.orders.recorded(seat, action.boundary)
+        lost = node.recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
-        source = supervisor.orders.recorded(supervisor.seats[source_rank], action.boundary)
+        source = node.recorded(node.seats[source_rank], action.boundary)
         is_alike = bool(seat.divergence) or all(lost.get(mark) == source.get(mark) for mark in _MARKS)
         if not lost or not is_alike:
             reason = (
@@ -46,38 +46,38 @@ class Replays(Repairs):
                 if lost
                 else f"rank {action.rank} has left no record of boundary {action.boundary}"
             )
-            supervisor.advance(
+            node.advance(
                 recovery.MismatchFound(
                     at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
                 )
             )
             return
-        skip_lines = supervisor.orders.lines_since(seat, action.boundary)
+        skip_lines = node.lines_since(seat, action.boundary)
         seat.tell(to_rank.Replay(action.generation, action.boundary, skip_lines))
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell the source and the replacements to pass the state over."""
-        supervisor = self._supervisor
-        supervisor.comparisons.note_repair(action.to, action.boundary)
+        node = self._node
+        self._comparisons.note_repair(action.to, action.boundary)
         name = f"state-{action.generation}-{action.source}.sock"
-        limit_s = supervisor.config.transfer_timeout_s
-        supervisor.seats[action.source].tell(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
+        limit_s = node.config.transfer_timeout_s
+        node.seats[action.source].tell(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
-            supervisor.seats[rank].tell(to_rank.FetchState(action.generation, name, limit_s))
+            node.seats[rank].tell(to_rank.FetchState(action.generation, name, limit_s))
 
     def resume(self, action: recovery.Resume) -> None:
         """Tell all ranks to connect and to issue their journals again."""
-        seats = self._supervisor.seats
+        seats = self._node.seats
         journals = {seat.rank: seat.journal for seat in seats if seat.journal}
         given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
-            skip_lines = self._supervisor.orders.lines_since(seats[rank], action.boundary)
+            skip_lines = self._node.lines_since(seats[rank], action.boundary)
             seats[rank].tell(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
-        self._supervisor.checkpoints.persist(action)
+        self._checkpoints.persist(action)
 
 
 def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import ENDED_NAME
 from ttprun.agent.stored import Stored, open_checkpoint, rank_file
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
@@ -29,6 +28,7 @@ from ttprun.state.store import CheckpointStore, last_written_first
 
 logger = logging.getLogger("ttprun")
 
+ENDED_NAME = "ended"  # a file of the save directory: the run that wrote its checkpoints has come to its end
 _CHECKING = "checking a checkpoint"
 
 

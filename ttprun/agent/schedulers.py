@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.node import Node
 from ttprun.agent.pauses import Pause
+from ttprun.agent.seat import Seat
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Field
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
-    from ttprun.protocol.from_rank import SchedulerAsked
+from ttprun.protocol.from_rank import SchedulerAsked
 
 logger = logging.getLogger("ttprun")
 
@@ -31,18 +29,18 @@ _PARAMS = {"downgrade": '{"scale-in-strategy": "DP"}', "upgrade": '{"scale-out-s
 
 
 class Scheduler:
-    """The scheduler that the ranks of a supervisor have.
+    """The scheduler of the ranks.
 
     rank        in whose process it lives; None: there is none
     pause       all ranks wait between two steps, because it has asked for that
     switched    ranks whose healthy processes give their places to new ones, in the recovery that goes on
     """
 
-    def __init__(self, supervisor: Supervisor, why_not_repairable: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, node: Node, why_not_repairable: Callable[[Sequence[int]], str]) -> None:
         """`why_not_repairable` says why some ranks' state could not be given to new processes; "" if it could."""
-        self._supervisor = supervisor
+        self._node = node
         self._why_not_repairable = why_not_repairable
-        self.pause = Pause(supervisor)
+        self.pause = Pause(node)
         self.begin_group()
 
     def begin_group(self) -> None:
@@ -62,20 +60,20 @@ class Scheduler:
     @property
     def is_paused(self) -> bool:
         """Nobody is expected to get on."""
-        return self.pause.is_complete and self._supervisor.job.phase is recovery.Phase.RUNNING
+        return self.pause.is_complete and self._node.job.phase is recovery.Phase.RUNNING
 
     # What it asks for.
 
     def notified(self, message: SchedulerAsked) -> None:
         """It has asked for something."""
-        supervisor = self._supervisor
-        supervisor.log("scheduler_notified", what=message.what, ranks=message.ranks)
+        node = self._node
+        node.log("scheduler_notified", what=message.what, ranks=message.ranks)
         match message.what:
             case "stop":
                 for rank, kind in message.ranks.items():
                     self._lose(rank, kind)
             case "pause":
-                is_possible = not supervisor.job.away and supervisor.job.phase is recovery.Phase.RUNNING
+                is_possible = not node.job.away and node.job.phase is recovery.Phase.RUNNING
                 if not self.pause.is_asked and is_possible:
                     self._pause(message.timeout_s)
             case "continue":
@@ -88,34 +86,34 @@ class Scheduler:
                 self._resize(message.what, message.params)
             case "dump" | "exit":
                 reason = f"the scheduler has asked for it ({message.what})"
-                supervisor.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+                node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
 
     def _pause(self, asked_s: float | None) -> None:
-        limit_s = self._supervisor.config.pause_timeout_s if asked_s is None else asked_s
+        limit_s = self._node.config.pause_timeout_s if asked_s is None else asked_s
 
         def given_up() -> None:
             whose = "pause_timeout_s" if asked_s is None else "as the scheduler has asked"
             reason = f"the pause lasted {limit_s:g} s ({whose}): the ranks train again"
-            self._supervisor.log("pause_ended", reason=reason)
+            self._node.log("pause_ended", reason=reason)
             logger.warning("%s", reason)
 
         self.pause.begin(limit_s, given_up)
 
     def _lose(self, rank: int, kind: int) -> None:
         """It says that a rank has failed; what is known already is no news."""
-        supervisor = self._supervisor
-        if rank not in supervisor.job.survivors:
+        node = self._node
+        if rank not in node.job.survivors:
             return
-        seat = supervisor.seats[rank]
+        seat = node.seats[rank]
         if kind == _MEMORY:
-            seat.tell(to_rank.FailMemory(supervisor.job.generation))
+            seat.tell(to_rank.FailMemory(node.job.generation))
             return
-        supervisor.advance(
+        node.advance(
             recovery.RankHung(
                 at_s=time.monotonic(),
                 rank=rank,
                 pid=seat.pid,
-                boundary=supervisor.board.get(seat.local_rank, Field.RECORDED),
+                boundary=node.board.get(seat.local_rank, Field.RECORDED),
                 reason="the scheduler reports that it failed",
             )
         )
@@ -125,7 +123,7 @@ class Scheduler:
         self._params[strategy] = params or _PARAMS[strategy]
         reason = f"the scheduler has asked for it ({strategy})"
         if strategy == "downgrade":
-            self._supervisor.advance(recovery.DowngradeAsked(at_s=time.monotonic(), reason=reason))
+            self._node.advance(recovery.DowngradeAsked(at_s=time.monotonic(), reason=reason))
             return
         why_not = self.call_back(reason)
         if why_not:
@@ -137,18 +135,18 @@ class Scheduler:
 
         reason   who has asked
         """
-        supervisor = self._supervisor
-        why_not = recovery.why_not_upgradable(supervisor.job) or self._why_too_late()
+        node = self._node
+        why_not = recovery.why_not_upgradable(node.job) or self._why_too_late()
         if why_not:
-            supervisor.log("upgrade_refused", reason=why_not)
+            node.log("upgrade_refused", reason=why_not)
         else:
-            supervisor.advance(recovery.UpgradeAsked(at_s=time.monotonic(), reason=reason))
+            node.advance(recovery.UpgradeAsked(at_s=time.monotonic(), reason=reason))
         return why_not
 
     def _why_too_late(self) -> str:
         """Why the ranks cannot be brought to one step any more; "" if they can."""
-        board = self._supervisor.board
-        is_over = any(board.get(seat.local_rank, Field.LEAVING) for seat in self._supervisor.seats)
+        board = self._node.board
+        is_over = any(board.get(seat.local_rank, Field.LEAVING) for seat in self._node.seats)
         return "a rank has reached the end of its train function" if is_over else ""
 
     # A hot switch: all finish their step, and then the ranks that it has named are replaced.
@@ -159,7 +157,7 @@ class Scheduler:
             self._refuse_switch(ranks, why_not)
             return
         self._to_switch = ranks
-        limit_s = self._supervisor.config.freeze_timeout_s
+        limit_s = self._node.config.freeze_timeout_s
         late = f"the ranks did not all pass one step within {limit_s:g} s (freeze_timeout_s)"
         self.pause.begin(limit_s, given_up=lambda: self._drop_switch(late), then=self._switch)
 
@@ -167,21 +165,21 @@ class Scheduler:
         """Why these ranks cannot be replaced while they are healthy; "" if they can."""
         if self.pause.is_asked:
             return "the ranks are paused, or about to be"
-        if self._supervisor.job.away:
+        if self._node.job.away:
             return "some ranks are away"
-        return recovery.why_not_replaceable(self._supervisor.job, ranks) or self._why_not_repairable(ranks)
+        return recovery.why_not_replaceable(self._node.job, ranks) or self._why_not_repairable(ranks)
 
     def _switch(self) -> None:
         """All ranks wait behind one step."""
         ranks, self._to_switch = self._to_switch, ()
-        why_not = recovery.why_not_replaceable(self._supervisor.job, ranks)
+        why_not = recovery.why_not_replaceable(self._node.job, ranks)
         if why_not:
             self.pause.end()
             self._refuse_switch(ranks, why_not)
             return
         self.switched = ranks
         reason = "the scheduler has asked for a hot switch"
-        self._supervisor.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason=reason))
+        self._node.advance(recovery.ReplacementAsked(at_s=time.monotonic(), ranks=ranks, reason=reason))
 
     def _drop_switch(self, why: str) -> None:
         """It is not to be, if it has not begun."""
@@ -191,7 +189,7 @@ class Scheduler:
             self._refuse_switch(ranks, why)
 
     def _refuse_switch(self, ranks: tuple[int, ...], why: str) -> None:
-        self._supervisor.log("switch_refused", ranks=ranks, reason=why)
+        self._node.log("switch_refused", ranks=ranks, reason=why)
         logger.warning("no hot switch of rank %s: %s", ", ".join(map(str, ranks)), why)
         self._report("report_result", _NOT_NOW, why, dict.fromkeys(ranks, _PROCESS), "migration")
 
@@ -211,7 +209,7 @@ class Scheduler:
             return
         self._told = key
         is_planned, is_persisting = incident.kind == PLANNED, incident.phase == recovery.Phase.PERSISTING
-        away = self._supervisor.job.away
+        away = self._node.job.away
         if incident.phase == recovery.Phase.FREEZING:
             size = "downgrade" if away else "upgrade"
             rung = {"rerun": "retry", "reconnect": "retry", "resize": size}.get(incident.rung, "recover")
@@ -225,8 +223,8 @@ class Scheduler:
         elif is_persisting or (incident.phase == recovery.Phase.REPLAYING and not is_planned):
             self._report("report_stop_complete", _DONE, "stopped", ranks)
             self._strategy = "dump" if is_persisting else self._strategy
-            lost = self._supervisor.job.lost
-            can_shrink = bool(lost) and not recovery.why_not_without(self._supervisor.job, lost)
+            lost = self._node.job.lost
+            can_shrink = bool(lost) and not recovery.why_not_without(self._node.job, lost)
             others = ["downgrade"] if can_shrink and not is_persisting else []
             self._report("report_strategies", ranks, [self._strategy, *others, "dump", "exit"])
         elif incident.outcome != "open":
@@ -237,8 +235,8 @@ class Scheduler:
             self._report("report_result", code, incident.reason, ranks, self._strategy)
 
     def _report(self, action: str, *arguments: Any) -> None:
-        if self.rank is not None and self._supervisor.seats[self.rank].is_present:
-            self._supervisor.seats[self.rank].tell(to_rank.SchedulerCall(action, list(arguments)))
+        if self.rank is not None and self._node.seats[self.rank].is_present:
+            self._node.seats[self.rank].tell(to_rank.SchedulerCall(action, list(arguments)))
 
 
 def _kind_of(kind: str) -> int:

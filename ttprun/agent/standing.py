@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ttprun import recovery
+from ttprun.agent.node import Node
 from ttprun.protocol.board import LEADER, Field
-
-if TYPE_CHECKING:
-    from ttprun.agent.supervisor import Supervisor
 
 LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 
@@ -23,8 +20,8 @@ LIMIT_S = 10.0  # whoever ends a job by a signal mostly leaves it 30 s
 class Standing:
     """Orders to quiesce that are held back."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._orders: list[tuple[Callable[[], None], bool]] = []
         self._ends_s = 0.0
         self._is_leader_told = False
@@ -45,7 +42,7 @@ class Standing:
 
         The first rank is held back until it has heard of the order: it may go on when the job runs again.
         """
-        is_running = self._supervisor.job.phase is recovery.Phase.RUNNING
+        is_running = self._node.job.phase is recovery.Phase.RUNNING
         if not self._orders:
             if is_running and self._is_leader_told:
                 self._tell_leader(False)
@@ -59,13 +56,13 @@ class Standing:
 
     def _may_come(self) -> bool:
         """The ranks stand at an open boundary, or are on their way past one; the next may be another one."""
-        supervisor = self._supervisor
-        if not supervisor.seats or not recovery.may_persist(supervisor.job):
+        node = self._node
+        if not node.seats or not recovery.may_persist(node.job):
             return False
-        open_at = supervisor.board.get(LEADER, Field.OPEN_AT)
-        return open_at > 0 and open_at >= supervisor.board.get(LEADER, Field.APPLIED)
+        open_at = node.board.get(LEADER, Field.OPEN_AT)
+        return open_at > 0 and open_at >= node.board.get(LEADER, Field.APPLIED)
 
     def _tell_leader(self, is_asked: bool) -> None:
         self._is_leader_told = is_asked
-        if self._supervisor.seats:
-            self._supervisor.board.set(LEADER, Field.STAND_ASKED, int(is_asked))
+        if self._node.seats:
+            self._node.board.set(LEADER, Field.STAND_ASKED, int(is_asked))

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
-from ttprun.protocol import from_rank
+from ttprun.agent.node import Node
+from ttprun.agent.protection import Protection
+from ttprun.agent.seat import Seat
 from ttprun.rank.bootstrap import unhooked
-
-if TYPE_CHECKING:
-    from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
 
 logger = logging.getLogger("ttprun")
 
@@ -33,8 +30,9 @@ _IMPORT_LIMIT_S = 20.0  # a .pth file may import torch before our `sitecustomize
 class Unseen:
     """Watches the processes of ranks in which no hook has spoken."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, node: Node, protection: Protection) -> None:
+        self._node = node
+        self._protection = protection
         self._next_s = 0.0
         self._since: dict[tuple[int, str], float] = {}  # (pid, what was seen) -> when it was first
         self._reported: set[int] = set()  # pids
@@ -43,10 +41,10 @@ class Unseen:
     def look(self) -> None:
         """Look if it is time to, and report what is certain. Costs nothing once all ranks have been heard."""
         now = time.monotonic()
-        if now < self._next_s or not self._supervisor.is_python:
+        if now < self._next_s or not self._node.is_python:
             return
         self._next_s = now + EVERY_S
-        for seat in self._supervisor.seats:
+        for seat in self._node.seats:
             self._look_at(seat, now)
 
     def settle(self, lost: Seat) -> None:
@@ -54,7 +52,7 @@ class Unseen:
         now = time.monotonic()
         if lost.hung_up_at_s is not None and now - lost.hung_up_at_s > _LEAVES_WITHIN_S:
             self._report(lost, _HUNG_UP)
-        for seat in self._supervisor.seats:
+        for seat in self._node.seats:
             why = self._suspects.get(seat.pid, "")
             if why and not seat.is_protected:
                 self._report(seat, why)
@@ -72,7 +70,7 @@ class Unseen:
             if why and seat.pid not in self._suspects and self._has_lasted(seat, "child", _AFTER_S, now):
                 self._suspects[seat.pid] = why
                 logger.warning("rank %d may train where no fault can be repaired: %s", seat.rank, why)
-                self._supervisor.log("rank_unseen", rank=seat.rank, reason=why)
+                self._node.log("rank_unseen", rank=seat.rank, reason=why)
 
     def _look_at_silent(self, seat: Seat, now: float) -> None:
         """One whose Python has not said hello."""
@@ -95,4 +93,4 @@ class Unseen:
             return
         self._reported.add(seat.pid)
         self._suspects.pop(seat.pid, None)
-        self._supervisor.reports.take(seat, from_rank.Unprotected(why))
+        self._protection.note_unprotected(seat, why)

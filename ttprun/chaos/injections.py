@@ -25,8 +25,9 @@ from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
+    from ttprun.agent.node import Node
     from ttprun.agent.seat import Seat
-    from ttprun.agent.supervisor import Supervisor
+    from ttprun.agent.standbys import Standbys
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -53,11 +54,12 @@ class Order:
 
 
 class Injections:
-    """Carries out the orders for the ranks that a supervisor looks after."""
+    """Carries out the orders for the ranks of a node."""
 
-    def __init__(self, supervisor: Supervisor, faults: list[str]) -> None:
-        self._supervisor = supervisor
-        self._from_config = [parse_fault(text) for text in faults]
+    def __init__(self, node: Node, standbys: Standbys) -> None:
+        self._node = node
+        self._standbys = standbys
+        self._from_config = [parse_fault(text) for text in node.config.faults]
         self._numbers = itertools.count(1)
         self._order_numbers = itertools.count(1)
         self._armed: dict[int, tuple[Fault, Order]] = {}
@@ -137,7 +139,7 @@ class Injections:
     # Orders.
 
     def _check(self, fault: Fault) -> None:
-        size = len(self._supervisor.seats)
+        size = len(self._node.seats)
         for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
             if rank is not None and rank >= size:
                 raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
@@ -146,12 +148,12 @@ class Injections:
 
     def _running_step(self) -> int:
         """The highest optimizer step that a rank is in."""
-        board = self._supervisor.board
-        steps = (board.get(seat.local_rank, Field.APPLIED) for seat in self._supervisor.seats)
+        board = self._node.board
+        steps = (board.get(seat.local_rank, Field.APPLIED) for seat in self._node.seats)
         return max((step for step in steps if step < FINISHED), default=0)
 
     def _strikes_of(self, fault: Fault) -> Iterator[Strike]:
-        return strikes(fault, len(self._supervisor.seats), self._running_step())
+        return strikes(fault, len(self._node.seats), self._running_step())
 
     def _take_next(self, order: Order) -> str:
         """Arm the order's next strike, or wait till it is time for it; returns what was done."""
@@ -175,14 +177,14 @@ class Injections:
 
     def _arm(self, order: Order, fault: Fault) -> str:
         number = next(self._numbers)
-        seat = None if fault.rank is None else self._supervisor.seats[fault.rank]
+        seat = None if fault.rank is None else self._node.seats[fault.rank]
         is_there = seat is None or (seat.is_present and not seat.is_lost and not seat.is_finished)
         if fault.is_immediate and is_there:
             return self._strike_now(number, order, fault, seat)
         self._armed[number] = (fault, order)
         rank = _rank_of(fault)
         self._log("fault_armed", number=number, order=order.number, rank=rank, fault=str(fault))
-        seat = self._supervisor.seats[rank]
+        seat = self._node.seats[rank]
         if seat.is_present:
             seat.handler.channel.send(to_rank.Fault(number, str(fault)))
         return f"armed in rank {rank}: {fault}"
@@ -218,7 +220,7 @@ class Injections:
         if fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
             return "the launcher was sent SIGTERM"
-        pid = self._supervisor.standbys.kill_one()
+        pid = self._standbys.kill_one()
         if pid is None:
             self._log_failure(number, fault, "no standby is there")
             return "there is no standby to kill"
@@ -228,7 +230,7 @@ class Injections:
         """Let a stopped process go on, if the fault says after how long."""
 
         def go_on() -> None:
-            if any(seat.pid == pid for seat in self._supervisor.seats):  # not somebody who has got its number
+            if any(seat.pid == pid for seat in self._node.seats):  # not somebody who has got its number
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
@@ -241,7 +243,7 @@ class Injections:
     # Events.
 
     def _log(self, event: str, **told: object) -> None:
-        self._supervisor.log(event, **told)
+        self._node.log(event, **told)
 
     def _log_strike(self, number: int, fault: Fault, seat: Seat | None, detail: str, **told: object) -> None:
         self._log(
@@ -251,7 +253,7 @@ class Injections:
             pid=None if seat is None else seat.pid,
             fault=str(fault),
             kind=fault.kind,
-            generation=self._supervisor.job.generation,
+            generation=self._node.job.generation,
             detail=detail,
             **told,
         )

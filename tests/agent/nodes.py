@@ -1,0 +1,33 @@
+"""Nodes and parts of the agent, made for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ttprun import recovery
+from ttprun.agent.node import Node
+from ttprun.config import Config
+from ttprun.observe.run_directory import RunDirectory
+
+
+def ignore(event: recovery.Event) -> None: ...
+
+
+def node_of(directory: Path, *seats: Any, advance: Callable[[recovery.Event], None] = ignore, **config: Any) -> Node:
+    """A node with these seats, whose ranks have not been started."""
+    job = recovery.new_job(recovery.Settings(world_size=max(1, len(seats))))
+    node = Node(Config(**config), RunDirectory(directory), True, job, advance)
+    node.seats = list(seats)
+    return node
+
+
+T = TypeVar("T")
+
+
+def part(kind: type[T], node: Any, **others: Any) -> T:
+    """A part of the agent that uses these others; whatever else it has is None."""
+    nobody = {field.name: None for field in fields(kind) if field.init}  # type: ignore[arg-type]
+    return kind(**nobody | {"node": node} | others)

@@ -1,0 +1,145 @@
+"""What all parts of the agent share: this node's ranks, the job as the state machine sees it, and how to let it decide.
+
+A part is given the node, and by its constructor the other parts that it uses. Read the attributes of `Node` first.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from ttprun import recovery
+from ttprun.agent import stacks
+from ttprun.agent.calls import Calls
+from ttprun.agent.failures import FirstFailure
+from ttprun.agent.seat import Seat
+from ttprun.agent.verdict import Verdict
+from ttprun.config import Config
+from ttprun.observe.events import EventLog
+from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.rank.records.recorder import Recorder
+
+
+class Node:
+    """The ranks of one node. All but `call`, `log` and `is_settled` is for the supervisor's thread.
+
+    is_python      False: the ranks run the user's own program (--no-python)
+    job            what the state machine knows
+    advance        lets the machine decide on an event and carries out its orders; an event within that comes next
+    selector       what the supervisor waits on; the data of a key is the function to call when it is ready
+    seats          by local rank
+    board_fd       of the board; -1 before the first group
+    verdict        set when the present group must be restarted, has failed or is done; None while it lives
+    is_settled     there is a verdict, or nobody who would come to one
+    is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
+    first_failure  the root cause of what the present group suffers
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDirectory,
+        is_python: bool,
+        job: recovery.Job,
+        advance: Callable[[recovery.Event], None],
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.is_python = is_python
+        self.job = job
+        self.advance = advance
+        self.selector = selectors.DefaultSelector()
+        calls = Calls(self.selector)
+        self.call, self.wake = calls.add, calls.wake
+        self.seats: list[Seat] = []
+        self.board_fd = -1
+        self._board: Board | None = None
+        self.verdict: Verdict | None = None
+        self.is_settled = threading.Event()
+        self.is_broken = False
+        self.first_failure = FirstFailure()
+        self._events = EventLog(run.events)
+        self._log_lock = threading.Lock()
+
+    def begin_group(self, ranks: list[tuple[int, int]]) -> None:
+        """New ranks: `ranks` is (global rank, local rank) of each."""
+        for seat in self.seats:
+            os.close(seat.record_fd)
+            os.close(seat.stack_fd)
+        if self.board_fd >= 0:
+            os.close(self.board_fd)
+        self.board_fd, self._board = Board.create(len(ranks))
+        unsat: Any = None
+        self.seats = [
+            Seat(rank, local, unsat, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks
+        ]
+        self.verdict = None
+        self.is_settled.clear()
+        self.first_failure = FirstFailure()
+
+    def conclude(self, verdict: Verdict) -> None:
+        """This group has come to its end; torch's agent asks for the verdict."""
+        self.verdict = verdict
+        self.is_settled.set()
+
+    def log(self, event: str, **fields: object) -> None:
+        """Append to the event log."""
+        with self._log_lock:
+            self._events.append(event, **{"at_s": time.monotonic()} | fields)
+
+    # What the ranks have left in shared memory, dead or alive.
+
+    @property
+    def has_board(self) -> bool:
+        """A group has been begun."""
+        return self._board is not None
+
+    @property
+    def board(self) -> Board:
+        """The page on which the ranks note how far they are; only once a group has been begun."""
+        assert self._board is not None
+        return self._board
+
+    def board_row(self, seat: Seat) -> list[int]:
+        """A rank's row of the board."""
+        return [self.board.get(seat.local_rank, field) for field in FIELDS]
+
+    def recorder_of(self, seat: Seat) -> Recorder:
+        """A rank's records."""
+        return Recorder(seat.record_fd, self._slot_bytes)
+
+    def new_recorder(self, seat: Seat) -> Recorder:
+        """Void a rank's records, and give it room for others."""
+        os.close(seat.record_fd)
+        seat.record_fd = Recorder.create(self._slot_bytes)
+        return self.recorder_of(seat)
+
+    def recorded(self, seat: Seat, boundary: int) -> dict[str, Any]:
+        """A rank's record of a boundary, whoever wrote it; empty if there is none."""
+        found = self.recorder_of(seat).read(boundary)
+        fields: dict[str, Any] = (
+            {} if found is None else (msgpack.unpackb(found[0], strict_map_key=False, unicode_errors="surrogatepass"))
+        )
+        return fields
+
+    def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
+        """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
+        out, err = self.recorded(seat, boundary).get("lines", [0, 0])
+        written = (self.board.get(seat.local_rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
+        return next(written) - out, next(written) - err
+
+    @property
+    def _slot_bytes(self) -> int:
+        return self.config.record_limit_mib << 20
+
+    def spawn_those_that_wait(self) -> None:
+        """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
+        for spawn in [seat.spawn for seat in self.seats if seat.spawn is not None]:
+            spawn()

@@ -1,0 +1,109 @@
+"""The parts of the agent: how they are put together, and what all of them are called for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ttprun import recovery
+from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.frameworks import Frameworks
+from ttprun.agent.incidents import Incidents
+from ttprun.agent.lookout import Lookout
+from ttprun.agent.node import Node
+from ttprun.agent.orders import Orders
+from ttprun.agent.own_state import OwnStates
+from ttprun.agent.protection import Protection
+from ttprun.agent.repairs import Repairs
+from ttprun.agent.replays import Replays
+from ttprun.agent.reports import Reports
+from ttprun.agent.requests import Requests
+from ttprun.agent.resume import Resumption
+from ttprun.agent.rewinds import Rewinds
+from ttprun.agent.snapshot_times import SnapshotTimes
+from ttprun.agent.snapshots import Snapshots
+from ttprun.agent.standby_watch import StandbyWatch
+from ttprun.agent.standbys import Standbys
+from ttprun.agent.standing import Standing
+from ttprun.agent.status import StatusPublisher
+from ttprun.agent.unseen import Unseen
+from ttprun.agent.watch import Watch
+from ttprun.chaos.injections import Injections
+from ttprun.state.store import CheckpointStore
+
+
+class Parts:
+    """All parts, each with those that it uses: they are made from the bottom up."""
+
+    def __init__(
+        self,
+        node: Node,
+        store: CheckpointStore,
+        resumption: Resumption,
+        set_deadline: Callable[[recovery.SetDeadline], None],
+    ) -> None:
+        rungs = node.job.settings.rungs
+        is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
+        self.standbys = Standbys(node.config.standbys if is_replaced else 0, str(node.run.path), node.config.follow)
+        self.standby_watch = StandbyWatch(node, self.standbys)
+        self.standing = Standing(node)
+        self.injections = Injections(node, self.standbys)
+        incidents, times = Incidents(node), SnapshotTimes(node)
+        self.own_states = OwnStates(node, times)
+        self.comparisons = Comparisons(node, times, incidents)
+        self.checkpoints = Checkpoints(node, store, resumption, self.comparisons)
+        self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
+        self.repairs: Repairs = (
+            Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints)
+        )
+        self.lookout = Lookout(node, self.repairs, self.own_states)
+        protection = Protection(node, times, self.own_states)
+        self.unseen = Unseen(node, protection)
+        self.reports = Reports(
+            node,
+            comparisons=self.comparisons,
+            checkpoints=self.checkpoints,
+            incidents=incidents,
+            injections=self.injections,
+            lookout=self.lookout,
+            own_states=self.own_states,
+            protection=protection,
+            repairs=self.repairs,
+            snapshots=self.snapshots,
+            standbys=self.standbys,
+            standby_watch=self.standby_watch,
+        )
+        self.watch = Watch(node, self.reports, self.own_states, self.snapshots, self.injections, self.unseen)
+        self.orders = Orders(
+            node,
+            checkpoints=self.checkpoints,
+            incidents=incidents,
+            lookout=self.lookout,
+            repairs=self.repairs,
+            rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states),
+            standbys=self.standbys,
+            standby_watch=self.standby_watch,
+            watch=self.watch,
+            set_deadline=set_deadline,
+        )
+        self.requests = Requests(node, self.checkpoints, self.injections, self.repairs, self.standing)
+        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoints, self.snapshots)
+
+    def begin_group(self) -> None:
+        """All ranks are new."""
+        self.lookout.begin_group()
+        self.snapshots.begin_group()
+        self.own_states.begin_group()
+        self.comparisons.begin_group()
+        self.reports.begin_group()
+        self.repairs.begin_group()
+
+    def look(self) -> None:
+        """Time has passed."""
+        self.repairs.look()
+        self.unseen.look()
+        self.lookout.look()
+        self.standby_watch.look()
+        self.snapshots.look()
+        self.checkpoints.look()
+        self.standing.look()
