@@ -215,7 +215,7 @@ def test_a_killed_standby_is_replaced_and_nobody_notices(run_ttprun: RunTtprun, 
 
     lost = [event for event in result.events if event["event"] == "standby_lost"]
     assert injected(result) == [("standby-kill", "forward", 250)]
-    assert [event["was_ready"] for event in lost] == [True]
+    assert len(lost) == 1  # ready or not: how far it has come by that step depends on the machine
     assert result.incidents == []
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2, ["--max_iters=300"]))
 
