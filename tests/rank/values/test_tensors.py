@@ -652,3 +652,49 @@ def test_an_array_that_looks_at_a_weight_looks_at_the_replacements_own() -> None
 
     assert here["look"].tolist() == [5.0, 5.0, 5.0]
     assert here["new"].tolist() == [5.0, 5.0]
+
+
+def _of_one_array() -> Scope:
+    whole = np.arange(8.0)
+    return {"a": whole, "t": torch.from_numpy(whole), "part": torch.from_numpy(whole[2:])}
+
+
+SHARED: dict[str, Callable[[], Scope]] = {
+    "parts of a tensor": lambda: (lambda t: {"a": t[:5], "b": t[3:], "c": t.view(5, 2)})(torch.arange(10.0)),
+    "an array of a tensor": lambda: (lambda t: {"t": t, "a": t.numpy()})(torch.arange(4.0)),
+    "an array of a tensor, met first": lambda: (lambda t: {"a": t.numpy()[1:], "t": t})(torch.arange(4.0)),
+    "tensors of an array": _of_one_array,
+    "an array of which a tensor was met first": lambda: dict(reversed([*_of_one_array().items()][:2])),
+    "parts of an array": lambda: (lambda a: {"x": a[:5], "y": a[3:]})(np.arange(8.0)),
+    "what is large": lambda: (lambda t: {"t": t, "a": t.numpy()})(torch.zeros(LARGE)),
+}
+
+
+def _add(scope: Scope) -> None:
+    for value in scope.values():
+        value += 1
+
+
+@pytest.mark.parametrize("are_made", ["here, together", "here, apart", "not here"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_what_lies_in_one_memory_does_so_in_the_replacement_or_is_refused(kind: str, are_made: str) -> None:
+    lost, here = SHARED[kind](), SHARED[kind]()
+    for _ in range(2):
+        record(lost)
+        _add(lost)
+    if are_made != "here, together":
+        here = (
+            {}
+            if are_made == "not here"
+            else {
+                name: value.copy() if isinstance(value, np.ndarray) else value.clone() for name, value in here.items()
+            }
+        )
+
+    refused = is_refused(lost, here)
+    _add(lost)
+    if not refused:
+        _add(here)
+
+    assert refused == (kind == "what is large" and are_made != "here, together")
+    assert refused or {n: v.tolist() for n, v in here.items()} == {n: v.tolist() for n, v in lost.items()}

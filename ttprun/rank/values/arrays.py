@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import SMALL_BYTES, follow, is_followed
+from ttprun.rank.values.large import SMALL_BYTES, address_of, follow, is_followed
 from ttprun.rank.values.large_data import record_data
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.plain import dtype_of, dtype_text
@@ -40,6 +40,20 @@ def record_array(snapshot: Snapshot, value: numpy.ndarray[Any, Any], depth: int)
     if base is not None and _is_told_with_it(snapshot, base):
         place = [list(value.strides), _offset(value, base)]
         return [Tag.ARRAY, number, text, shape, b"", "C", snapshot.node(base, depth + 1), place]
+    at = _address(value)
+    if base is None and at in snapshot.storages:  # of a tensor that was made of the array
+        return [
+            Tag.ARRAY,
+            number,
+            text,
+            shape,
+            b"",
+            "C",
+            [Tag.REFERENCE, snapshot.storages[at]],
+            [list(value.strides), 0],
+        ]
+    if base is None:
+        snapshot.memories.append((at, at + value.nbytes, number))
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     return [Tag.ARRAY, number, text, shape, value.tobytes(order), order, None, _place(value, base)]  # type: ignore[arg-type]
 
@@ -73,11 +87,7 @@ def _is_told_with_it(snapshot: Snapshot, base: Any) -> bool:
 
 def _address(memory: Any) -> int:
     """Where an array, a tensor or a buffer begins. Raises TypeError or ValueError if it does not tell."""
-    if isinstance(memory, torch.Tensor):
-        return memory.data_ptr()
-    held = memory if isinstance(memory, numpy.ndarray) else numpy.frombuffer(memory, dtype="u1")
-    at: int = held.__array_interface__["data"][0]
-    return at
+    return address_of(memory if isinstance(memory, torch.Tensor | numpy.ndarray) else numpy.frombuffer(memory, "u1"))
 
 
 def _offset(value: numpy.ndarray[Any, Any], base: Any) -> int:
@@ -117,11 +127,12 @@ def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> An
         base = restore.value(MISSING if old is None else old, base_node, f"{name}.base")
         if base is MISSING:
             return restore.refuse(live, f"{name} is a view of an array that could not be restored")
-        if base is old and [list(live.strides), _offset(live, base)] == place and restore.claim(number, live):
+        is_there = is_alike and [list(live.strides), _offset(live, base)] == place
+        if is_there and restore.claim(number, live):
             return live
         try:
-            is_tensor = isinstance(base, torch.Tensor)
-            made: Any = base.detach().numpy() if is_tensor else numpy.ndarray(shape, dtype, base, place[1], place[0])
+            memory = base.detach().numpy() if isinstance(base, torch.Tensor) else base
+            made: Any = numpy.ndarray(shape, dtype, memory, place[1], place[0])
         except (TypeError, ValueError, RuntimeError) as error:
             return restore.refuse(live, f"{name} is a view of what cannot be looked at so: {error}")
         restore.claim(number, made)

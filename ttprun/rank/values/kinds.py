@@ -19,7 +19,6 @@ import multiprocessing.queues
 import operator
 import queue
 import random
-import struct
 import threading
 import types
 import weakref
@@ -81,9 +80,7 @@ EXACT: dict[type, Handler] = {
     types.ClassMethodDescriptorType: callables.record_named,
     functools.partial: callables.record_partial,
     functools._lru_cache_wrapper: callables.record_cache,
-    **dict.fromkeys((operator.itemgetter, operator.attrgetter), plain.record_plain("getter")),
     operator.methodcaller: process_local.record_unknown,
-    struct.Struct: plain.record_plain("format"),
     weakref.ref: process_local.record_weak_reference,
     types.SimpleNamespace: objects.record_object,
     numpy.ndarray: arrays.record_array,
@@ -111,9 +108,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     (torch.Generator, random_generators.record_torch),
     (random.SystemRandom, process_local.record_same),  # has no state: `entropy` counts what is drawn from it
     (random.Random, random_generators.record_python),
-    (numpy.random.Generator, random_generators.record_numpy),
-    (numpy.random.BitGenerator, random_generators.record_numpy_bits),
-    (numpy.random.RandomState, random_generators.record_numpy_legacy),
+    *((kind, random_generators.record_numpy) for kind in random_generators.OF_NUMPY),
     (numpy.random.SeedSequence, random_generators.record_numpy_seeds),
     (numpy.generic, plain.record_plain("numpy scalar")),
     (numpy.dtype, plain.record_plain("numpy dtype")),

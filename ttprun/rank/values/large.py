@@ -144,7 +144,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
     size = value.nbytes
     if is_tensor and size <= SMALL_BYTES:
         return _digest(value), False
-    at = value.data_ptr() if is_tensor else value.__array_interface__["data"][0]
+    at = address_of(value)
     version = _version_of(value)
     known = _met.get(id(value))
     is_known = known is not None and known.reference() is value
@@ -167,6 +167,12 @@ def follow(value: Any) -> tuple[bytes, bool]:
         if not (has_changed or is_tensor) and value.flags.forc:
             known.note_same(lambda: _digest(value))
     return digest, known.is_changing
+
+
+def address_of(value: Any) -> int:
+    """Where a tensor or array begins."""
+    at: int = value.data_ptr() if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
+    return at
 
 
 def _version_of(value: Any) -> int:

@@ -1,6 +1,7 @@
 """Large tensors and arrays in a record: compared, or recorded whole once they are known to change (large.py tells).
 
-Both have the same two nodes: [tag, dtype, shape, fingerprint] and [tag, number, dtype, shape, blob]. A dtype of numpy
+Both have the same two nodes: [tag, dtype, shape, fingerprint] and [tag, number, dtype, shape, blob, number of the first
+one that begins at the same address]. A dtype of numpy
 begins with its byte order or a bracket, one of torch with a letter.
 """
 
@@ -11,8 +12,8 @@ from typing import Any
 import numpy
 import torch
 
-from ttprun.rank.values.large import follow
-from ttprun.rank.values.nodes import Tag
+from ttprun.rank.values.large import address_of, follow
+from ttprun.rank.values.nodes import MISSING, Tag
 from ttprun.rank.values.plain import dtype_of, dtype_text
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -52,7 +53,9 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
         return [Tag.DATA, dtype, shape, digest]
     is_tensor = isinstance(value, torch.Tensor)
     snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
-    return [Tag.CHANGED_DATA, snapshot.number(value), dtype, shape, len(snapshot.blobs) - 1]
+    number = snapshot.number(value)
+    first = snapshot.storages.setdefault(address_of(value), number)
+    return [Tag.CHANGED_DATA, number, dtype, shape, len(snapshot.blobs) - 1, first]
 
 
 def _bytes_of(array: Any) -> Any:
@@ -78,7 +81,7 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What the script changes: from the record's blobs, in place where the live one has the same form."""
-    _, number, dtype, shape, index = node
+    _, number, dtype, shape, index, first = node
     raw = restore.blob(index)
     is_tensor = dtype[0].isalpha()
     found: Any = tensor_of(dtype, shape, raw) if is_tensor else numpy.frombuffer(raw, dtype_of(dtype)).reshape(shape)
@@ -92,7 +95,11 @@ def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str
                 forget_gradient(live)
         else:
             live[...] = found
-        return live
-    made = found if is_tensor else found.copy()
-    restore.claim(number, made)
+        made = live
+    else:
+        made = found if is_tensor else found.copy()
+        restore.claim(number, made)
+    other = restore.object_of(first)
+    if other is not MISSING and address_of(other) != address_of(made):
+        return restore.refuse(live, f"{name} shares its memory with another variable in the lost rank, and not here")
     return made

@@ -9,14 +9,11 @@ import ast
 import datetime
 import decimal
 import enum
-import fractions
 import operator
 import pathlib
 import re
-import struct
 import sys
 import types
-import uuid
 import zoneinfo
 from collections.abc import Callable
 from typing import Any
@@ -129,37 +126,26 @@ def _scalar_of(kind: str, value: Any) -> Any:
     return type(value).__new__(found, value)
 
 
-_GETTERS: dict[str, Any] = {name_of(kind): kind for kind in (operator.itemgetter, operator.attrgetter)}
+# Made by calling the type with what the value gives to pickle. A datetime is a date, too.
+_OF_PARTS: tuple[Any, ...] = (
+    datetime.datetime, datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, range, slice, torch.device,
+    operator.itemgetter, operator.attrgetter,
+)  # fmt: skip
+_MADE: dict[str, Any] = {kind.__name__: kind for kind in _OF_PARTS}
 Codec = tuple[Callable[[Any], tuple[Any, ...]], Callable[..., Any]]
 
 # kind: (parts of a value, value of the parts)
 CODECS: dict[str, Codec] = {
     "int": (lambda v: (_int_text(v),), lambda text: int(text, 16)),
     "complex": (lambda v: (v.real, v.imag), complex),
-    "datetime": (
-        lambda v: (v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo, v.fold),
-        lambda *parts: datetime.datetime(*parts[:8], fold=parts[8]),
-    ),
-    "date": (lambda v: (v.year, v.month, v.day), datetime.date),
-    "time": (
-        lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo, v.fold),
-        lambda *parts: datetime.time(*parts[:5], fold=parts[5]),
-    ),
-    "timedelta": (lambda v: (v.days, v.seconds, v.microseconds), datetime.timedelta),
+    "made": (lambda v: (type(v).__name__, *v.__reduce_ex__(4)[1]), lambda kind, *parts: _MADE[kind](*parts)),
     "timezone": (lambda v: (*v.__getinitargs__(), None)[:2], _timezone_of),
     "zone": (lambda v: (v.key,), zoneinfo.ZoneInfo),
-    "decimal": (lambda v: (str(v),), decimal.Decimal),
-    "fraction": (lambda v: (v.numerator, v.denominator), fractions.Fraction),
     "path": (lambda v: (name_of(type(v)), str(v)), _path_of),
     "enum": (_enum_parts, _enum_of),
-    "range": (lambda v: (v.start, v.stop, v.step), range),
-    "slice": (lambda v: (v.start, v.stop, v.step), slice),
-    "uuid": (lambda v: (v.bytes,), lambda raw: uuid.UUID(bytes=raw)),
     "pattern": (lambda v: (v.pattern, v.flags), re.compile),
     "ellipsis": (lambda v: (), lambda: ...),
-    "not implemented": (lambda v: (), lambda: NotImplemented),
     "torch constant": (lambda v: (str(v),), lambda text: getattr(torch, text.removeprefix("torch."))),
-    "device": (lambda v: (str(v),), torch.device),
     "shape": (lambda v: tuple(v), lambda *sizes: torch.Size(sizes)),
     "numpy dtype": (lambda v: (dtype_text(v),), dtype_of),
     "numpy scalar": (
@@ -167,8 +153,6 @@ CODECS: dict[str, Codec] = {
         lambda text, raw: numpy.frombuffer(raw, dtype=dtype_of(text)).copy()[0],
     ),
     "scalar": (_scalar_parts, _scalar_of),
-    "getter": (lambda v: (name_of(type(v)), *v.__reduce__()[1]), lambda kind, *args: _GETTERS[kind](*args)),
-    "format": (lambda v: (v.format,), struct.Struct),
     "module": (lambda v: (v.__name__,), _module_of),
     "global": (lambda v: (name_of(v),), _found),
     "class": (lambda v: (name_of(v),), _found),
@@ -177,25 +161,15 @@ CODECS: dict[str, Codec] = {
 # The first base that fits decides; a datetime is a date, and an IntEnum's member an int, too.
 BASES: tuple[tuple[type, str], ...] = (
     (enum.Enum, "enum"),
-    (datetime.datetime, "datetime"),
-    (datetime.date, "date"),
-    (datetime.time, "time"),
-    (datetime.timedelta, "timedelta"),
+    *((kind, "made") for kind in _MADE.values()),
     (datetime.timezone, "timezone"),
     (zoneinfo.ZoneInfo, "zone"),
-    (decimal.Decimal, "decimal"),
-    (fractions.Fraction, "fraction"),
     (pathlib.PurePath, "path"),
-    (range, "range"),
-    (slice, "slice"),
-    (uuid.UUID, "uuid"),
     (re.Pattern, "pattern"),
     (type(...), "ellipsis"),
-    (type(NotImplemented), "not implemented"),
     (torch.dtype, "torch constant"),
     (torch.layout, "torch constant"),
     (torch.memory_format, "torch constant"),
-    (torch.device, "device"),
     (torch.Size, "shape"),
     (complex, "complex"),
 )

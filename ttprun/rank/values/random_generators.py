@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy
 import torch
 
 from ttprun.rank.process import random_state
@@ -12,6 +13,8 @@ from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.tensors import raw_bytes
+
+OF_NUMPY = (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
 
 
 def record_torch(snapshot: Snapshot, value: torch.Generator, depth: int) -> Any:
@@ -28,18 +31,10 @@ def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
 
 
 def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """numpy.random.Generator."""
-    return [Tag.RANDOM, snapshot.number(value), "numpy", snapshot.node(value.bit_generator.state, depth + 1)]
-
-
-def record_numpy_bits(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """numpy.random.BitGenerator."""
-    return [Tag.RANDOM, snapshot.number(value), "numpy bits", snapshot.node(value.state, depth + 1)]
-
-
-def record_numpy_legacy(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """numpy.random.RandomState, over any bit generator."""
-    return [Tag.RANDOM, snapshot.number(value), "numpy legacy", snapshot.node(value.get_state(legacy=False), depth + 1)]
+    """numpy.random's Generator, BitGenerator, and RandomState over any bit generator."""
+    is_legacy = isinstance(value, numpy.random.RandomState)
+    state = value.get_state(legacy=False) if is_legacy else getattr(value, "bit_generator", value).state
+    return [Tag.RANDOM, snapshot.number(value), "numpy", snapshot.node(state, depth + 1)]
 
 
 def record_numpy_seeds(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -57,12 +52,10 @@ def restore_random(restore: Restore, live: Any, node: list[Any], name: str) -> A
             live.set_state(random_state.tensor_from_bytes(state))
         elif kind == "python":
             live.setstate((state[0], tuple(state[1]), state[2]))
-        elif kind == "numpy":
-            live.bit_generator.state = restore.value(MISSING, state, name)
-        elif kind == "numpy bits":
-            live.state = restore.value(MISSING, state, name)
-        else:
+        elif isinstance(live, numpy.random.RandomState):
             live.set_state(restore.value(MISSING, state, name))
+        else:
+            getattr(live, "bit_generator", live).state = restore.value(MISSING, state, name)
     except (AttributeError, TypeError, ValueError):
         return restore.refuse(live, f"{name} is another random generator than in the lost rank")
     return live

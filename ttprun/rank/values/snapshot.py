@@ -135,7 +135,8 @@ class Snapshot:
     computed   tensors met that were computed with gradients, but for views of what optimizers update
     generator_loops   loops that are under way in suspended generators of the user's
     numbers    number of each object met so far, by its id
-    storages   number of the tensor with which a storage was recorded, by the storage's address
+    storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
+    memories   (address, end, number) of each small numpy array with memory of its own
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
     parts      number of the first tensor met of which only the elements are recorded, by its storage's address
     """
@@ -153,6 +154,7 @@ class Snapshot:
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
         self.storages: dict[int, int] = {}
+        self.memories: list[tuple[int, int, int]] = []
         self.arrays: dict[int, tuple[bytes, bool]] = {}
         self.parts: dict[int, int] = {}
         self.alive: list[Any] = []  # ids stay valid only as long as the objects live

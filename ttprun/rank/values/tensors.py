@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy
 import torch
 
 from ttprun.rank.values.arrays import is_changing
@@ -81,16 +82,24 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         is_held = _is_held(snapshot, value) if array is None else is_changing(snapshot, array)
         place = [_form(value), number - first_part, array is not None, is_held]
         return [*node, False, _contents(snapshot, plain(value)), flags, device, place, *gradient]
-    first = snapshot.storages.get(at)
+    first, further = snapshot.storages.get(at), 0
+    if first is None and not storage.resizable():
+        first, further = _in_array(snapshot, at)
     if first is None and size == value.nbytes and value.is_contiguous():
         if size:
             snapshot.storages[at] = number
         return [*node, None, _contents(snapshot, value), flags, device, *more]
-    layout = [list(value.stride()), value.storage_offset(), size]
+    layout = [list(value.stride()), value.storage_offset() + further // value.element_size(), size]
     if first is None:
         snapshot.storages[at] = number
         return [*node, layout, _contents(snapshot, _whole(storage)), flags, device, *more]
     return [*node, layout, first, flags, device, *more]
+
+
+def _in_array(snapshot: Snapshot, at: int) -> tuple[int | None, int]:
+    """(number, bytes before the address) of the recorded array in whose memory an address lies."""
+    found = ((number, at - begin) for begin, end, number in snapshot.memories if begin <= at < end)
+    return next(found, (None, 0))
 
 
 def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | None) -> list[Any]:
@@ -289,7 +298,7 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
     elif [list(live.stride()), live.storage_offset(), storage.nbytes()] != layout:
         return False
     if isinstance(raw, int):
-        known = restore.storages.get(raw)
+        known = _storage(restore, number, raw)
         return known is not None and known.data_ptr() == storage.data_ptr()
     if storage.nbytes() != len(raw):
         return False
@@ -303,6 +312,9 @@ def _fits(restore: Restore, live: torch.Tensor, number: int, layout: Any, raw: A
 
 def _storage(restore: Restore, number: int, raw: Any) -> torch.UntypedStorage | None:
     if isinstance(raw, int):
+        owner = restore.object_of(raw)
+        if raw not in restore.storages and isinstance(owner, numpy.ndarray):
+            restore.storages[raw] = torch.from_numpy(owner.reshape(-1, order="A").view("u1")).untyped_storage()
         return restore.storages.get(raw)
     made = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
     storage = restore.storages[number] = made.untyped_storage()

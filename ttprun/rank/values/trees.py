@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.WEAK: {1: Part.NODE},
     Tag.PARTIAL: {1: _N, 2: Part.NODE, 3: Part.NODE, 4: Part.NODE},
     Tag.TENSOR: {1: _N},
-    Tag.CHANGED_DATA: {1: _N},
+    Tag.CHANGED_DATA: {1: _N, 5: _N},
     Tag.ARRAY: {1: _N, 6: Part.NODE},
     Tag.OBJECT_ARRAY: {1: _N, 3: Part.NODES},
     Tag.RANDOM: {1: _N},
