@@ -115,7 +115,7 @@ def test_training_in_a_child_is_said_and_counts_once_a_rank_is_lost(
     assert before == []
     assert node.logged == ["rank_unseen"]
     assert caplog.text.count("rank 0 may train where no fault can be repaired") == 1
-    assert "a process that it has started does" in node.reported[0]
+    assert "its child process does" in node.reported[0]
 
 
 def test_a_rank_that_has_hung_up_and_lives_is_reported(

@@ -114,7 +114,7 @@ def test_numbers_that_may_be_wrong_in_all_ranks_make_all_start_again(run_ttprun:
 
     assert [incident["kind"] for incident in result.incidents] == ["precision"], result.story()
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "what the other ranks hold may be wrong too" in result.incidents[0]["reason"], result.story()
+    assert "the other ranks' state may be wrong too" in result.incidents[0]["reason"], result.story()
     assert result.exit_code == 0, result.story()
     assert process_counts(result) == [2, 2]
 

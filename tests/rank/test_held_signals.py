@@ -43,9 +43,9 @@ class Rank:
 
     def _hear(self) -> None:
         os.read(self.told_r, 1)
-        held_signals.tell_to_end()
+        held_signals.let_end()
 
-    def tell_to_end(self) -> None:
+    def let_end(self) -> None:
         """As the agent does it, behind its signal."""
         os.write(self.told_w, b"x")
 
@@ -68,7 +68,7 @@ def hit(is_end_asked: bool, number: int) -> list[int]:
     alone = rank.ended_by(within_s=3 * held_signals.MOMENT_S)
     if alone != LIVES:
         return [alone]
-    rank.tell_to_end()
+    rank.let_end()
     return [alone, rank.ended_by(LIMIT_S)]
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agen
 
 def told_first(number: int) -> list[int]:
     rank = Rank()
-    rank.tell_to_end()
+    rank.let_end()
     lives = rank.ended_by(within_s=0.2)
     os.kill(rank.pid, number)
     return [lives, rank.ended_by(within_s=held_signals.MOMENT_S)]

@@ -38,7 +38,7 @@ def presence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Presen
 def shown(error: BaseException) -> list[Any]:
     """What our hook passes on to Python's own, which prints it."""
     printed: list[Any] = []
-    install.tell_before(lambda *told: printed.append(told[1]))(type(error), error, error.__traceback__)
+    install.report_before(lambda *told: printed.append(told[1]))(type(error), error, error.__traceback__)
     return printed
 
 
@@ -103,7 +103,7 @@ def fail_while_the_job_is_ended(directory: str, is_interrupted: bool) -> list[st
         board.set(0, Field.ENDED_BY, signal.SIGINT)
         if is_interrupted:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-        held_signals.tell_to_end()  # also behind a signal of which the script's own handler makes nothing
+        held_signals.let_end()  # also behind a signal of which the script's own handler makes nothing
 
     threading.Thread(target=end).start()
     wait_for_end = held_signals.wait_for_end

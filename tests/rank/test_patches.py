@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -175,7 +176,7 @@ def without_some() -> list[str]:
     """Another torch: a function, a class and a module are not there."""
     del torch_dataloader._BaseDataLoaderIter._reset
     del sys.modules["torch.serialization"].save
-    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "ttprun.rank.effects.files:wrap_save", ""))  # type: ignore[misc]
+    patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "effects.files:wrap_save", ""))  # type: ignore[misc]
     return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
 
 
@@ -189,7 +190,7 @@ def test_a_protection_that_is_off_is_said_once_and_the_script_runs(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'ttprun.rank.effects.files:wrap_save', ''))\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'not_there', 'effects.files:wrap_save', ''))\n"
         "import torch\nimport torch.distributed\nprint('ran')\n"
     )
 
@@ -204,7 +205,7 @@ def test_hooks_that_break_leave_the_script_alone_and_say_why(tmp_path: Path) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import ttprun.rank.bootstrap.patches as p\n"
-        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'ttprun.rank.nothing:wrap', ''))\n"
+        "p.PATCHES = (*p.PATCHES, p.Patch('torch', 'rand', 'nothing:wrap', ''))\n"
         "import torch\nprint(torch.rand(1).shape)\n"
     )
 
@@ -252,7 +253,7 @@ def break_one(name: str, moment: Any) -> tuple[int, bool, bool, str]:
     session = make_session(world_size=1)
     become(session)
     monkey_module, _, function = BY_NAME[name].ours.partition(":")
-    setattr(__import__(monkey_module, fromlist=[function]), function, moment)
+    setattr(importlib.import_module(f"ttprun.rank.{monkey_module}"), function, moment)
     original = Original(Thing())
     args, kwargs = ALL_CALLS[name]
     returned = replacement_for(BY_NAME[name], original)(*args, **kwargs)

@@ -40,7 +40,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 
 def told_of(error: Exception, session: Session) -> str:
     """The reason that the agent gets."""
-    install.tell_before(lambda *told: None)(type(error), error, error.__traceback__)
+    install.report_before(lambda *told: None)(type(error), error, error.__traceback__)
     channel = session.channel
     assert isinstance(channel, FakeChannel)
     (message,) = [one for one in channel.sent if isinstance(one, from_rank.ScriptError)]
@@ -58,7 +58,7 @@ def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_told_w
     told = told_of(NameError("name 'loss' is not defined"), session)
 
     assert told == (
-        "NameError: name 'loss' is not defined; the replay had not come by its place: "
+        "NameError: name 'loss' is not defined; the replay did not reach its boundary: "
         "its loops stand at 3, the lost rank's at 4"
     )
 

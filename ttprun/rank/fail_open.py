@@ -1,11 +1,11 @@
-"""What becomes of an exception of ours inside a call of the user's: the call does what torch means by it.
+"""Keep our own exceptions out of the user's calls.
 
-Whatever we put in the place of a function goes through `guard`. If ours raises before it has called the original, the
-original is called with what the user gave; if it raises afterwards, the original's result is returned. Protection is
-off from then on, with a reason that is reported once, and training goes on as under torchrun. What the original itself
-raises is the user's, and passes untouched. So does what is meant for the script: an injected fault, the end of the job.
+Every function that we replace goes through `guard`. If ours raises before it has called the original, the original is
+called with the user's arguments; if it raises afterwards, the original's result is returned. Protection is off from
+then on, the reason is reported once, and training continues as under torchrun. Exceptions of the original pass
+untouched, and so do ours that are meant for the script: an injected fault, the end of the job.
 
-A replay is no training: there an exception of ours refuses the replay, and the agent takes a lower rung.
+In a replay, an exception of ours refuses the replay, and the agent takes a lower rung.
 
 Standard library only. Begin with `guard`.
 """
@@ -24,11 +24,11 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class _Call:
-    """One call of a function of ours, and what its original has done meanwhile.
+    """One call of a function of ours, and the outcome of the original's call inside it.
 
     owner      the function's name, as in the table of patches
     returned   (result,) once the original has returned
-    raised     what the original has raised
+    raised     the original's exception
     """
 
     __slots__ = ("owner", "raised", "returned")
@@ -47,16 +47,15 @@ _newest = _Newest()
 
 
 def meant(error: _E) -> _E:
-    """Mark an exception as meant for the script: it passes through. A class does the same by is_meant_for_script."""
+    """Mark an exception as meant for the script, so that it passes. A class may set is_meant_for_script instead."""
     error.is_meant_for_script = True  # type: ignore[attr-defined]
     return error
 
 
 def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Ours in the original's place.
+    """Our replacement of the original, guarded.
 
-    name      of what is replaced, for what is reported
-    original  the user's function, or a class's
+    name      of the replaced function, for reports
     wrap      given the original, returns ours
     """
 
@@ -72,11 +71,11 @@ def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Called by ours: call the original, and note what it does for the newest call of this owner."""
+    """Called by ours: call the original, and note its outcome in the newest call of this owner."""
     call = _newest.call
     if call is None or call.owner != owner:
         return original(*args, **kwargs)
-    _newest.call = None  # a call that the original makes in its turn is another one
+    _newest.call = None  # calls inside the original are not this one
     try:
         result = original(*args, **kwargs)
     except BaseException as error:
@@ -89,7 +88,7 @@ def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ours, or do what the original does if ours fails."""
+    """Call ours; if it fails, return or raise what the original does."""
     outer = _newest.call
     call = _newest.call = _Call(owner)
     try:
@@ -108,7 +107,7 @@ def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def hook(name: str, ours: Any) -> Any:
-    """A function of ours that torch calls beside its own: one without an original."""
+    """Guard a function of ours that replaces nothing, such as a global optimizer hook."""
 
     def guarded(*args: Any) -> Any:
         return run(name, ours, _nothing, args, {})
@@ -121,7 +120,7 @@ def _nothing(*args: Any) -> None:
 
 
 def caller() -> FrameType:
-    """The frame that has called the caller of this function, ours in this file passed over."""
+    """The frame that called this function's caller, skipping those of this file."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
@@ -130,18 +129,18 @@ def caller() -> FrameType:
 
 
 def give_up(where: str, error: BaseException) -> None:
-    """Something of ours has failed: protection is off. In a replay: raises what ends it."""
+    """Switch protection off after an error of ours. In a replay: raises what ends it."""
     session = _session()
     if session is None:
         return
-    reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training goes on as under torchrun"
+    reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training continues as under torchrun"
     if session.replay is not None and threading.current_thread() is threading.main_thread():
         session.replay.refuse(reason)
     session.give_up_protection(reason)
 
 
 def is_meant(error: BaseException) -> bool:
-    """Whether an exception of ours is for the script, or for its framework's callbacks."""
+    """Whether an exception of ours is meant for the script, or for its framework's callbacks."""
     if getattr(error, "is_meant_for_script", False):
         return True
     session = _session()
@@ -154,7 +153,7 @@ def _session() -> Any:
 
 
 def _place_of(error: BaseException) -> str:
-    """Where in ttprun it was raised, the innermost line of ours; "" if it was not."""
+    """The innermost line of ttprun in its traceback; "" if there is none."""
     found, trace = "", error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename

@@ -9,23 +9,23 @@ from typing import Any, Protocol
 
 
 class Listener(Protocol):
-    """Who hears of moments. Any method may end the process, or raise what is meant for the script."""
+    """Is called at each moment. Any method may end the process, or raise what is meant for the script."""
 
     def reached(self, moment: str) -> None:
-        """A thread has come to a moment, by the names of `ttprun.chaos.faults`."""
+        """A thread has reached a moment; the names are those of `ttprun.chaos.faults`."""
 
     def reached_step_end(self) -> None:
         """Optimizer.step has ended."""
 
     def reached_collective(self, op: str, inputs: Any) -> bool:
-        """A collective is about to be issued; returns whether this rank is to leave it out.
+        """A collective is about to be issued; returns whether this rank is to skip it.
 
         op       the backend's method
-        inputs   the argument with the tensors that this rank gives
+        inputs   the argument that holds this rank's input tensors
         """
 
     def connected(self, exchange: Any, connection: Any, group_name: str, rank: int) -> None:
-        """A process group has a new connection, in which this process has that rank."""
+        """A process group has a new connection; `rank` is this process's rank in it."""
 
 
 listener: Listener | None = None
@@ -44,5 +44,5 @@ def reached_step_end() -> None:
 
 
 def reached_collective(op: str, inputs: Any) -> bool:
-    """Report a collective to the listener; whether this rank is to leave it out."""
+    """Report a collective to the listener; returns whether this rank is to skip it."""
     return listener is not None and listener.reached_collective(op, inputs)

@@ -1,4 +1,4 @@
-"""What this process knows of itself as a rank: one `Session`, made by the shim's hooks, None in any other process."""
+"""What a rank knows about itself: one `Session` per process, None in a process that is not a rank."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ class Session:
     """A rank's state as seen by its hooks.
 
     generation    number of the communicator set; changed by the recovery thread alone
-    applied       optimizer steps that have run to their end (the boundary this rank has passed)
+    applied       completed optimizer steps (the newest boundary of this rank)
     replay        set while a replacement runs the script up to its boundary, else None
     groups        living process groups by name, in the order in which the script has made them
-    groups_made   how many groups of a name and of the same ranks the script has made so far; the same in all of these
-    groups_count  how many groups the script has made so far, of all names
-    times_left    how often the script has been done with its process group
-    hindrance     why no replay would come to the newest boundary, "" if one would
+    groups_made   groups made so far by name and ranks; the same in all these ranks
+    groups_count  groups made so far, of all names
+    times_left    how often the script has destroyed its default process group
+    hindrance     why no replay would reach the newest boundary, "" if one would
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
     trains_alone  it takes its steps without a process group, in a world of several ranks
     is_over       this run of the script has ended with an exception
     proof         set while a replacement is in the step in which its rank was lost
     framework     set if the script's framework recovers by callbacks of its own (--mindio)
-    updates       when this run of the script has last stepped an optimizer
+    updates       when this run of the script last stepped an optimizer
     row           this rank's fields on the board
-    recorded      of each local rank, the newest boundary whose record is complete
-    lock          that of `changed`, quicker to take by itself
-    away          ranks without which the others train on (--mindio)
+    recorded      by local rank, the newest boundary whose record is complete
+    lock          the lock of `changed`; taking it directly is quicker
+    away          ranks without which the others keep training (--mindio)
     """
 
     rank: int
@@ -83,8 +83,8 @@ class Session:
     has_stepped: bool = False  # in this process
     unprotected: str = ""
     hindrance: str = ""
-    is_holding: bool = False  # the recovery thread has stopped the main thread in front of its commit
-    settle_at: int = 0  # boundary up to which a holding rank may still step: another survivor already has
+    is_holding: bool = False  # the recovery thread has stopped the main thread before its commit
+    settle_at: int = 0  # boundary up to which a held rank may still step: another survivor already has
     is_applying: bool = False  # Optimizer.step is running
     trains_alone: bool = False
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
@@ -104,63 +104,63 @@ class Session:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self._hindrances_told = 0
+        self._hindrances_reported = 0
         self._is_joined = False
         self.recorded = self.board.column(Field.RECORDED)
         self.row = self.board.row(self.local_rank)
-        self._told_not_proved: list[str] = []
+        self._reported_not_proved: list[str] = []
 
     def is_repairable(self) -> bool:
-        """Whether another rank could be repaired from what this one keeps."""
+        """Whether this rank and the others can be repaired from each other."""
         return self.world_size > 1 and not self.unprotected
 
     def is_recorded(self) -> bool:
-        """Whether records are of use: other ranks can be repaired from them, or this one can go on from a snapshot."""
+        """Whether records are useful: other ranks can be repaired from them, or this one can resume from a snapshot."""
         if self.unprotected:
             return False
         return bool(self.groups) if self.world_size > 1 and not self.trains_alone else self.options.keeps_state
 
     def is_alone(self) -> bool:
-        """Whether a fault of this rank is no affair of others: there are none, or it has no process group with them."""
+        """Whether a fault of this rank concerns no other: it is the only rank, or has no process group with others."""
         return self.world_size == 1 or self.trains_alone
 
     def part(self) -> None:
-        """Report, once, that this rank takes its steps without a process group, as long as it has none."""
+        """Report, once, that this rank takes its steps without a process group."""
         if not self.trains_alone:
             self.trains_alone, self._is_joined = True, False
             self.channel.send(from_rank.TrainsAlone())
 
     def join(self) -> None:
-        """Report, before any other rank can meet it there, that this rank has a process group with others."""
+        """Report, before it communicates, that this rank has a process group with others."""
         if self.world_size > 1 and not self._is_joined and not self.meets_nobody():
             self.trains_alone, self._is_joined = False, True
             self.channel.send(from_rank.Joined())
 
     def is_replaying_alone(self) -> bool:
-        """Collectives are answered by the replay: the other ranks have been here before, and do not come again."""
+        """Whether the replay answers collectives: the other ranks are past this point of the script."""
         return self.replay is not None and self.replay.is_alone
 
     def meets_nobody(self) -> bool:
-        """Groups are made without the other ranks."""
+        """Whether groups are made without the other ranks."""
         return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
 
-    def tell_not_proved(self, names: list[str]) -> None:
-        """Name what can change and is in no record: after the first step, and when there is something new."""
-        if names is not self._told_not_proved and names != self._told_not_proved:
+    def report_not_proved(self, names: list[str]) -> None:
+        """Report what may change and is in no record: after the first step, and when the list changes."""
+        if names is not self._reported_not_proved and names != self._reported_not_proved:
             self.channel.send(from_rank.NotProved(tuple(names)))
-        self._told_not_proved = names
+        self._reported_not_proved = names
 
     def touch(self, phase: Phase) -> None:
-        """Note on the board what the main thread does now."""
+        """Write to the board what the main thread does now."""
         row = self.row
         row[Field.PHASE] = phase if self.replay is None else Phase.REPLAYING
         row[Field.SEEN_NS] = time.monotonic_ns()
 
     def meet(self, operation: int, size: int) -> None:
-        """The main thread comes to a collective, or to the making of a group.
+        """The main thread reaches a collective, or makes a group.
 
-        operation   its place in board.OPERATION_NAMES
-        size        ranks that take part; only where all do can it be told who has not come
+        operation   its index in board.OPERATION_NAMES
+        size        ranks that take part; a missing rank can be named only if all do
         """
         row = self.row
         row[Field.COLLECTIVES] += 1
@@ -170,32 +170,32 @@ class Session:
         self.touch(Phase.COLLECTIVE if operation != CONNECT else Phase.CONNECTING)
 
     def diagnose(self, error: BaseException) -> Diagnosis:
-        """What an exception says of the device, or of a connection."""
+        """What an exception says about the device, or about a connection."""
         return DeviceErrors(self.options.device_errors).diagnose(error, self.updates)
 
-    def tell_broken(self, generation: int, reason: str, after_s: float, device_fault: str = "") -> None:
-        """Say that the connections of a generation are broken, though no fault has been heard of.
+    def report_broken(self, generation: int, reason: str, after_s: float, device_fault: str = "") -> None:
+        """Report that the connections of a generation are broken, though no fault has been reported.
 
         after_s        seconds since they broke
-        device_fault   what the device says of it; "" if they are none of a device's
+        device_fault   the name of the device's fault; "" if none
         """
         if self.is_repairable():
             self.channel.send(from_rank.Broken(generation, _in_short(reason), after_s, device_fault))
 
     def note_hindrance(self, boundary: int, reason: str) -> None:
-        """Say why no replay would come to this boundary, or that one would, if that is news.
+        """Report why no replay would reach this boundary ("": one would), if that has changed.
 
-        Of what comes and goes all the time nothing is said in the end: then a replay must find out.
+        After _MOST_HINDRANCES changes nothing is reported any more: a replay must find out.
         """
-        if reason != self.hindrance and self._hindrances_told < _MOST_HINDRANCES:
-            self._hindrances_told += 1
-            if self._hindrances_told == _MOST_HINDRANCES:
+        if reason != self.hindrance and self._hindrances_reported < _MOST_HINDRANCES:
+            self._hindrances_reported += 1
+            if self._hindrances_reported == _MOST_HINDRANCES:
                 reason = ""
             self.hindrance = reason
             self.channel.send(from_rank.Hindered(boundary, reason))
 
     def give_up_protection(self, reason: str) -> None:
-        """Say once that a fault of this rank cannot be repaired from now on; training itself is not touched."""
+        """Report, once, that a fault of this rank cannot be repaired from now on; training continues."""
         if not self.unprotected:
             self.unprotected = reason
             self.channel.send(from_rank.Unprotected(reason))
@@ -207,7 +207,7 @@ _session: Session | None = None
 
 
 def current() -> Session | None:
-    """This process's session, None in a process that is no rank (also in a rank's forked children)."""
+    """This process's session; None in a process that is not a rank, and in a rank's forked children."""
     return _session
 
 
@@ -229,6 +229,6 @@ def end() -> None:
 
 
 def _in_short(error: str) -> str:
-    """A backend's error without the place in its source, and without its advice: the first line's first sentence."""
+    """The first sentence of a backend's error, without the place in its source."""
     line = error.splitlines()[0] if error else ""
     return re.sub(r"\[/[^]]*\.(cc|cpp|h):\d+\] ", "", line).partition(". This is")[0]

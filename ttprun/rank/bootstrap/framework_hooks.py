@@ -1,7 +1,4 @@
-"""What is installed in a rank whose framework owns its train function: process groups, and little else.
-
-The counterpart of `ttprun.rank.bootstrap.hooks`; begin with `begin_run`.
-"""
+"""The hooks for --mindio, where the framework owns the train function: process groups, and little else."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from ttprun.rank.session import begin, current, leave_in_children
 
 
 def install(presence: Presence) -> None:
-    """Install what stays for as long as the process lives."""
+    """Install what lasts as long as the process."""
     torch_compile.leave_us_alone()
     groups.register()
     missing = patches.apply_for_frameworks()
@@ -38,7 +35,7 @@ def install(presence: Presence) -> None:
 def begin_run(presence: Presence, is_replacement: bool) -> None:
     """The script has just imported torch.
 
-    is_replacement   it takes the place of a process that was lost
+    is_replacement   this process replaces a lost one
     """
     session = make_session(presence)
     order = presence.order
@@ -57,10 +54,10 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
 
 
 def wrap_process_group_name(original: Any) -> Any:
-    """_process_group_name: a group that is made in a repair has the same name in all its members.
+    """_process_group_name: give a group that is made during a repair the same name in all its members.
 
-    torch makes the name of how many groups a process has made, or has; a replacement has made fewer than the others.
-    Those of the script's set-up, which all make alike, keep their names.
+    torch derives the name from the number of groups that a process has made; a replacement has made fewer than the
+    other ranks. Groups of the script's setup, which all ranks make alike, keep their names.
     """
     made: Counter[tuple[int, str]] = Counter()
 

@@ -1,6 +1,6 @@
-"""The hooks proper, once torch is there: what is installed once a process, and what is made anew for each run of it.
+"""The hooks that need torch: what is installed once per process, and what is new for each run of the script.
 
-A process runs its script once, unless a transient error or its device ends it: see `rerun.py`. Begin with `begin_run`.
+A process runs its script once, unless a transient error or a device error ends it (`rerun.py`). Begin with `begin_run`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ttprun.rank.weights.snapshots import Snapshots
 
 
 def install(presence: Presence) -> None:
-    """Install what stays for as long as the process lives."""
+    """Install what lasts as long as the process."""
     options = presence.welcome.options
     loops.Hooks.is_compiling = torch.compiler.is_dynamo_compiling
     torch_compile.leave_us_alone()
@@ -70,7 +70,7 @@ def install(presence: Presence) -> None:
 def begin_run(presence: Presence, is_replacement: bool) -> None:
     """A run of the script begins, or has just imported torch.
 
-    is_replacement   it takes the place of a run that was lost, where the agent's order says
+    is_replacement   it replaces a lost run, at the boundary that the agent's order names
     """
     session = make_session(presence)
     order = presence.order if is_replacement else None
@@ -90,7 +90,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             session.replay.begin()
         case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
             output.skip_lines(*skip_lines)
-            append_dedup.go_on_from(session.recorder, boundary)
+            append_dedup.resume_from(session.recorder, boundary)
             session.expected = Expected(session.channel, session.generation, expected)
             session.proof = Proof.of(session, boundary)
     session.recovery = Recovery(session)
@@ -100,11 +100,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     presence.channel.send(from_rank.Protected())
 
 
-_RANDOM = "random states"  # of this process when the run begins; where the script gives no seeds, all comes of these
+_RANDOM = "random states"  # of this process when the run begins; a script without seeds draws from these
 
 
 def _begin_origins(session: Session, is_replay: bool) -> None:
-    """Give a replacement's set-up what that of the lost rank has drawn from outside, and keep what is drawn anew."""
+    """Give a replacement's setup the times, pids and entropy that the lost rank's had, and record what is new."""
     known = results.origins_in(session.recorder.read_log())
     keep = partial(results.keep_origin, session.recorder)
     origins.begin(known, None if is_replay else keep)
@@ -116,7 +116,7 @@ def _begin_origins(session: Session, is_replay: bool) -> None:
 
 
 def make_session(presence: Presence) -> Session:
-    """What a run knows of itself as a rank; all of it is new."""
+    """A new session for a new run of the script."""
     welcome, options = presence.welcome, presence.welcome.options
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
     board = Board(presence.fds[0], welcome.local_world_size)
@@ -147,7 +147,7 @@ def make_session(presence: Presence) -> Session:
         generation=presence.generation,
     )
     journal.diagnose = session.diagnose
-    journal.tell_broken = lambda entry, after_s: session.tell_broken(
+    journal.report_broken = lambda entry, after_s: session.report_broken(
         session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.device_fault_of(entry.error)
     )
     return session

@@ -44,28 +44,28 @@ AGENT_VARIABLE = "_TTPRUN_AGENT_PID"
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux)."""
+    """Ask the kernel to kill this process when the thread that started it ends (Linux)."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def begin() -> None:
-    """Become a rank: greet the agent, and wait for torch to be imported. Called once, by the shim."""
+    """Become a rank: connect to the agent, and wait for torch to be imported. Called once, by the shim."""
     fd = int(os.environ.pop(CHANNEL_VARIABLE))
     agent = int(os.environ.get(AGENT_VARIABLE, "0"))
     die_with_parent()
     is_in_wrapper = bool(agent) and os.getppid() != agent
     if is_in_wrapper and not unhooked.is_below(os.getppid(), agent):
-        os._exit(1)  # the agent has died in between
+        os._exit(1)  # the agent has died meanwhile
     os.set_inheritable(fd, False)
     channel = Channel(socket.socket(fileno=fd))
     if is_in_wrapper:
-        # Who looks after this process is another one, whose end would be taken for ours.
-        why = f"its Python is a child of {unhooked.command_of(os.getppid())}: that program must start it with exec"
+        # The agent watches our parent, and would take its exit for ours.
+        why = f"its Python is a child of {unhooked.command_of(os.getppid())}: start Python with `exec` there"
         channel.send(from_rank.Unprotected(why))
         return
     welcome, fds = channel.receive_with_fds()
     if not isinstance(welcome, to_rank.Welcome):
-        channel.send(from_rank.Unprotected(f"the agent's first message is no welcome: {welcome}"))
+        channel.send(from_rank.Unprotected(f"the agent's first message is not a welcome: {welcome}"))
         return
     if not welcome.options.mindio:
         ast_transform.install(welcome.options.follow)
@@ -74,10 +74,10 @@ def begin() -> None:
 
 
 def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: str) -> None:
-    """Take the identity that the agent gives; a replacement waits here till it knows where to go.
+    """Take the identity that the agent assigns; a replacement waits here until the agent orders where to resume.
 
-    The hooks are installed as soon as torch is imported, which may have happened already: a .pth file in site-packages,
-    or the user's own `sitecustomize`, comes first.
+    The hooks are installed as soon as torch is imported, perhaps at once: a .pth file in site-packages, or the user's
+    own `sitecustomize`, may have imported it already.
 
     script   its full path, "" if a module or something else is run
     """
@@ -97,60 +97,60 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     channel.send(from_rank.Present(os.getpid(), threading.main_thread().ident or 0))
     os.register_at_fork(before=_before_fork, after_in_child=_leave_in_child)
     atexit.register(_finish)
-    sys.excepthook = tell_before(sys.excepthook)
+    sys.excepthook = report_before(sys.excepthook)
     strike_at_start(welcome)
     if welcome.is_replacement:
-        _presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+        _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
     if not welcome.options.mindio:
         patches.apply_early()
         origins.listen()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | to_rank.Prepare)):
-        # With torch here from the start, the set-up gets what that of the lost rank drew before it imported torch, and
-        # nothing that a replay prints gets out.
+        # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a
+        # replay prints is shown.
         import torch  # noqa: F401
 
 
 def _look_for_hooks() -> None:
-    """Once a second, on the heartbeat's thread: torch that has been there for a second must have its hooks."""
+    """Once a second, on the heartbeat's thread: check that torch, if imported for a second, has its hooks."""
     global _was_overdue
     is_due = is_overdue("torch")
     if is_due and _was_overdue:
-        _admit_unhooked()
+        _report_unhooked()
     _was_overdue = is_due
 
 
-def _admit_unhooked() -> None:
-    """Let the agent know if the script trains where no hook of ours counts its steps; once."""
-    global _has_admitted
+def _report_unhooked() -> None:
+    """Report to the agent, once, if the script trains where no hook of ours counts its steps."""
+    global _has_reported
     presence = _presence
-    why = "" if presence is None or _has_admitted else unhooked.why()
+    why = "" if presence is None or _has_reported else unhooked.why()
     if presence is not None and why:
-        _has_admitted = True
+        _has_reported = True
         presence.channel.send(from_rank.Unprotected(why))
 
 
 def strike_at_start(welcome: to_rank.Welcome) -> None:
-    """Faults of phase "start" strike before anything else; the others wait for their hooks."""
+    """Cause the injected faults of phase "start"; those of other phases wait for their hooks."""
     for ordered in welcome.faults:
         fault = parse_fault(ordered.fault)
         if fault.phase == "start" and _presence is not None:
             damage.cause(_presence.channel, damage.Armed(ordered.number, fault), "start", 0, None)
 
 
-def tell_before(previous: Any) -> Any:
-    """sys.excepthook: tell the agent what ends the script.
+def report_before(previous: Any) -> Any:
+    """sys.excepthook: report to the agent what ends the script, then call `previous`.
 
     Before the first step a script mostly fails in all ranks alike: then the agent prints the traceback, once.
     """
 
-    def tell(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
         if presence is None:
             previous(kind, error, trace)
             return
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
-            # As when a scheduler has signalled the DataLoader's workers too. What there is to save, this process has.
+            # E.g. a scheduler has signalled the DataLoader's workers too. This process holds the state to be saved.
             with contextlib.suppress(KeyboardInterrupt):
                 held_signals.wait_for_end()
         if issubclass(kind, KeyboardInterrupt) or presence.is_ended_by_agent():
@@ -161,7 +161,7 @@ def tell_before(previous: Any) -> Any:
                 previous(kind, error, trace)
             return
         if "ttprun.rank.session" not in sys.modules:
-            _admit_unhooked()
+            _report_unhooked()
         error, diagnosis = _run_again(presence, error, trace)
         kind, trace = type(error), error.__traceback__
         presence.has_script_failed = True
@@ -172,42 +172,41 @@ def tell_before(previous: Any) -> Any:
         is_early = (found is None or found.applied == 0) and not presence.welcome.options.prints_traceback
         text = "".join(traceback.format_exception(kind, error, trace))[-_TRACEBACK_BYTES:]
         missed = found.replay.difference if found is not None and found.replay is not None else ""
-        why = f"{in_one_line(error)}; the replay had not come by its place: {missed}" if missed else in_one_line(error)
-        told = from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name)
-        presence.channel.send(told)
+        why = f"{in_one_line(error)}; the replay did not reach its boundary: {missed}" if missed else in_one_line(error)
+        presence.channel.send(from_rank.ScriptError(why, text if is_early else "", text, diagnosis.name))
         if diagnosis.rung == "restart" and found is not None:
-            found.give_up_protection(f"{diagnosis.name}: what the other ranks hold may be wrong too")
+            found.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
         if not is_early:
             previous(kind, error, trace)
         is_live = found is not None and found.applied > 0 and found.is_repairable()
-        is_on_its_way = presence.is_rerun and (found is None or found.replay is not None)
-        if (is_live or is_on_its_way) and presence.welcome.options.is_replaced:
+        is_replaying = presence.is_rerun and (found is None or found.replay is not None)
+        if (is_live or is_replaying) and presence.welcome.options.is_replaced:
             _leave_at_once(presence.welcome.rank)
 
-    return tell
+    return report
 
 
 def _is_of_end(presence: Presence, error: BaseException) -> bool:
-    """Whether a script has failed because the agent has told its process to end, and not by its own doing.
+    """Whether the agent has ended the script, which therefore has not failed by itself.
 
-    torch hands our error on in words only.
+    torch may have wrapped our error: then only its name in the message is left.
     """
     is_of_end = isinstance(error, KeyboardInterrupt) or "EndedError" in f"{type(error).__name__}: {error}"
     return is_of_end and presence.is_ended_by_agent()
 
 
 def _keep_interrupted(presence: Presence, error: BaseException) -> None:
-    """Where a signal to the launcher has met the script: not for the terminal, on which each rank would say so."""
+    """Write where a signal to the launcher interrupted the script to a log: all ranks would fill the terminal."""
     name = f"interrupted-rank{presence.welcome.rank}.log"
     with contextlib.suppress(OSError), open(os.path.join(presence.welcome.run_dir, "logs", name), "w") as log:
         log.write("".join(traceback.format_exception(error)))
 
 
 def _leave_at_once(rank: int) -> None:
-    """End a rank that is going to be replaced, as a kill would: torch takes seconds to leave an interpreter.
+    """End a rank that is going to be replaced as a kill would: torch takes seconds to leave an interpreter.
 
-    What the script would do at its exit is its replacement's to do. torch's own hook, which has called ours, keeps what
-    Python prints of the exception, to put the rank in front of each line: it does not come to that.
+    The script's exit handlers are left to its replacement. torch's own hook, which has called ours, collects what
+    Python prints of the exception to prefix each line with the rank; we exit before it prints, so it is done here.
     """
     if isinstance(sys.stderr, io.StringIO):
         for line in sys.stderr.getvalue().splitlines():
@@ -219,7 +218,7 @@ def _leave_at_once(rank: int) -> None:
 
 
 def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[BaseException, Diagnosis]:
-    """Answer an error that the process can outlive by another run of the script; returns one that is not answered."""
+    """If the process can survive the error, run the script again; returns the error that ends the process."""
     options = presence.welcome.options
     if options.mindio or not options.may_rerun or "ttprun.rank.session" not in sys.modules:
         return error, diagnose(presence, error)
@@ -229,7 +228,7 @@ def _run_again(presence: Presence, error: BaseException, trace: Any) -> tuple[Ba
 
 
 def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
-    """What an exception says of the device; from this table and the configuration's additions."""
+    """What an exception says about the device, by our table and the configuration's `device_errors`."""
     module = sys.modules.get("ttprun.rank.session")
     session = module.current() if module is not None else None
     table = DeviceErrors(presence.welcome.options.device_errors)
@@ -237,7 +236,7 @@ def diagnose(presence: Presence, error: BaseException) -> Diagnosis:
 
 
 _presence: Presence | None = None
-_was_overdue = _has_admitted = False
+_was_overdue = _has_reported = False
 _is_forking_main = False
 
 
@@ -247,7 +246,7 @@ def _before_fork() -> None:
 
 
 def _leave_in_child() -> None:
-    """A forked child (a DataLoader worker) is no rank; it ends with the rank that forked it from its main thread."""
+    """A forked child (a DataLoader worker) is not a rank; it ends with the rank whose main thread forked it."""
     global _presence
     if _presence is not None:
         stack.forget()
@@ -258,7 +257,7 @@ def _leave_in_child() -> None:
             os.close(_presence.channel.fileno())
         held_signals.release_in_child()
         _presence = None
-        gc.freeze()  # whatever of a backend is garbage here has threads in the parent only, and must not be destroyed
+        gc.freeze()  # a backend that is garbage here has its threads in the parent only, and must not be destroyed
         if _is_forking_main:
             die_with_parent()
 
@@ -270,8 +269,8 @@ def _finish() -> None:
     module = sys.modules.get("ttprun.rank.session")
     session = module.current() if module is not None else None
     if session is None:
-        _admit_unhooked()
-    if not _presence.has_script_failed:  # an exception that has ended it is told by the exit code
+        _report_unhooked()
+    if not _presence.has_script_failed:  # else the exit code reports it
         _finish_well(session)
     if session is not None:
         from ttprun.rank.bootstrap import shutdown
@@ -280,24 +279,22 @@ def _finish() -> None:
 
 
 def _finish_well(session: Session | None) -> None:
-    """No exception has ended the script: that is right only if it was to come to its end here."""
+    """The script has ended without an exception: refuse that in a replay, which should have reached its boundary."""
     from ttprun.rank import moments
 
     try:
         moments.reached("exit")
-    except damage.InjectedFaultError:  # nobody above us would turn it into an exit code
+    except damage.InjectedFaultError:  # nothing above us would turn it into an exit code
         sys.excepthook(*sys.exc_info())
         os._exit(damage.EXIT_CODE)
     if session is not None and session.replay is not None:
         replay = session.replay
         why = f": {replay.difference}" if replay.difference else ""
-        replay.refuse(
-            f"the replay has come to the script's end and not by the place of boundary {replay.boundary}{why}"
-        )
+        replay.refuse(f"the replay reached the script's end and not boundary {replay.boundary}{why}")
 
 
 def take_over() -> None:
-    """torch is there: install the hooks, and go on as a rank that can be repaired. Never lets an exception out."""
+    """torch is imported: install the hooks, and continue as a rank that can be repaired. Raises nothing."""
     presence = _presence
     if presence is None:
         return
@@ -310,7 +307,7 @@ def take_over() -> None:
 
         hooks.install(presence)
         hooks.begin_run(presence, presence.welcome.is_replacement)
-    except Exception as error:  # we fail open: the script runs as under torchrun
+    except Exception as error:  # fail open: the script runs as under torchrun
         session = sys.modules.get("ttprun.rank.session")
         if session is not None:
             session.end()

@@ -1,16 +1,16 @@
 """Everything that ttprun changes in the user's process: one table, printed by `ttprun explain`.
 
 The rows are applied as soon as the script has imported torch, never by importing torch ourselves. If an attribute is
-not there (another version of torch), that protection is off, and this is said once.
+missing (another version of torch), that protection is off, and this is reported once.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ttprun.rank import fail_open
 
@@ -20,24 +20,24 @@ class Patch:
     """One change.
 
     module, attribute  what is changed ("a.b" for a class's method)
-    ours               "module:function"; given the original, it returns what takes its place
+    ours               "module:function" in ttprun.rank; given the original, it returns the replacement
     why                one phrase
-    is_early           applied before the script starts, and not only when it has imported torch
-    is_for_replay      applied only before a replay
-    is_for_frameworks  applied where a framework recovers by callbacks (--mindio), and no script is replayed
-    is_for_scripts     applied everywhere else
+    where              "script"  once the script has imported torch
+                       "replay"  the same, only before a replay
+                       "early"   before the script starts
+                       "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
+                       "always"  as "script", and with --mindio too
     """
 
     module: str
     attribute: str
     ours: str
     why: str
-    is_for_replay: bool = False
-    is_early: bool = False
-    is_for_frameworks: bool = False
-    is_for_scripts: bool = True
+    where: Literal["script", "replay", "early", "mindio", "always"] = "script"
 
 
+_C10D = "torch.distributed.distributed_c10d"
+_LOADER = "torch.utils.data.dataloader"
 _CLOCKS = {
     "time": "wrap_time",
     "time_ns": "wrap_time_ns",
@@ -49,194 +49,148 @@ _CLOCKS = {
 }
 PATCHES: tuple[Patch, ...] = (
     Patch(
-        "torch.distributed.distributed_c10d",
+        _C10D,
         "init_process_group",
-        "ttprun.rank.comm.groups:wrap_init_process_group",
+        "comm.groups:wrap_init_process_group",
         "to give the script a process group whose connection can be replaced",
-        is_for_frameworks=True,
+        "always",
     ),
+    Patch(_C10D, "new_group", "comm.groups:wrap_new_group", "the same for further groups", "always"),
     Patch(
-        "torch.distributed.distributed_c10d",
-        "new_group",
-        "ttprun.rank.comm.groups:wrap_new_group",
-        "the same for further groups",
-        is_for_frameworks=True,
-    ),
-    Patch(
-        "torch.distributed.distributed_c10d",
-        "destroy_process_group",
-        "ttprun.rank.comm.groups:wrap_destroy_process_group",
-        "to forget a group with the script",
-        is_for_frameworks=True,
+        _C10D, "destroy_process_group", "comm.groups:wrap_destroy_process_group", "to forget that group too", "always"
     ),
     Patch(
         "torch.autograd",
         "backward",
-        "ttprun.rank.checks.proof:wrap_backward",
+        "checks.proof:wrap_backward",
         "to compare a replacement's loss and gradients with those of the lost rank",
     ),
     Patch(
         "torch.nn.parallel.distributed",
         "DistributedDataParallel.__init__",
-        "ttprun.rank.weights.optimizer_registry:wrap_ddp_init",
+        "weights.optimizer_registry:wrap_ddp_init",
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
         "torch._jit_internal",
         "_extract_tensors",
-        "ttprun.rank.comm.work:wrap_extract_tensors",
-        "DDP takes results out of our futures without pickling them",
+        "comm.work:wrap_extract_tensors",
+        "to let DDP read results from our futures without pickling them",
     ),
     Patch(
         "torch.distributed.algorithms.join",
         "Join.__enter__",
-        "ttprun.rank.step.step_hooks:wrap_join",
+        "step.step_hooks:wrap_join",
         "to know that ranks will take different numbers of steps: none is replaced from then on",
     ),
     Patch(
         "torch.autograd.graph",
         "saved_tensors_hooks.__enter__",
-        "ttprun.rank.values.histories:wrap_saved_tensors_hooks",
+        "values.histories:wrap_saved_tensors_hooks",
         "before torch 2.13, to leave alone what the script packs itself when a tensor's history is looked at",
     ),
     Patch(
         "torch.optim.optimizer",
         "Optimizer.__init__",
-        "ttprun.rank.weights.optimizer_registry:wrap_optimizer_init",
+        "weights.optimizer_registry:wrap_optimizer_init",
         "to know what the optimizers update; a global hook marks each step",
-        is_for_frameworks=True,
+        "always",
     ),
+    Patch(_LOADER, "DataLoader.__init__", "data.loaders:wrap_init", "to name a loader by its place in the script"),
+    Patch(_LOADER, "DataLoader.__iter__", "data.loaders:wrap_iter", "to record the positions of its iterators"),
     Patch(
-        "torch.utils.data.dataloader",
-        "DataLoader.__init__",
-        "ttprun.rank.data.loaders:wrap_init",
-        "to name a loader by its place in the script",
-    ),
-    Patch(
-        "torch.utils.data.dataloader",
-        "DataLoader.__iter__",
-        "ttprun.rank.data.loaders:wrap_iter",
-        "to record where its iterators stand",
-    ),
-    Patch(
-        "torch.utils.data.dataloader",
+        _LOADER,
         "_BaseDataLoaderIter.__next__",
-        "ttprun.rank.data.loaders:wrap_next",
+        "data.loaders:wrap_next",
         "to know the newest batch, and when an iterator has ended",
     ),
     Patch(
-        "torch.utils.data.dataloader",
+        _LOADER,
         "_BaseDataLoaderIter.__next__",
-        "ttprun.rank.data.loaders:wrap_next_in_replay",
-        "in a replay, to hand out nothing but placeholders for batches that were used",
-        is_for_replay=True,
+        "data.loaders:wrap_next_in_replay",
+        "in a replay, to return placeholders for batches that were used",
+        "replay",
     ),
     Patch(
-        "torch.utils.data.dataloader",
-        "_BaseDataLoaderIter._reset",
-        "ttprun.rank.data.loaders:wrap_reset",
-        "to know when a persistent iterator begins again",
+        _LOADER, "_BaseDataLoaderIter._reset", "data.loaders:wrap_reset", "to know when a persistent iterator restarts"
     ),
     Patch(
-        "torch.utils.data.dataloader",
+        _LOADER,
         "_BaseDataLoaderIter._next_index",
-        "ttprun.rank.data.loaders:wrap_next_index",
-        "in a replay, to pass over batches that were used",
-        is_for_replay=True,
+        "data.loaders:wrap_next_index",
+        "in a replay, to skip batches that were used",
+        "replay",
     ),
     Patch(
         "torch.utils.data._utils.worker",
         "_worker_loop",
-        "ttprun.rank.data.workers:wrap_worker_loop",
+        "data.workers:wrap_worker_loop",
         "to keep the random states of DataLoader workers",
     ),
-    Patch(
-        "torch.serialization",
-        "save",
-        "ttprun.rank.effects.files:wrap_save",
-        "in a replay, to save nothing",
-    ),
+    Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
     Patch(
         "atexit",
         "register",
-        "ttprun.rank.bootstrap.reset:wrap_register",
-        "to take the script's functions off if it is run again",
+        "bootstrap.reset:wrap_register",
+        "to unregister the script's functions before it is run again",
     ),
     Patch(
-        "torch.distributed.distributed_c10d",
+        _C10D,
         "_process_group_name",
-        "ttprun.rank.bootstrap.framework_hooks:wrap_process_group_name",
-        "with --mindio only, to give a group that is made in a repair the same name in all ranks",
-        is_for_frameworks=True,
-        is_for_scripts=False,
+        "bootstrap.framework_hooks:wrap_process_group_name",
+        "with --mindio only, to give a group made during a repair the same name in all ranks",
+        "mindio",
     ),
     Patch(
         "torch.utils.data._utils.signal_handling",
         "_error_if_any_worker_fails",
-        "ttprun.rank.process.held_signals:wrap_error_if_any_worker_fails",
-        "the end of a worker that was signalled with the whole job does not break off what is to be saved",
+        "process.held_signals:wrap_error_if_any_worker_fails",
+        "to finish saving when a DataLoader worker dies of a signal sent to the whole job",
     ),
     Patch(
         "signal",
         "signal",
-        "ttprun.rank.process.held_signals:wrap_signal",
-        "a rank that gets SIGTERM or SIGUSR1 together with the launcher lives till the state is saved; the script sees "
-        "the default handler",
-        is_for_frameworks=True,
+        "process.held_signals:wrap_signal",
+        "a rank that gets SIGTERM or SIGUSR1 with the launcher lives until the state is saved; the script sees the "
+        "default handler",
+        "always",
     ),
-    Patch(
-        "signal",
-        "getsignal",
-        "ttprun.rank.process.held_signals:wrap_getsignal",
-        "the same",
-        is_for_frameworks=True,
-    ),
+    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "the same", "always"),
     *(
         Patch(
             "time",
             name,
-            f"ttprun.rank.effects.origins:{ours}",
-            "up to the first step, to give a replacement's set-up the same time: it names the same folders",
-            is_early=True,
+            f"effects.origins:{ours}",
+            "up to the first step, to give a replacement's setup the same time, so that it names the same folders",
+            "early",
         )
         for name, ours in _CLOCKS.items()
     ),
     Patch(
         "os",
         "getpid",
-        "ttprun.rank.effects.origins:wrap_getpid",
-        "the same for the names of TensorBoard's files; other callers get the process's own",
-        is_early=True,
+        "effects.origins:wrap_getpid",
+        "the same for the names of TensorBoard's files; other callers get the real pid",
+        "early",
     ),
     Patch(
         "os",
         "urandom",
-        "ttprun.rank.effects.os_entropy:wrap_urandom",
+        "effects.os_entropy:wrap_urandom",
         "the same for uuids; and to notice randomness that cannot be replayed",
-        is_early=True,
+        "early",
     ),
-    Patch(
-        "random",
-        "_urandom",
-        "ttprun.rank.effects.os_entropy:wrap_urandom",
-        "the same for random.SystemRandom",
-        is_early=True,
-    ),
-    Patch("queue", "Queue.get", "ttprun.rank.values.streams:wrap_get", "to know a log's queue from one of data"),
-    Patch("queue", "Queue.put", "ttprun.rank.values.streams:wrap_put", "the same"),
-    Patch(
-        "builtins",
-        "open",
-        "ttprun.rank.effects.files:wrap_open",
-        "to know where the files stand that the script writes",
-    ),
-    Patch("io", "open", "ttprun.rank.effects.files:wrap_open", "the same for pathlib"),
+    Patch("random", "_urandom", "effects.os_entropy:wrap_urandom", "the same for random.SystemRandom", "early"),
+    Patch("queue", "Queue.get", "values.streams:wrap_get", "to distinguish a log's queue from a queue of data"),
+    Patch("queue", "Queue.put", "values.streams:wrap_put", "the same"),
+    Patch("builtins", "open", "effects.files:wrap_open", "to know the positions in the files that the script writes"),
+    Patch("io", "open", "effects.files:wrap_open", "the same for pathlib"),
 )
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change that is no replaced attribute; for `ttprun explain`."""
+    """A change other than a replaced attribute; for `ttprun explain`."""
 
     module: str
     attribute: str
@@ -244,31 +198,29 @@ class Change:
 
 
 ALSO: tuple[Change, ...] = (
-    Change("datetime", "datetime.now, utcnow", "as time.time; put back at the first step"),
+    Change("datetime", "datetime.now, utcnow", "as time.time; restored at the first step"),
     Change(
-        "tensorboard",
-        "EventFileWriter.add_event",
-        "each event is counted, so that it comes out once, in the lost rank's file",
+        "tensorboard", "EventFileWriter.add_event", "each event is counted, to write it once, to the lost rank's file"
     ),
-    Change("torch.optim", "global step hooks", "to write a record in front of each optimizer step, and to commit it"),
+    Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),
     Change(
         "torch.nn",
         "global forward hook",
-        "in a run that goes on with other ranks or arguments, up to its first step: to note what the set-up has left",
+        "in a run resumed with other ranks or arguments, up to its first step: to note what the setup has left",
     ),
     Change("torch._dynamo", "trace_rules", "torch.compile does not trace our functions; only if the script uses it"),
-    Change("sys", "stdout, stderr", "lines are counted, so that each comes out once"),
+    Change("sys", "stdout, stderr", "lines are counted, to print each once"),
     Change(
         "sys",
         "excepthook",
-        "to tell the agent that the script itself has failed, or to run it again; and to keep a Ctrl-C at the "
-        "launcher from filling the terminal: its traceback goes to a file",
+        "to report to the agent that the script itself has failed, or to run it again; and to write the traceback of a "
+        "Ctrl-C at the launcher to a file rather than to the terminal",
     ),
     Change(
         "atexit",
         "a handler",
-        "behind all of the script's: the threads of its process groups end before the interpreter does, which abort it "
-        "otherwise, now and then",
+        "after all of the script's: the threads of its process groups end before the interpreter does; otherwise they "
+        "sometimes abort it",
     ),
     Change(
         "sys",
@@ -278,35 +230,33 @@ ALSO: tuple[Change, ...] = (
     Change(
         "numpy, torch",
         "memory of large arrays and tensors",
-        "the kernel, where it can, tells what was written to those in the script's variables (userfaultfd): a page's "
-        "first write behind a step takes a microsecond longer",
+        "where the kernel supports it (userfaultfd), it reports writes to those in the script's variables: the first "
+        "write to a page after a step takes a microsecond longer",
     ),
     Change(
         "str, bytes",
         "hashes",
-        "their seed is the same in all ranks, unless PYTHONHASHSEED gives one: so a replacement goes through a set of "
-        "texts in the lost rank's order",
+        "the hash seed is the same in all ranks, unless PYTHONHASHSEED gives one: a replacement iterates over a set of "
+        "str in the lost rank's order",
     ),
-    Change(
-        "gc", "freeze", "what torch is made of is left out of collections, so that forgetting a run takes no second"
-    ),
-    Change("threading", "a thread", "a heartbeat, which tells a main thread that runs from one that hangs"),
+    Change("gc", "freeze", "torch's own objects are left out of collections, so that forgetting a run is quick"),
+    Change("threading", "a thread", "a heartbeat: shows whether the main thread runs or hangs"),
     Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
     Change(
         "os",
         "fork",
-        "a child forked by the main thread (a DataLoader worker) ends with its rank; garbage is left to the rank",
+        "a child forked by the main thread (a DataLoader worker) ends with its rank, and does not collect its garbage",
     ),
     Change(
-        "os, shutil", "remove, rename, rmtree, ...", "in a replay, what the user's own code does to files is left out"
+        "os, shutil", "remove, rename, rmtree, ...", "in a replay, changes of files by the user's own code are skipped"
     ),
 )
 
 
 def replacement_for(patch: Patch, original: Any) -> Any:
-    """What takes the original's place, and does as the original if ours fails; its `__wrapped__` is the original."""
+    """Our function, which falls back to the original if ours fails; its `__wrapped__` is the original."""
     module, _, name = patch.ours.partition(":")
-    wrap: Callable[[Any], Any] = getattr(importlib.import_module(module), name)
+    wrap: Callable[[Any], Any] = getattr(importlib.import_module(f"ttprun.rank.{module}"), name)
     ours = fail_open.guard(f"{patch.module}.{patch.attribute}", original, wrap)
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         if hasattr(original, attribute):
@@ -315,32 +265,31 @@ def replacement_for(patch: Patch, original: Any) -> Any:
     return ours
 
 
-_done: set[Patch] = set()
+_applied: set[Patch] = set()
 
 
 def apply_all(with_replay: bool) -> list[str]:
-    """Apply the table, torch being imported, but for what has been applied; returns what could not be applied."""
-    return _apply(patch for patch in PATCHES if patch.is_for_scripts and (with_replay or not patch.is_for_replay))
+    """Apply what a rank needs after torch is imported; returns the attributes that this version of torch lacks."""
+    return _apply("early", "script", "always", *(["replay"] if with_replay else []))
 
 
 def apply_early() -> list[str]:
-    """What must be there before the script starts; returns what could not be applied."""
-    return _apply(patch for patch in PATCHES if patch.is_early)
+    """Apply what must be in place before the script starts; returns what is missing."""
+    return _apply("early")
 
 
 def apply_for_frameworks() -> list[str]:
-    """The same where nothing of the script is recorded or replayed: of the table, what such a rank needs."""
-    return _apply(patch for patch in PATCHES if patch.is_for_frameworks)
+    """Apply what a rank with --mindio needs, where nothing is recorded or replayed; returns what is missing."""
+    return _apply("always", "mindio")
 
 
-def _apply(patches: Iterable[Patch]) -> list[str]:
-    """Apply some rows, but for those that have been applied; returns what could not be applied."""
+def _apply(*wheres: str) -> list[str]:
     missing = []
     changed: dict[int, tuple[str, Any]] = {}
-    for patch in patches:
-        if patch in _done:
+    for patch in PATCHES:
+        if patch.where not in wheres or patch in _applied:
             continue
-        _done.add(patch)
+        _applied.add(patch)
         *path, name = patch.attribute.split(".")
         try:
             owner: Any = importlib.import_module(patch.module)
@@ -359,11 +308,11 @@ def _apply(patches: Iterable[Patch]) -> list[str]:
 
 
 def _replace_imported_names(changed: dict[int, tuple[str, Any]]) -> None:
-    """Change the further names of functions, too: torch.distributed.init_process_group, and others' imports of it.
+    """Replace functions under their other names too, e.g. torch.distributed.init_process_group.
 
-    A package that was imported together with torch, or that has imported torch before we came, may hold one already.
+    A package that was imported with torch, or before our hooks, may hold one already.
 
-    changed   by the id of the original: (its package, ours); names in other packages are changed of torch's alone
+    changed   by the id of the original: (its package, ours); outside its package only functions of torch are replaced
     """
     for name, module in list(sys.modules.items()):
         package = name.partition(".")[0]

@@ -1,15 +1,15 @@
-"""Import in a standby what the ranks have imported, and prove that it has left nothing that a rank would not have.
+"""Import in a standby what the ranks have imported, and check that each import leaves what it would leave in a rank.
 
-A module that is imported here is not imported again by the script that a copy runs. So whatever its code did must come
-out the same here as there, and must not depend on when it is done. A module is given back by name, with a reason, if it
+The script that a copy of the standby runs does not import these modules again, so the effects of their code must not
+depend on the process or the moment. A module is refused, with a reason, if it
 
-    looks at what differs between ranks (RANK, the process id, the whole environment),
-    changes what a script may have set before it (random states, variables, signal handlers, switches of torch, ...),
+    reads what differs between ranks (RANK, the process id, the whole environment),
+    changes what a script may have set before (random states, variables, signal handlers, settings of torch, ...),
     starts a thread or a process, or keeps a file, a connection or shared memory open,
-    fails, or brings a module that the ranks do not have, or comes from another file than there.
+    fails, or imports a module that the ranks do not have, or comes from another file than in the ranks.
 
-The process is spoilt then: it is not copied, and another one imports all but these. Packages alone are imported, never
-the user's files. Begin with `preload`.
+After a refusal this standby is not copied, and a new one imports all modules but these. Only packages are imported,
+never the user's files. Begin with `preload`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP
 _bootstrap: Any = sys.modules["_frozen_importlib"]
 _environment: Any = os.environ
 _FILES, _VARIABLES, _FINDERS = "the open files", "environment variables", "sys.meta_path"
-# Variables that an import has added: a script finds them after it, and did not find them before.
-added: dict[str, str] = {}
+added: dict[str, str] = {}  # environment variables that imports have added
 _lasting_threads = 1
 
 
 class _Pid(int):
-    """A process id that is an object of its own, as small integers are not: so it can be seen whether it is kept."""
+    """A process id that is an object of its own, unlike a small int: its reference count shows whether it is kept."""
 
 
 class _Watched(dict[bytes, bytes]):
-    """The environment's variables, which say who has read one of those that differ between ranks, or all."""
+    """The environment's variables; reading one that differs between ranks, or all of them, refuses the module."""
 
-    def __init__(self, variables: dict[bytes, bytes], own: Sequence[str], say: Callable[[str], None]) -> None:
+    def __init__(self, variables: dict[bytes, bytes], own: Sequence[str], refuse: Callable[[str], None]) -> None:
         super().__init__(variables)
         self._own = {os.fsencode(name) for name in own}
-        self._say = say
+        self._refuse = refuse
 
     def __getitem__(self, key: bytes) -> bytes:
         if key in self._own:
-            self._say(f"it reads {os.fsdecode(key)}")
+            self._refuse(f"it reads {os.fsdecode(key)}")
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[bytes]:
-        self._say("it reads the whole environment")
+        self._refuse("it reads the whole environment")
         return super().__iter__()
 
 
@@ -65,8 +64,8 @@ class Preloading:
 
     files     of each module that all ranks have, "" for one that is not to be imported
     left_out  modules that an earlier round has refused
-    notebook  descriptor of a memory file: the modules whose code runs, for whoever finds this process dead
-    refused   why, by the name of the module
+    notebook  descriptor of a memory file with the names of the modules being imported; the agent reads it if we crash
+    refused   the reason, by the name of the module
     """
 
     def __init__(self, files: dict[str, str], left_out: Sequence[str], notebook: int) -> None:
@@ -74,34 +73,34 @@ class Preloading:
         self._left_out = frozenset(left_out)
         self._notebook = notebook
         self._running: list[str] = []
-        self._imports: set[tuple[str, str]] = set()  # who has asked for whom
-        self._pids: list[tuple[int, tuple[str, ...]]] = []  # as it was given to whom
-        self._know_forks: set[str] = set()  # packages that put themselves right in a forked process
+        self._imports: set[tuple[str, str]] = set()  # (importing module, imported module)
+        self._pids: list[tuple[int, tuple[str, ...]]] = []  # each pid handed out, and the modules being imported
+        self._know_forks: set[str] = set()  # packages that handle forks themselves
         self.added: dict[str, str] = {}
         self.refused: dict[str, str] = {}
 
-    def say(self, why: str) -> None:
-        """Whatever runs now is refused, and what waits for it."""
+    def refuse(self, why: str) -> None:
+        """Refuse the module that is being imported, and those that are importing it."""
         for name in self._running:
             self.refused.setdefault(name, why)
 
     def compare(self, before: dict[str, Any]) -> None:
-        """Refuse what runs now if something is not as it was before it ran, but for variables that it has added."""
+        """Refuse the module that is being imported if it has changed the process, but for variables it has added."""
         now = _state()
         changed = [what for what in now if now[what] != before.get(what, now[what])]
         if _FILES in changed and now[_FILES] <= before[_FILES]:
-            changed.remove(_FILES)  # one that was closed leaves nothing
+            changed.remove(_FILES)  # only closed some
         if _FINDERS in changed and now[_FINDERS][: len(before[_FINDERS])] == before[_FINDERS]:
-            changed.remove(_FINDERS)  # one at the end is asked last, as in a rank
+            changed.remove(_FINDERS)  # only appended some: they are asked last, as in a rank
         if _VARIABLES in changed and now[_VARIABLES].items() >= before[_VARIABLES].items():
             changed.remove(_VARIABLES)
             added = now[_VARIABLES].keys() - before[_VARIABLES].keys()
             self.added.update((os.fsdecode(name), os.fsdecode(now[_VARIABLES][name])) for name in added)
         if changed:
-            self.say(f"its import changes {', '.join(changed)}")
+            self.refuse(f"its import changes {', '.join(changed)}")
 
     def load(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """For importlib._bootstrap._load_unlocked, through which each module's code is run."""
+        """Replacement for importlib._bootstrap._load_unlocked, through which each module's code is run."""
 
         def load_unlocked(spec: Any) -> Any:
             before = _state()
@@ -113,7 +112,7 @@ class Preloading:
                 module = original(spec)
                 known = self._files.get(spec.name, "")
                 if spec.name.partition(".")[0] != "torch" and known != _file_of(spec):
-                    self.say(self._why_not(spec.name, known, _file_of(spec)))
+                    self.refuse(self._why_not(spec.name, known, _file_of(spec)))
             finally:
                 self.compare(before)
                 self._running.pop()
@@ -125,14 +124,14 @@ class Preloading:
     def _why_not(self, name: str, known: str, file: str) -> str:
         if name in self._left_out or name.partition(".")[0] in self._left_out:
             return f"it imports {name}"
-        return f"it comes from {file}" if known else f"it imports {name}, which the ranks do not have all"
+        return f"it comes from {file}" if known else f"it imports {name}, which not all ranks have"
 
     def _note(self) -> None:
         noted = "\n".join(self._running).encode()
         os.pwrite(self._notebook, len(noted).to_bytes(4, "little") + noted, 0)
 
     def get(self, name: str) -> None:
-        """Import one module. What it raises is a reason."""
+        """Import one module; it is refused if that raises."""
         before = _shared()
         try:
             importlib.import_module(name)
@@ -142,7 +141,7 @@ class Preloading:
             self.refused.setdefault(name, "its import keeps shared memory or a child process")
 
     def finish(self) -> None:
-        """Refuse also what keeps this process's id, and what has asked for something that is refused."""
+        """Refuse also modules that keep this process's id, and those that import a refused one."""
         gc.collect()
         while self._pids:
             pid, running = self._pids.pop()
@@ -157,13 +156,13 @@ class Preloading:
         before = -1
         while before != len(self.refused):
             before = len(self.refused)
-            for asker, wanted in self._imports:
-                if wanted in self.refused and wanted != asker:
-                    self.refused.setdefault(asker, f"it imports {wanted}")
+            for importing, wanted in self._imports:
+                if wanted in self.refused and wanted != importing:
+                    self.refused.setdefault(importing, f"it imports {wanted}")
 
     @contextlib.contextmanager
     def watching(self, own: Sequence[str]) -> Iterator[None]:
-        """Watch imports meanwhile."""
+        """Watch imports inside the `with`."""
         original, getpid, register, ask = _bootstrap._load_unlocked, os.getpid, os.register_at_fork, builtins.__import__
 
         def get_pid() -> int:
@@ -184,7 +183,7 @@ class Preloading:
                 self._imports.update((self._running[-1], wanted) for wanted in (full, *_within(full, fromlist)))
             return ask(name, globals, locals, fromlist, level)
 
-        watched = _Watched(_environment._data, own, self.say)
+        watched = _Watched(_environment._data, own, self.refuse)
         environments: tuple[Any, ...] = (os.environ, os.environb)
         _bootstrap._load_unlocked = self.load(original)
         os.getpid, os.register_at_fork, builtins.__import__ = get_pid, register_at_fork, import_
@@ -201,14 +200,15 @@ class Preloading:
 
 
 def preload(plan_fd: int, notebook: int) -> dict[str, str]:
-    """Import modules, each after the changes of the environment that came before it; returns what was refused, and why.
+    """Import modules, each after the changes of the environment that preceded it in a rank.
 
     plan_fd   a memory file with JSON, read to its end and closed:
-              modules    name, file and changes of each; one without a file is not imported
+              modules    name, file and environment changes of each; one without a file is not imported
               left_out   modules that an earlier round has refused
               own        variables that differ between ranks
               arguments  sys.argv meanwhile
-    notebook  see Preloading; closed in the end
+    notebook  see Preloading; closed
+    returns   the reason for each refused module
     """
     with open(plan_fd, "rb") as file:
         file.seek(0)
@@ -244,7 +244,7 @@ def _change_environment(changes: dict[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """What an import prints the ranks have printed."""
+    """Drop what imports print: the ranks have printed it."""
     saved, null = [os.dup(fd) for fd in (1, 2)], os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2):
         os.dup2(null, fd)
@@ -272,7 +272,7 @@ def _within(package: str, names: Any) -> list[str]:
 
 
 def _state() -> dict[str, Any]:
-    """What an import must leave as it is: a script may have set it before."""
+    """What an import must not change: a script may have set it before."""
     found: dict[str, Any] = {
         _VARIABLES: dict(dict.items(_environment._data)),
         "the working directory": os.getcwd(),
@@ -285,7 +285,7 @@ def _state() -> dict[str, Any]:
         "sys.excepthook": (sys.excepthook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "limits of Python": (sys.getrecursionlimit(), sys.getswitchinterval(), sys.getdlopenflags()),
         "the garbage collector": (gc.isenabled(), gc.get_threshold(), list(map(id, gc.callbacks))),
-        "how small numbers are rounded": sys.float_info.min / 2 != 0.0,
+        "whether denormal numbers are flushed to zero": sys.float_info.min / 2 != 0.0,
     }
     for name, state in random_state.capture().items():
         found[f"the random state of {name}"] = state
@@ -293,12 +293,12 @@ def _state() -> dict[str, Any]:
     found["settings of numpy"] = _settings_of_numpy()
     context = sys.modules.get("multiprocessing.context")
     if context is not None:
-        found["how multiprocessing starts"] = context._default_context._actual_context
+        found["multiprocessing's start method"] = context._default_context._actual_context
     return found
 
 
 def _threads() -> int:
-    """Threads that a fork would lose. A BLAS ends its own for a fork, and starts them again."""
+    """The number of threads that a fork would lose. A BLAS ends its own before a fork, and restarts them."""
     global _lasting_threads
     if len(os.listdir("/proc/self/task")) != _lasting_threads:
         child = os.fork()
@@ -339,7 +339,7 @@ def _settings_of_numpy() -> Any:
 
 
 def _shared() -> tuple[int, bool]:
-    """How much shared memory is mapped, and whether there are child processes."""
+    """The number of writable shared mappings, and whether there are child processes."""
     with open("/proc/self/maps", "rb") as maps:
         shared = sum(b" rw-s " in line for line in maps)
     try:

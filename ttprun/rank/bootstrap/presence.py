@@ -1,6 +1,6 @@
-"""A rank before it has imported torch: it is there, it can be lost, and it can answer for others that are lost.
+"""A rank before it has imported torch: it answers the agent, and can be lost or take part in others' recovery.
 
-Standard library only. When the script imports torch, `install` takes the channel over.
+Standard library only. When the script imports torch, the hooks take over the channel (`hand_over`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ttprun.rank.process import held_signals
 
 
 class Presence:
-    """What this process knows of itself, from the agent's welcome.
+    """What this process knows about itself, from the agent's welcome.
 
-    Has nothing to stop or to rebuild: asked to freeze it answers that it stands at boundary 0, asked to resume it
-    answers that it has.
+    It has nothing to stop or to rebuild: a freeze is answered with boundary 0, a resume at once.
 
-    is_rerun            the script has been left, to be run again in this process
-    heard               what comes from the agent is meant for the present run of the script
+    order               the agent's order that says where a replacement resumes
+    is_rerun            an error has ended the script, which is run again in this process
+    heard               set when messages of the agent are meant for the current run of the script
     has_script_failed   an exception has ended the script
     """
 
@@ -50,17 +50,16 @@ class Presence:
         threading.Thread(target=self._read, name="ttprun-channel", daemon=True).start()
 
     def hand_over(self, heir: Callable[[Message], None]) -> None:
-        """From now on messages are the hooks' business, and those that had to wait for them."""
+        """Pass all messages from now on to `heir`, first those that had to wait for it."""
         with self._lock:
             for message in self._early:
                 heir(message)
             self._heir = heir
 
     def take_back(self) -> None:
-        """A run of the script is over: messages are our business again.
+        """A run of the script is over: answer messages here again.
 
-        What comes before the agent has `heard` of it was meant for that run, but for the faults that wait in this
-        process.
+        Those that arrive before the agent has `heard` of it were meant for that run, except injected faults.
         """
         with self._lock:
             self.is_rerun = True
@@ -71,16 +70,16 @@ class Presence:
             self.heard.clear()
 
     def is_ended_by_agent(self) -> bool:
-        """The agent has passed a signal on to all ranks, which ends the job."""
+        """Whether the agent has forwarded a signal to all ranks, which ends the job."""
         return Board(self.fds[0], self.welcome.local_world_size).get(LEADER, Field.ENDED_BY) != 0
 
     def _read(self) -> None:
         for message in self.channel.messages():
             if isinstance(message, Refused):
-                self.channel.send(from_rank.Note(f"a message of the agent is ignored: {message.reason}"))
+                self.channel.send(from_rank.Note(f"a message from the agent is ignored: {message.reason}"))
                 continue
             if isinstance(message, to_rank.EndAsked):
-                held_signals.tell_to_end()
+                held_signals.let_end()
             with self._lock:
                 heir = self._heir
                 if heir is None:
@@ -114,10 +113,10 @@ class Presence:
                 self._early.append(message)
 
     def _freeze(self, generation: int) -> None:
-        """There is nothing to quiesce yet: it is at boundary 0, unless the script trains where we have no hooks."""
+        """Answer with boundary 0, unless the script trains without our hooks: then its steps were not counted."""
         self.generation = generation
         why = unhooked.why()
-        if why:  # then nobody has counted its steps, and this may be no boundary 0
+        if why:
             self.channel.send(from_rank.Unprotected(why))
             return
         board = Board(self.fds[0], self.welcome.local_world_size)

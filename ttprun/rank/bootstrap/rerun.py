@@ -1,9 +1,9 @@
-"""Run the script again in the same process: the answer to an error of the device that leaves the process whole, or to
-one that the user calls transient.
+"""Run the script again in the same process, after a device error that leaves the process usable, or an error that the
+user calls transient (`retry_on`).
 
-The main thread arrives here from sys.excepthook, with the script unwound. It tells the agent, forgets the old run and
-waits; the agent's order brings it to the survivors' boundary like a replacement, only that process, torch and device
-stay. What is not sure to work is not tried: then the process ends with the error, and is replaced. Begin with `answer`.
+The main thread arrives here from sys.excepthook, with the script unwound. It reports to the agent, forgets the old run
+and waits; the agent's order then brings it to the survivors' boundary like a replacement, but process, torch and device
+stay. If anything speaks against that, the process ends with the error, and is replaced. Begin with `answer`.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _HEARD_LIMIT_S = 30.0
 
 
 def is_transient(error: BaseException, diagnosis: Diagnosis, patterns: list[str]) -> bool:
-    """Whether running the script again may help: the device can still be used, or the user has said so (`retry_on`).
+    """Whether running the script again may help: the device is still usable, or the user says so (`retry_on`).
 
-    What a device's error means is not the user's to say: behind some of them every operation fails.
+    `retry_on` cannot overrule the meaning of a known device error: after some of them every operation fails.
     """
     if diagnosis.is_known:
         return diagnosis.can_stay
     with contextlib.suppress(Exception):  # an error's own __str__ may fail
-        told = f"{type(error).__name__}: {error}"
-        return any(re.search(pattern, told) for pattern in patterns)
+        shown = f"{type(error).__name__}: {error}"
+        return any(re.search(pattern, shown) for pattern in patterns)
     return False
 
 
 def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Diagnosis]:
-    """Run the script again, as often as such an error ends it; main thread only.
+    """Run the script again, each time that such an error ends it; main thread only.
 
-    returns   the error that is not to be answered so, mostly the one given, and what it says of the device
+    returns   the error that must end the process, mostly the one given, and what it says about the device
 
-    Raises SystemExit when the script has come to its end: that ends the process from within sys.excepthook, in the same
-    way as Python ends it behind a script's last line.
+    Raises SystemExit when the script has reached its end: from sys.excepthook that ends the process as after a script's
+    last line.
     """
     while True:
         session, diagnosis, device = _session_to_leave(error, presence)
@@ -56,7 +56,7 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
             return error, diagnosis
         try:
             _leave(presence, session, error, diagnosis, device)
-            presence.may_start.wait()  # ended by the agent's order, or by its deadline, which ends the process
+            presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
             hooks.begin_run(presence, is_replacement=True)
         except DeviceFailedError as failure:
             return failure, diagnosis_of(DeviceFault.DEVICE_LOST)
@@ -73,9 +73,9 @@ def answer(presence: Presence, error: BaseException) -> tuple[BaseException, Dia
 
 
 def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session | None, Diagnosis, Device | None]:
-    """The present run's session, if the error is such and nothing speaks against another run.
+    """The current run's session, None if the script cannot be run again in this process (the reason is reported).
 
-    returns   beside it what the error means, and the device that it came from, None if it came from none
+    returns   with it what the error means, and the device that raised it, None if none did
     """
     session, diagnosis = current(), diagnose(presence, error)
     device: Device | None = None
@@ -98,20 +98,20 @@ def _session_to_leave(error: BaseException, presence: Presence) -> tuple[Session
 
 def _why_not(session: Session) -> str:
     if session.replay is not None:
-        return "it was being run again already"
+        return "it failed again before it reached its boundary"
     if not session.groups or not session.is_repairable():
         return session.unprotected or "it has no process group"
     threads = reset.threads_of_user()
-    return f"its thread {threads[0]!r} still runs" if threads else ""
+    return f"its thread {threads[0]!r} is still running" if threads else ""
 
 
 def _leave(
     presence: Presence, session: Session, error: BaseException, diagnosis: Diagnosis, device: Device | None
 ) -> None:
-    """Tell the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
+    """Report to the agent, and forget the old run; what is printed meanwhile goes to the replay's log.
 
-    Blocks some seconds at most, unless a connection is just being made. Raises TimeoutError if a wait is too long, and
-    DeviceFailedError.
+    Blocks a few seconds at most, unless a connection is being made. Raises TimeoutError if the agent does not answer,
+    and DeviceFailedError.
     """
     recovery = session.recovery
     assert recovery is not None
@@ -142,10 +142,10 @@ def _leave(
 
 
 def _make_ready(device: Device, diagnosis: Diagnosis) -> None:
-    """The run is forgotten, and with it all tensors: have the device repaired and ready for the next run.
+    """After the run's tensors are freed: repair the device for the next run.
 
-    Raises DeviceFailedError, also if something still holds memory that has failed: another process would not. Where the
-    device cannot tell, it raises an error of its own if such memory is used.
+    Raises DeviceFailedError, also if failed memory is still held (a new process holds none). A device that cannot
+    report that raises an error of its own when such memory is used.
     """
     device.clean()
     is_held = diagnosis.fault is DeviceFault.MEMORY_PERSISTENT and device.check_memory() is MemoryCheck.PERSISTENT

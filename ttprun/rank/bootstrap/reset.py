@@ -1,8 +1,7 @@
-"""What a run of the script leaves in its process, and how it is got rid of before the script is run again.
+"""Clear what a run of the script has left in its process (in Python, torch, its modules) before it is run again.
 
-Here is what Python, torch and the script's own modules keep; what our own modules keep they forget themselves. What
-cannot be undone (a thread of the script's, a library that the script has reconfigured) is the replay's business: its
-checks find it if it matters, and then a new process takes the rank's place. Begin with `clear`.
+What cannot be undone, such as the settings of a library, is left to the replay: its checks find it if it matters, and
+then a new process replaces the rank. Begin with `clear`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ttprun.rank.weights import gradients, optimizer_registry
 
 @dataclass
 class Beginning:
-    """How things stood when the script had imported torch, and mostly had done nothing else.
+    """The process's state when the script had just imported torch.
 
     handlers   of loggers by name, the root's by ""
     """
@@ -60,10 +59,9 @@ _registered: list[Callable[..., Any]] = []  # by the script with atexit
 
 
 def note_beginning() -> None:
-    """Keep how things stand; called once, before the script has got far.
+    """Keep the process's state; called once, when the script has imported torch.
 
-    What torch is made of is taken out of the garbage collector's rounds, half a million objects: `clear` needs a whole
-    round while the other ranks wait.
+    Takes torch's half a million objects out of garbage collections: `clear` collects while the other ranks wait.
     """
     global _beginning
     _beginning = Beginning()
@@ -71,7 +69,7 @@ def note_beginning() -> None:
 
 
 def wrap_register(original: Any) -> Any:
-    """atexit.register: know the script's own functions."""
+    """atexit.register: note the script's own functions."""
 
     def register(function: Any, *args: Any, **kwargs: Any) -> Any:
         if has_muted_effects(fail_open.caller().f_code.co_filename):
@@ -82,7 +80,7 @@ def wrap_register(original: Any) -> Any:
 
 
 def threads_of_user() -> list[str]:
-    """Names of threads that run the user's code beside the main thread: they cannot be ended from outside."""
+    """Names of the threads other than the main one that run the user's code: they cannot be ended from outside."""
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -98,7 +96,7 @@ def _is_in_user_code(frame: Any) -> bool:
 
 
 def clear(error: BaseException) -> None:
-    """Forget a run of the script that an error has ended; its frames have been left, and its groups are cut."""
+    """Forget a run of the script that an error has ended; its connections are cut already."""
     files.forget()
     _leave_process_groups()
     _clear_frames(error)
@@ -125,7 +123,7 @@ def _leave_process_groups() -> None:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of the script's variables: also those that the errors before this one hold."""
+    """Drop the script's variables, also those held by the errors that caused this one."""
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:
@@ -139,21 +137,20 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _clear_frames_of(trace: TracebackType | None) -> None:
-    """As traceback.clear_frames, and what that leaves: whoever has called sys.excepthook holds on to the traceback.
+    """As traceback.clear_frames, and cut the traceback, which the caller of sys.excepthook holds.
 
-    A frame keeps its function, hence the variables that this has from around it: so only the outermost frame is left,
-    which is the script's module. Python up to 3.12 also keeps the copy of a frame's variables that a record of ours
-    has had made; it is renewed.
+    A frame keeps its function, hence its closure: only the outermost frame, the script's module, remains. Python up to
+    3.12 also keeps a copy of a frame's variables, made for our records: reading f_locals refreshes it.
     """
     while trace is not None:
-        with contextlib.suppress(RuntimeError):  # it is still running
+        with contextlib.suppress(RuntimeError):  # still running
             trace.tb_frame.clear()
             trace.tb_frame.f_locals  # noqa: B018
         trace.tb_next, trace = None, trace.tb_next
 
 
 def _forget_modules() -> None:
-    """The script and the user's modules: whatever still holds one of their functions is not to work with old values."""
+    """Clear the script and the user's modules: a function of theirs that is still held must not see old values."""
     for name in ast_transform.loaded:
         module = sys.modules.pop(name, None)
         if module is not None:
@@ -162,7 +159,7 @@ def _forget_modules() -> None:
 
 
 def _end_children() -> None:
-    """What the run has started ends with it, as it would with the process."""
+    """Kill the run's child processes, which would have ended with this process."""
     trackers: tuple[Any, ...] = (
         multiprocessing.resource_tracker._resource_tracker,
         multiprocessing.forkserver._forkserver,
@@ -223,5 +220,5 @@ def _loggers() -> dict[str, logging.Logger]:
 
 
 def _is_of_user(name: str) -> bool:
-    """A logger that no library is named like: a library sets its own up when it is imported, and then never again."""
+    """Whether no imported library has this logger's name: a library sets up its own once, when it is imported."""
     return name.partition(".")[0] not in sys.modules

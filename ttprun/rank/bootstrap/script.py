@@ -12,10 +12,10 @@ from ttprun.rank.position import ast_transform
 
 
 def run(arguments: Sequence[str], is_followed: bool = True) -> None:
-    """Run it to its end; whatever ends it goes through.
+    """Run it to its end; its exceptions pass through.
 
     arguments     [script, ...] or ["-m", module, ...]
-    is_followed   its loops are followed, as in all that is imported since `rewrite.install`
+    is_followed   its loops are followed, as in all modules imported since `ast_transform.install`
     """
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])

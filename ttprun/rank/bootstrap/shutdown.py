@@ -1,10 +1,9 @@
-"""The end of a rank's process: whatever has threads in native code ends before the interpreter does.
+"""The end of a rank's process: end the threads of process groups before the interpreter ends.
 
-A thread of gloo that completes an operation takes the GIL, to call back or to let go of a tensor. Once the interpreter
-finalizes it cannot have it any more: Python then ends the thread by unwinding its stack, which C++ answers with
-abort() (torch 2.13; torch's own groups have that too, as long as the script has not destroyed them). So a script that
-came to its end well would be "ended by signal 6", one time in some hundreds, or nearly always if it does not wait for
-its last collectives.
+A gloo thread that completes an operation takes the GIL, for a callback or to release a tensor. If the interpreter is
+finalizing, Python ends the thread by unwinding its stack, and C++ answers that with abort() (torch 2.13; torch's own
+groups too, unless the script has destroyed them). A script that ended well would then be "ended by signal 6": one time
+in some hundreds, or nearly always if it does not wait for its last collectives.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from ttprun.rank.comm.journal import has_ended
 from ttprun.rank.comm.process_group import living
 from ttprun.rank.session import Session
 
-LIMIT_S = 1.0  # for each of what is waited for
+LIMIT_S = 1.0  # of each wait
 
 
 def close(session: Session) -> None:
-    """End this rank's threads in native code and its connections, behind the script's own exit handlers.
+    """End this rank's native threads and connections, after the script's own exit handlers.
 
-    Mostly takes a millisecond. Operations that the script has not waited for are let finish for LIMIT_S, and then cut
-    off; what does not end then either is left alone.
+    Mostly takes a millisecond. Operations that the script has not waited for get LIMIT_S to finish, and are then cut;
+    what does not end then either is left running.
     """
     if session.recovery is not None:
         session.recovery.retire()
@@ -56,7 +55,7 @@ def _close_all(connections: list[Connection]) -> None:
 
 
 def _close_here(connections: list[Connection], works: Iterable[Any]) -> None:
-    """The same on this thread, which closing must not block: only what has ended is closed."""
+    """Close the connections on this thread, which that must not block: those still in use are abandoned."""
     if not _have_ended(works):
         for connection in connections:
             connection.cut()
@@ -67,6 +66,6 @@ def _close_here(connections: list[Connection], works: Iterable[Any]) -> None:
 
 
 def _have_ended(works: Iterable[Any]) -> bool:
-    """Whether all have; waits for that LIMIT_S at most."""
+    """Whether all have ended; waits LIMIT_S at most."""
     end_s = time.monotonic() + LIMIT_S
     return all(has_ended(work, end_s - time.monotonic()) for work in works)

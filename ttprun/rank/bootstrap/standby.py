@@ -1,13 +1,11 @@
 """A process with torch imported that waits to become a replacement: `python -m ttprun.rank.bootstrap.standby`.
 
-Mostly it stays, and a copy of it becomes the replacement: a fork takes milliseconds, an import of torch takes seconds
-of the processor that the training needs. That is safe as long as nothing has been computed here: what is known to hang
-or to differ in a forked child is a thread pool (OpenMP's, a BLAS's) or a device that the parent had in use, and a
-standby that has any of these is not copied.
+Mostly a fork of it becomes the replacement: a fork takes milliseconds, while importing torch takes seconds of CPU time
+that the training needs. That is safe as long as nothing has been computed here: thread pools (OpenMP's, a BLAS's) and
+devices in use are known to hang or to differ in a forked child, and a standby with one of these is not forked.
 
-It reads nothing and draws nothing that a fresh interpreter would not: the environment, the arguments and the output of
-the rank come with the agent's welcome. Until then it has the environment of some rank, so that what runs at the start
-of each Python (.pth files, `sitecustomize`) does here what it does in a rank.
+The environment, the arguments and the output of the rank come with the agent's welcome. Until then it has the
+environment of some rank, so that what runs at the start of each Python (.pth files, `sitecustomize`) does the same.
 """
 
 from __future__ import annotations
@@ -62,9 +60,7 @@ def main() -> None:
                     channel.send(from_rank.Ready(is_copyable()))
                 case to_rank.Preload(follow=follow):
                     ast_transform.install(follow)
-                    # As in a replay: a package may take functions that we change out of torch (`from torch import
-                    # save`).
-                    patches.apply_all(with_replay=True)
+                    patches.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
                     channel.send(from_rank.Ready(is_copyable(), refused))
@@ -76,7 +72,7 @@ def main() -> None:
                 case _:
                     raise SystemExit(f"ttprun: a standby cannot use this message of the agent: {message}")
     except EOFError:
-        os._exit(0)  # what packages do at the end of a process is a rank's to do
+        os._exit(0)  # without the packages' exit handlers
     for output, target in zip(fds[3:], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)
@@ -94,7 +90,7 @@ def main() -> None:
 
 
 def warm_up(modules: Sequence[str]) -> None:
-    """Import modules beforehand; one that cannot be imported is the script's business, if it needs it."""
+    """Import modules beforehand; a failed import is ignored, and left to the script."""
     for name in modules:
         if name not in sys.modules:
             with contextlib.suppress(Exception):
@@ -104,8 +100,8 @@ def warm_up(modules: Sequence[str]) -> None:
 def is_copyable() -> bool:
     """Whether a fork of this process is as good as a new one: it has one thread, and no device in use.
 
-    Both are looked at once a child has been forked: in a child a device says so, and a BLAS that has ended its threads
-    for the fork starts them again only when it computes.
+    Both are checked after a trial fork: torch reports a device in use only in a child, and a BLAS that has ended its
+    threads for the fork restarts them only when it computes.
     """
     gc.collect()
     gc.freeze()  # a collection in a copy would write to, and so copy, all pages
@@ -117,26 +113,26 @@ def is_copyable() -> bool:
 
 
 def has_inherited_a_device() -> bool:
-    """In a forked child: whether its parent had a device in use, so that the child cannot use one."""
+    """In a forked child: whether its parent had used a device, so that the child cannot use one."""
     torch = sys.modules.get("torch")
     devices = (getattr(torch, name, None) for name in ("cuda", "xpu", "mps", "npu"))
     return any(getattr(device, "_is_in_bad_fork", bool)() for device in devices)
 
 
 def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
-    """Fork a copy, a child of the agent, and tell the agent its pid.
+    """Fork a copy, a child of the agent, and report its pid to the agent.
 
-    theirs    the copy's end of its line to the agent
-    returns   the line to listen on: in the copy its own
+    theirs    the copy's end of its channel to the agent
+    returns   the channel to listen on: in the copy, its own
     """
     go_r, go_w = os.pipe()
-    told_r, told_w = os.pipe()
+    pid_r, pid_w = os.pipe()
     between = os.fork()
     if between == 0:
         if os.fork():
             os._exit(0)
         os.setsid()
-        for fd in (go_w, told_r, channel.fileno()):
+        for fd in (go_w, pid_r, channel.fileno()):
             os.close(fd)
         if not os.read(go_r, 1):
             os._exit(1)
@@ -145,16 +141,16 @@ def give_copy(channel: Channel, theirs: int, agent: int) -> Channel:
             os._exit(1)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # two copies would draw the same; random does this by itself
-        os.write(told_w, str(os.getpid()).encode())
-        for fd in (go_r, told_w):
+        os.write(pid_w, str(os.getpid()).encode())
+        for fd in (go_r, pid_w):
             os.close(fd)
         return Channel(socket.socket(fileno=theirs))
-    for fd in (theirs, go_r, told_w):
+    for fd in (theirs, go_r, pid_w):
         os.close(fd)
     os.waitpid(between, 0)  # from here on the copy's parent is the agent
     os.write(go_w, b"x")
-    pid = os.read(told_r, 32)
-    for fd in (go_w, told_r):
+    pid = os.read(pid_r, 32)
+    for fd in (go_w, pid_r):
         os.close(fd)
     if not pid:
         raise SystemExit("ttprun: a standby could not be copied")

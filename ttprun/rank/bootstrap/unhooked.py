@@ -1,7 +1,7 @@
-"""Torch in a process that has no hook of ours: found by what /proc says of processes, and told by the rank itself.
+"""Find torch in a process without our hooks, from what /proc shows.
 
-Standard library only. The agent looks from outside, since a Python that has skipped our `sitecustomize` says nothing;
-a rank that has said hello looks at itself, and at what it has started. Begin with `why`.
+Standard library only. The agent looks from outside, since a Python that has skipped our `sitecustomize` reports
+nothing; a rank that has connected to the agent looks at itself, and at its children. Begin with `why`.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ from pathlib import Path
 from ttprun.rank.process.after_import import is_overdue
 
 _LIBRARIES = (b"/libtorch_cpu.so", b"/libtorch.so", b"/libtorch_python.so")
-_WITH_VALUE = "WXcm"  # options of Python that end a word of short ones, or begin the script's part
+_WITH_VALUE = "WXcm"  # options of Python that take the rest of the word as a value
 _SKIPPING = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 
 
 def why() -> str:
-    """Why this process trains without hooks, as far as it knows; "" if it does not, or is hooked."""
+    """Why this process trains without hooks; "" if it is hooked, or does not seem to train."""
     if is_overdue("torch"):
-        return (
-            "torch was imported, but by an import hook that stands before ttprun's: install that hook after the import "
-            "of torch"
-        )
+        return "torch was imported by an import hook placed before ttprun's: install that hook after `import torch`"
     return why_in_child(os.getpid())
 
 
 def why_in_child(pid: int) -> str:
-    """Why a process trains without hooks whose child has torch; "" if none has."""
+    """Why a process is unprotected because a child of it has torch; "" if none has."""
     if has_torch(pid):
         return ""
     child = next(filter(has_torch, descendants(pid)), None)
     if child is None:
         return ""
     return (
-        f"it does not use torch itself, but a process that it has started does ({command_of(child)}), and the children "
-        "of a rank are not hooked: give ttprun the training script itself, or start it with `exec` by --no-python"
+        f"it does not use torch itself, but its child process does ({command_of(child)}), and children of ranks are not "
+        "hooked: give ttprun the training script itself, or start it with `exec` and --no-python"
     )
 
 
@@ -50,7 +47,7 @@ def has_torch(pid: int) -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The processes that a process has started, and those that they have."""
+    """A process's children, and theirs."""
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = task.read_text().split()
@@ -62,7 +59,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def is_below(pid: int, ancestor: int) -> bool:
-    """Whether a process was started, however indirectly, by another one that still lives."""
+    """Whether a process descends from another one that still lives."""
     while pid > 1:
         if pid == ancestor:
             return True
@@ -88,7 +85,7 @@ def command_of(pid: int) -> str:
 
 
 def why_skipped(words: Sequence[str]) -> str:
-    """Which option in a command line of Python keeps it from loading our `sitecustomize`; "" if none does."""
+    """Which option in Python's command line keeps it from loading our `sitecustomize`; "" if none does."""
     for word in words[1:]:
         if not word.startswith("-") or word.startswith("--"):
             return ""

@@ -32,7 +32,7 @@ SMALL_RESULT_BYTES = 64 << 10
 # How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
 PATIENCE_S = 15.0
 # How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
-TELL_AFTER_S = 1.0
+REPORT_AFTER_S = 1.0
 # How often a waiting rank looks whether its operation was issued anew: one that is cut off may never end by itself.
 _LOOK_AGAIN = timedelta(seconds=0.25)
 # Steps after which spare buffers of shapes that have not come again are given up.
@@ -143,7 +143,7 @@ class Journal:
     `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
     stays in the journal for the recovery to issue.
 
-    tell_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
+    report_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
     admit         called by a thread that waits; what it raises ends the wait
     diagnose      what an operation's error says of the device or the connection
     givers        (group, number of a collective since the boundary) -> rank that has its result, and gives it to the
@@ -158,7 +158,7 @@ class Journal:
         self.givers: dict[tuple[str, int], int] = {}
         self.is_frozen = False
         self.is_ended = False
-        self.tell_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
+        self.report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
         self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
         self._is_watching = False
@@ -323,9 +323,9 @@ class Journal:
                 raise EndedError
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
-            elif failed is not None and not is_told and time.monotonic() - started > TELL_AFTER_S:
+            elif failed is not None and not is_told and time.monotonic() - started > REPORT_AFTER_S:
                 is_told = True
-                self.tell_broken(entry, TELL_AFTER_S)
+                self.report_broken(entry, REPORT_AFTER_S)
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
                 lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
@@ -360,14 +360,14 @@ class Journal:
                 if not failed or (is_over and not self.is_frozen) or self.is_ended:
                     self._is_watching = False
                     break
-                must_tell = not self.is_frozen and not is_told and waited_s > TELL_AFTER_S
+                must_tell = not self.is_frozen and not is_told and waited_s > REPORT_AFTER_S
                 if self.is_frozen:
                     started = time.monotonic()
                 if not must_tell:
                     self.news.wait(0.2)
             if must_tell:
                 is_told = True
-                self.tell_broken(failed[0], TELL_AFTER_S)
+                self.report_broken(failed[0], REPORT_AFTER_S)
         for entry in failed:
             self.drop(entry)
             if not entry.is_done:

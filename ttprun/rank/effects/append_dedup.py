@@ -44,7 +44,7 @@ def _count(recorder: Recorder, key: int, boundary: int, size: int) -> None:
     recorder.set_appended(key, (boundary, newest + size, before))
 
 
-def go_on_from(recorder: Recorder, boundary: int) -> None:
+def resume_from(recorder: Recorder, boundary: int) -> None:
     """A replacement goes live at a boundary: it passes over what the lost rank has appended since.
 
     The lost rank may have recorded one boundary more.

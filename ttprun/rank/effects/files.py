@@ -189,7 +189,7 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
             opened.truncate()
         else:
             opened.seek(0, os.SEEK_END)
-    append_dedup.go_on_from(session.recorder, boundary)
+    append_dedup.resume_from(session.recorder, boundary)
 
 
 def wrap_save(original: Any) -> Any:

@@ -17,7 +17,7 @@ from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.rank import moments
-from ttprun.rank.comm.journal import TELL_AFTER_S
+from ttprun.rank.comm.journal import REPORT_AFTER_S
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
@@ -300,8 +300,8 @@ class Framework:
             case ReportState.RS_UCE if session.is_repairable():
                 pass
             case ReportState.RS_HCCL_FAILED if session.is_repairable():
-                if not self._hears_of_recovery(TELL_AFTER_S):
-                    session.tell_broken(session.generation, in_one_line(error), TELL_AFTER_S)
+                if not self._hears_of_recovery(REPORT_AFTER_S):
+                    session.report_broken(session.generation, in_one_line(error), REPORT_AFTER_S)
                     if not self._hears_of_recovery(_ORDER_LIMIT_S):
                         return False
             case _:

@@ -1,1 +1,1 @@
-"""This process, as the system and torch see it: signals, memory, heartbeat, stack, random states."""
+"""The process: signals, memory, heartbeat, stack, random states."""

@@ -1,10 +1,9 @@
-"""To do something when a module has been imported, by whomever and however.
+"""Call a function when a module has been imported.
 
-A finder of ours stands first on sys.meta_path, asks those behind it for the module, and hands out what they found with
-its loader wrapped. It remembers nothing from one question to the next: whoever only asks (`importlib.util.find_spec`)
-changes nothing, an import that fails can be tried again, and threads may import at the same time. A module that has
-come by another way (a finder placed before ours, a thread that was importing it already) is noticed at the next import
-of anything; until then `is_overdue` says so.
+Our finder is first on sys.meta_path, asks the later ones for the module, and wraps the loader that they return. It
+keeps no state between calls: `importlib.util.find_spec` changes nothing, a failed import can be repeated, and threads
+may import at the same time. A module imported another way (by a finder before ours, or by a thread that had begun
+already) is noticed at the next import of any module; until then `is_overdue` is True.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _waiting: dict[str, Callable[[], None]] = {}
-_running: list[str] = []  # modules whose code runs now, by a loader that we have wrapped
+_running: list[str] = []  # modules whose code is running, by a loader that we have wrapped
 _lock = threading.Lock()
 
 
@@ -49,7 +48,7 @@ def _wrap(loader: Any, name: str) -> None:
     run = getattr(loader, "exec_module", None)
     if run is None or isinstance(loader, type) or isinstance(run, functools.partial):  # a class is many modules' loader
         return
-    with contextlib.suppress(AttributeError):  # one with slots: then `is_overdue` says so
+    with contextlib.suppress(AttributeError):  # one with slots: then it becomes overdue
         loader.exec_module = functools.partial(_run_and_act, run, name)
 
 
@@ -71,7 +70,7 @@ def _act_for(name: str) -> None:
 
 
 def is_imported(name: str) -> bool:
-    """Whether a module is there and its code has run to the end, as far as can be told."""
+    """Whether a module is there and its code has run to the end, as far as can be seen."""
     module = sys.modules.get(name)
     if module is None or name in _running or type(module).__name__ == "_LazyModule":  # of importlib.util.LazyLoader
         return False
@@ -79,14 +78,14 @@ def is_imported(name: str) -> bool:
 
 
 def is_overdue(name: str) -> bool:
-    """Whether a module is imported, and what was to be done then has not been begun."""
+    """Whether a module is imported and its function has not been called."""
     return name in _waiting and is_imported(name)
 
 
 def after_import(name: str, act: Callable[[], None]) -> None:
-    """Have `act` called once when the module is imported, at once if it is; nothing if it is waited for already.
+    """Call `act` once when the module is imported, at once if it is; ignored if the module is waited for already.
 
-    act   lets no exception out: it is called inside of the user's import
+    act   raises nothing: it is called inside the user's import
     """
     with _lock:
         _waiting.setdefault(name, act)

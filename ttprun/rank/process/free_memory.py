@@ -1,6 +1,6 @@
-"""How much memory can still be taken: of the machine, and of the control group that this process is in.
+"""How much memory can still be allocated, by the limits of the machine and of this process's control group.
 
-What a group has of the page cache counts as its memory; the part that the kernel would give back first is free to us.
+A group's memory includes its page cache; the part that the kernel would reclaim first counts as free.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 MACHINE = Path("/proc/meminfo")
-# Limit, use, and in memory.stat the page cache that has not been touched lately: of version 2, then of version 1.
+# The files of limit and use, and memory.stat's name for the inactive page cache: cgroup version 2, then version 1.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -19,9 +19,9 @@ _CGROUP_FILES = (
 
 
 def free_bytes(machine: Path = MACHINE, cgroup: Path | None = None) -> int | None:
-    """Bytes that can be taken before something has to be killed; None if nothing tells it.
+    """Bytes that can be allocated before the kernel has to kill something; None if unknown.
 
-    cgroup   directory of our control group; None: found out
+    cgroup   directory of our control group; None: this process's
     """
     known = [found for found in (_of_machine(machine), _of_cgroup(cgroup or own_cgroup())) if found is not None]
     return min(known, default=None)
@@ -35,13 +35,13 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_cgroup(cgroup: Path | None) -> int | None:
-    """The least of the group and of those that it lies in: the limit of each holds."""
+    """The least over the group and its parents, whose limits hold too."""
     if cgroup is None:
         return None
     known = []
     for group in (cgroup, *cgroup.parents):
         for limit_name, used_name, cache_name in _CGROUP_FILES:
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number: it has no limit
+            with contextlib.suppress(OSError, ValueError):  # "max" is not a number: no limit
                 limit, used = (int((group / name).read_text()) for name in (limit_name, used_name))
                 cache = re.search(rf"^{cache_name} (\d+)$", (group / "memory.stat").read_text(), re.M)
                 known.append(max(0, limit - used + (int(cache[1]) if cache else 0)))
@@ -49,7 +49,7 @@ def _of_cgroup(cgroup: Path | None) -> int | None:
 
 
 def own_cgroup(listing: Path = Path("/proc/self/cgroup")) -> Path | None:
-    """The directory of this process's control group (of its memory, if there are several), None if it has none."""
+    """The directory of this process's (memory) control group, None if it has none."""
     with contextlib.suppress(OSError):
         for line in listing.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,16 +1,15 @@
-"""A rank's heartbeat: tells a main thread that runs bytecode from one that does not, with no user code.
+"""A rank's heartbeat: shows whether its main thread is running bytecode.
 
-About once a second a thread writes the time to the board (PULSE_NS), and asks the interpreter to have its main thread
+About once a second a thread writes the time to the board (PULSE_NS), and asks the interpreter to have the main thread
 call a C function between two bytecodes (`Py_AddPendingCall`). That function is the C library's `sem_post`, on a
-semaphore in the board (MAIN_BEATS): it adds one and returns, so that no Python code of ours runs in the user's main
-thread and no profiler or tracer sees it. The agent reads:
+semaphore in the board (MAIN_BEATS): it adds one and returns, so no Python code of ours runs in the user's main thread
+and no profiler or tracer sees it. The agent reads:
 
-    both go on                  the main thread runs bytecode
-    only the pulse goes on      the main thread is in a C call that has let the GIL go (it waits, or it computes)
-    neither goes on             a thread holds the GIL, or the process is stopped (/proc tells which)
+    both advance                the main thread runs bytecode
+    only the pulse advances     the main thread is in a C call that has released the GIL (it waits, or it computes)
+    neither advances            a thread holds the GIL, or the process is stopped (/proc shows which)
 
-A forked child has the board but no such thread. At the interpreter's end the thread is a daemon, and the semaphore's
-memory stays mapped till the process is gone, so a last call that is still pending does no harm.
+The semaphore's memory stays mapped until the process is gone, so a call that is pending at its end does no harm.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from collections.abc import Callable
 from ttprun.protocol.board import Board, Field
 
 EVERY_S = 1.0
-_COUNT_MASK = 0x7FFFFFFF  # the semaphore's value; the bits above it count waiters, of whom there are none
+_COUNT_MASK = 0x7FFFFFFF  # the semaphore's value; the bits above count waiters (none)
 
 
 def start(board: Board, row: int, look: Callable[[], None] = lambda: None) -> None:
-    """Begin to beat. A process without Py_AddPendingCall or sem_post beats with its pulse alone.
+    """Start the thread. Without Py_AddPendingCall or sem_post it writes the pulse alone.
 
-    look   called at each beat; it takes no time, and lets no exception out
+    look   called at each beat; must be quick, and raise nothing
     """
     threading.Thread(target=_beat, args=(board, row, look), name="ttprun-heartbeat", daemon=True).start()
 
@@ -45,7 +44,7 @@ def _beat(board: Board, row: int, look: Callable[[], None]) -> None:
     asked = board.get(row, Field.MAIN_BEATS) & _COUNT_MASK
     while True:
         board.set(row, Field.PULSE_NS, time.monotonic_ns())
-        # One at a time: a main thread that is away must not find a queue of them, in which others' calls have no room.
+        # One at a time: a main thread in a long C call must not find a full queue of pending calls.
         is_answered = board.get(row, Field.MAIN_BEATS) & _COUNT_MASK == asked
         if add_pending_call is not None and is_answered and add_pending_call(sem_post, semaphore) == 0:
             asked = (asked + 1) & _COUNT_MASK

@@ -1,12 +1,12 @@
-"""Signals by which schedulers end jobs, and which must not end a rank before the job's state is saved.
+"""Hold the signals by which schedulers end jobs, until the job's state is saved.
 
-Slurm's `scancel` and systemd signal every process of a job, and not the launcher alone: ranks that died of that at once
-would take with them what the launcher is about to save. So a rank that gets such a signal looks for a moment whether
-the launcher has got one too. If so it lives on till the agent tells it to end, which it does when the state is saved;
-else it was meant alone, and dies of it a moment later.
+Slurm's `scancel` and systemd signal every process of a job, not only the launcher: ranks that died of that at once
+would lose the state that the launcher is about to save. So a rank that gets such a signal waits a moment to see whether
+the launcher has got one too. If so it lives until the agent orders it to end, after the state is saved; otherwise the
+signal was meant for this rank alone, which dies of it.
 
-To the script the signals are untouched: `signal.getsignal` says that they have their default, a handler of its own
-takes the place of ours, and what it starts or forks is as without us. Begin with `hold`.
+The script sees no difference: `signal.getsignal` returns the default, a handler of its own replaces ours, and its child
+processes have the default. Begin with `hold`.
 """
 
 from __future__ import annotations
@@ -34,51 +34,51 @@ _set_handler, _handler_of = signal.signal, signal.getsignal
 _read_fd = _write_fd = -1
 _board: Board | None = None
 _came = False
-_told = threading.Event()
+_may_end = threading.Event()
 
 
 def hold(board: Board) -> None:
-    """Hold those signals from now on that have their default; main thread only."""
+    """Hold those of the signals that have their default handler; main thread only."""
     global _read_fd, _write_fd, _board
     _board = board
     _read_fd, _write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     for number in HELD:
         if _handler_of(number) is signal.SIG_DFL:
             _set_handler(number, _stay)
-    # Python calls a handler when its main thread runs bytecode, which it may not do for long.
+    # Python calls a handler only when its main thread runs bytecode, so a thread reads the wake-up descriptor.
     others = signal.set_wakeup_fd(_write_fd, warn_on_full_buffer=False)
     if others >= 0:
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(_read_fd,), name="ttprun-signals", daemon=True).start()
 
 
-def tell_to_end() -> None:
-    """The agent has told this process to end: a signal that is held ends it."""
-    _told.set()
+def let_end() -> None:
+    """The agent orders this process to end: a held signal now ends it."""
+    _may_end.set()
     _wake(_NO_SIGNAL)
 
 
 def is_end_near() -> bool:
-    """Whether a signal is held, or the launcher has got one: this process will be ended, whatever the script does."""
+    """Whether a signal is held, or the launcher has got one: this process will be ended."""
     return _came or _is_end_asked()
 
 
 def wait_for_end() -> None:
-    """Block till the agent has told this process to end, or a signal ends it; the agent kills who does not end."""
-    _told.wait()
+    """Block until the agent orders this process to end, or a signal ends it."""
+    _may_end.wait()
 
 
 def wait_while_meant_alone(number: int) -> None:
-    """Stand still behind a signal that this process has got, if it is held: it dies of it in a moment.
+    """After an injected signal: block while this process is about to die of it.
 
-    Returns if the launcher has got one too, if the signal is not held, and if it did not come after all.
+    Returns if the launcher has got one too, if the signal is not held, and at the latest after _DEATH_LIMIT_S.
     """
     _is_soon(lambda: _handler_of(number) is not _stay or _is_end_asked(), _DEATH_LIMIT_S)
 
 
 def release_in_child() -> None:
-    """In a forked child the signals have their default again."""
-    global _read_fd, _write_fd, _came, _told
+    """In a forked child: restore the default handlers."""
+    global _read_fd, _write_fd, _came, _may_end
     if _write_fd < 0:
         return
     for number in HELD:
@@ -89,31 +89,31 @@ def release_in_child() -> None:
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
     os.close(_read_fd)
     os.close(_write_fd)
-    _read_fd, _write_fd, _came, _told = -1, -1, False, threading.Event()
+    _read_fd, _write_fd, _came, _may_end = -1, -1, False, threading.Event()
 
 
 def wrap_getsignal(original: Any) -> Any:
-    """signal.getsignal: our handler is none."""
+    """signal.getsignal: show our handler as the default."""
 
     def getsignal(*args: Any, **kwargs: Any) -> Any:
-        return _told_of(original(*args, **kwargs))
+        return _shown(original(*args, **kwargs))
 
     return getsignal
 
 
 def wrap_signal(original: Any) -> Any:
-    """signal.signal: the same for what it returns."""
+    """signal.signal: the same for the handler that it returns."""
 
     def set_handler(*args: Any, **kwargs: Any) -> Any:
-        return _told_of(original(*args, **kwargs))
+        return _shown(original(*args, **kwargs))
 
     return set_handler
 
 
 def wrap_error_if_any_worker_fails(original: Any) -> Any:
-    """torch's answer to the end of a DataLoader's worker: none if the worker was signalled as this process is.
+    """torch's check for dead DataLoader workers: raise nothing if the worker was signalled with the whole job.
 
-    It raises wherever the main thread is, and what it breaks off there could not be saved.
+    It would raise wherever the main thread is, and interrupt the saving.
     """
 
     def error_if_any_worker_fails() -> Any:
@@ -127,14 +127,14 @@ def wrap_error_if_any_worker_fails(original: Any) -> Any:
 
 
 def _is_soon(condition: Callable[[], bool], limit_s: float) -> bool:
-    """Whether it comes true within that time; it is asked again and again, as the board tells nobody of a change."""
+    """Whether it becomes true within that time; polled, as the board cannot notify."""
     ends_s = time.monotonic() + limit_s
     while not condition() and time.monotonic() < ends_s:
         time.sleep(0.01)
     return condition()
 
 
-def _told_of(handler: Any) -> Any:
+def _shown(handler: Any) -> Any:
     return signal.SIG_DFL if handler is _stay else handler
 
 
@@ -143,7 +143,7 @@ def _stay(number: int, frame: FrameType | None) -> None:
 
 
 def _wake(number: int) -> None:
-    with contextlib.suppress(OSError):  # full: then it wakes up anyhow; or none is held
+    with contextlib.suppress(OSError):  # the pipe is full (the thread wakes up anyhow), or no signal is held
         os.write(_write_fd, bytes([number]))
 
 
@@ -154,7 +154,7 @@ def _is_end_asked() -> bool:
 def _watch(read_fd: int) -> None:
     global _came
     held = 0
-    looks_at_s: float | None = None  # when it is time to see whether the launcher has got one too
+    looks_at_s: float | None = None  # when to check whether the launcher has got one too
     while True:
         wait_s = None if looks_at_s is None else max(0.0, looks_at_s - time.monotonic())
         select.select([read_fd], [], [], wait_s)
@@ -163,14 +163,14 @@ def _watch(read_fd: int) -> None:
                 if number in HELD and not held and _handler_of(number) is _stay:
                     held, looks_at_s, _came = number, time.monotonic() + MOMENT_S, True
         is_late = looks_at_s is not None and time.monotonic() >= looks_at_s
-        if held and (_told.is_set() or (is_late and not _is_end_asked())):
+        if held and (_may_end.is_set() or (is_late and not _is_end_asked())):
             _die_of(held)
         if is_late:
             looks_at_s = None
 
 
 def _die_of(number: int) -> None:
-    """End the process as this signal does if nobody holds it; on any thread, where Python sets no handlers."""
+    """End the process as this signal does by default; on any thread (Python sets handlers in the main thread only)."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     libc.signal(number, None)

@@ -1,11 +1,8 @@
-"""A lock that this process's main thread holds as long as it lives: the kernel tells the agent when it ends.
+"""A robust lock that this process's main thread holds as long as it lives: the kernel wakes the agent when it dies.
 
-A process that dies gives its memory back before anybody hears of its end: tens of milliseconds for one with torch in
-it, seconds for a big one. Before that the kernel looks through the locks that a dying thread has told it of ("robust"
-ones), marks those that are still held, and wakes who waits: so the agent knows at once. What it does with that is said
-in `ttprun.agent.dying`.
-
-The lock is the C library's, in this rank's row of the board (LIFE); nobody else ever takes it.
+A dying process frees its memory before its exit is visible: tens of milliseconds for one with torch, seconds for a big
+one. Before that the kernel marks the robust locks that a dying thread holds, and wakes their waiters, so the agent
+knows at once (`ttprun.agent.dying`). The lock is the C library's, in this rank's row of the board (LIFE).
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ LOCK_BYTES = 48  # of pthread_mutex_t; 40 on most machines
 
 
 def hold(board: Board, row: int) -> None:
-    """Take the lock; main thread only. Where the C library does otherwise than glibc there is none, and no harm."""
+    """Take the lock; main thread only. If a C library other than glibc refuses, there is none."""
     libc = ctypes.CDLL(None)
     address = board.address_of(row, Field.LIFE)
     lock, attributes = ctypes.c_void_p(address), ctypes.create_string_buffer(64)
@@ -31,7 +28,7 @@ def hold(board: Board, row: int) -> None:
     libc.pthread_mutexattr_setrobust(attributes, ROBUST)
     if libc.pthread_mutex_init(lock, attributes) or libc.pthread_mutex_lock(lock):
         return
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(board))  # stays mapped, also when the interpreter has cleared all
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(board))  # keep it mapped when the interpreter clears everything
     word = ctypes.c_uint32.from_address(address)
     if word.value == threading.get_native_id():
         word.value |= FUTEX_WAITERS  # the agent waits without having touched it

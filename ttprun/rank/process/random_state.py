@@ -1,7 +1,6 @@
-"""Capture and restore the states of the random generators that a script can draw from without naming one.
+"""Capture and restore the global random generators: Python's `random`, `numpy.random`'s and torch's CPU generator.
 
-Those are Python's `random`, `numpy.random`'s global generator and torch's CPU generator, the latter two only if the
-script has loaded them. torch is not imported here: loops are followed from the interpreter's start.
+The latter two only if the script has imported them. This file does not import torch: loops are followed before it is.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from collections.abc import Callable
 from ctypes import c_char
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,7 @@ def state_of_numpy(generator: Any) -> list[Any]:
 
 
 def _memory(at: int, size: int) -> Any:
-    """Memory whose bytes now are `.raw` of what comes back."""
+    """A view of memory; its `.raw` reads the bytes."""
     return (c_char * size).from_address(at)
 
 
@@ -41,16 +39,16 @@ _VERSION = random.Random.VERSION
 # The C object: the index, then the words.
 _index = _memory(id(_instance) + object.__basicsize__, 4)
 _words = _memory(id(_instance) + object.__basicsize__ + 4, _WORDS.size - 4)
-# `getstate` makes 625 integers that nobody needs: what stands in memory is had 25 times as fast.
+# `getstate` makes 625 int objects: reading the memory is 25 times as fast.
 _is_in_memory = [_VERSION, _words.raw + _index.raw, _instance.gauss_next] == state_of_python(random)
 
 
 class _Numpy:
-    """numpy's global generator, and its state when that was last asked for.
+    """numpy's global generator, and its state when last asked: get_state takes 25 µs.
 
-    generator, bits   another one in the place of either has its state elsewhere
-    own, twister      the memory of what the generator itself holds, and of the twister
-    seen..., packed   what stood there, and the state that it is
+    generator, bits   known by identity: a replacement of either has its state elsewhere
+    own, twister      memory of the generator's fields (a kept normal draw), and of its Mersenne Twister
+    seen..., packed   the bytes there, and the state that they stand for
     """
 
     def __init__(self, generator: Any, bits: Any) -> None:
@@ -67,7 +65,7 @@ _numpy: _Numpy | None = None
 
 
 def _ask_numpy(numpy: Any) -> list[Any]:
-    """numpy's global state. `get_state` is slow."""
+    """numpy's global state, in our form."""
     global _numpy
     generator = numpy.random.mtrand._rand
     bits = generator._bit_generator
@@ -81,81 +79,14 @@ def _ask_numpy(numpy: Any) -> list[Any]:
     return known.packed
 
 
-# In memory: the seed, two numbers and a flag, the words, and what is left of normal draws (a float and a double).
-_ENGINE = struct.Struct("<Qi?xxxI624I")
-_ENGINE_BYTES = (_ENGINE.size + 7) // 8 * 8 + 24
-_WORDS_AT = _ENGINE.size - 4 * 624
-_TOLD = struct.Struct("<Qiiq624Q")  # how torch tells the same
-
-
-class _Torch:
-    """torch's CPU generator, and its state when that was last asked for.
-
-    memory         of its engine; None if it is not to be found
-    seen, packed   what stood there, and the state that it is
-    """
-
-    def __init__(self, torch: Any) -> None:
-        self.generator = torch.default_generator
-        at = _engine_offset(torch)
-        self.memory = _memory(self.generator._cdata + at, _ENGINE_BYTES) if at >= 0 else None
-        self.seen = self.packed = b""
-
-
-_torch: _Torch | None = None
-
-
-def _ask_torch(torch: Any) -> bytes:
-    """The state of torch's CPU generator."""
-    global _torch
-    known = _torch
-    if known is None or known.generator is not torch.default_generator:
-        known = _torch = _Torch(torch)
-    known.packed = known.generator.get_state().numpy().tobytes()
-    known.seen = known.memory.raw if known.memory is not None else b""
-    return known.packed
-
-
-def _engine_offset(torch: Any) -> int:
-    """Where in a generator its engine lies; -1 if some draw does not show in the memory that is taken for it."""
-    generator = torch.Generator().manual_seed(1 << 40)
-    told = _TOLD.unpack_from(generator.get_state().numpy())
-    at = _memory(generator._cdata, _ENGINE_BYTES).raw.find(struct.pack("<8I", *told[4:12])) - _WORDS_AT
-    if at < 0 or _ENGINE.unpack_from(_memory(generator._cdata + at, _ENGINE.size)) != told:
-        return -1
-    memory = _memory(generator._cdata + at, _ENGINE_BYTES)
-    seen = [memory.raw]
-    changes: tuple[Callable[[], Any], ...] = (
-        lambda: torch.rand(1, generator=generator),
-        lambda: torch.randn(1, generator=generator, dtype=torch.float64),
-        lambda: torch.randn(1, generator=generator, dtype=torch.float64),  # the other half of the draw before
-        lambda: generator.manual_seed(1 << 40 | 1),
-    )
-    for change in changes:
-        change()
-        seen.append(memory.raw)
-    return at if len(set(seen)) == len(seen) else -1
-
-
 def capture() -> RngState:
-    """The states, as plain values and bytes (about 10 KB).
-
-    torch and numpy are asked only if the memory that holds their state is not as it was.
-    """
+    """The states, as plain values and bytes (about 10 KB); numpy is asked only if its memory has changed."""
     words = [_VERSION, _words.raw + _index.raw, _instance.gauss_next] if _is_in_memory else state_of_python(random)
     state: RngState = {"python": words}
     modules = sys.modules
     torch: Any = modules.get("torch")
     if hasattr(torch, "default_generator"):
-        of_torch = _torch
-        state["torch"] = (
-            of_torch.packed
-            if of_torch is not None
-            and of_torch.generator is torch.default_generator
-            and of_torch.memory is not None
-            and of_torch.memory.raw == of_torch.seen
-            else _ask_torch(torch)
-        )
+        state["torch"] = torch.default_generator.get_state().numpy().tobytes()
     numpy: Any = modules.get("numpy")
     if numpy is not None:
         of_numpy = _numpy

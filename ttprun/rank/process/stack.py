@@ -26,7 +26,7 @@ def write_when_asked(fd: int) -> None:
 
 
 def forget() -> None:
-    """In a forked child, which has closed the file: write nothing into whatever has its number now."""
+    """In a forked child, which has closed the file: stop writing to its descriptor, which may be reused."""
     with contextlib.suppress(ValueError, OSError, RuntimeError):
         faulthandler.unregister(SIGNAL)
         if _has_enabled:

@@ -28,7 +28,7 @@ from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import GenerationOverError
-from ttprun.rank.comm.journal import TELL_AFTER_S, Entry, has_ended
+from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry, has_ended
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.session import Session
@@ -155,7 +155,7 @@ class Recovery:
                     # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
                     if not self._hears_of_fault(order.generation):
                         fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
-                        session.tell_broken(order.generation, str(error), TELL_AFTER_S, fault)
+                        session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                     continue
                 detail = "" if is_refusal else traceback.format_exc()
                 reason = f"rank {session.rank}, {type(order).__name__}: {error}"
@@ -181,7 +181,7 @@ class Recovery:
 
     def _hears_of_fault(self, generation: int) -> bool:
         """Whether a newer generation begins within a moment."""
-        give_up_at_s = time.monotonic() + TELL_AFTER_S
+        give_up_at_s = time.monotonic() + REPORT_AFTER_S
         while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
             time.sleep(LOOK_AGAIN_S)
         return self._newest_generation > generation

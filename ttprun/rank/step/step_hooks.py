@@ -238,7 +238,7 @@ def _write_record(
             session.note_hindrance(boundary, hindrance)
             session.recorder.write(boundary, head, blobs)
             session.own_state.is_apt = not hindrance and not is_open
-            session.tell_not_proved(record["not_proved"])
+            session.report_not_proved(record["not_proved"])
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
