@@ -213,7 +213,7 @@ def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: Run
     )
 
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "no update of the optimizer has ended yet" in result.incidents[0]["reason"], result.story()
+    assert "it has not completed an update of the optimizer yet" in result.incidents[0]["reason"], result.story()
     assert result.exit_code == 0, result.story()
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
 

@@ -154,7 +154,7 @@ STYLES = [
     ("epochs_dataloader.py", ["--per-rank", "168"], ["--per-rank", "112"], ""),
     ("while_true_get_batch.py", [], [], ""),
     ("plain_tensors.py", [], [], ""),
-    ("trainer_class.py", [], [], "it has 576 samples, and had 384 before: what of them is used up cannot be told"),
+    ("trainer_class.py", [], [], "it has 576 samples, and had 384 before: it is not known which of them are used up"),
     ("iter_next_two_optimizers.py", [], [], "it has 480 samples, and had 320 before"),
 ]
 

@@ -103,7 +103,7 @@ def test_a_group_with_a_rank_that_is_away_says_so_and_does_not_wait_for_it(
     session.away = frozenset({1})
     group = ManagedGroup(session, session.exchange, "world", [0, 1], 0, timedelta(seconds=5))
 
-    with pytest.raises(RuntimeError, match="process group 'world' holds rank 1, which is away"):
+    with pytest.raises(RuntimeError, match="process group 'world' includes rank 1, which is away"):
         group.issue("barrier", (dist.BarrierOptions(),))
 
 

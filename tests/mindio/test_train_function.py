@@ -114,7 +114,7 @@ def test_a_step_that_is_behind_the_last_one_is_refused(session: Session) -> None
     tft_start_updating_os()
     tft_end_updating_os(5)
 
-    with pytest.raises(ValueError, match="step 5 does not follow on step 5"):
+    with pytest.raises(ValueError, match="step 5 is not after step 5"):
         tft_end_updating_os(5)
 
 

@@ -318,7 +318,7 @@ def look_behind_a_backward_pass(rank: int) -> list[Any]:
 
 
 def test_an_input_is_never_made_of_gradients_that_are_not_those_it_was_made_of() -> None:
-    refusal = "a gradient was changed behind its all-reduce, whose input is not known any more"
+    refusal = "a gradient was changed after its all-reduce, whose input is therefore lost"
 
     assert run_world(look_behind_a_backward_pass) == [[True, True, refusal, False]] * 2
 

@@ -153,14 +153,14 @@ def test_a_closure_that_is_called_again_costs_the_protection_with_the_reason() -
     steps, reason = run_alone(_steps_seen, _several_calls)
 
     assert steps == 1
-    assert reason.startswith("the optimizer calls its closure several times in a step (LBFGS with max_iter > 1)")
+    assert reason.startswith("the optimizer calls its closure several times per step (LBFGS with max_iter > 1)")
 
 
 def test_a_closure_that_is_never_called_costs_the_protection() -> None:
     steps, reason = run_alone(_steps_seen, _no_call)
 
     assert steps == 1
-    assert reason == "the optimizer has taken a step without a call of the closure that it was given"
+    assert reason == "the optimizer has taken a step without calling its closure"
 
 
 def test_a_step_that_an_exception_has_ended_does_not_hide_those_of_another_optimizer() -> None:

@@ -50,4 +50,4 @@ def step_with_a_gpu(rank: int) -> Any:
 def test_a_script_that_uses_a_gpu_is_not_recorded_from_the_first_step_on_which_it_does() -> None:
     found = run_world(step_with_a_gpu)
 
-    assert found == [(["", "what a script keeps on a GPU is not recorded yet"], [-2.0, -2.0])] * 2
+    assert found == [(["", "state on a GPU is not recorded yet"], [-2.0, -2.0])] * 2

@@ -98,7 +98,7 @@ def test_an_optimizer_that_shards_its_state_is_named() -> None:
 
     unmade = object.__new__(ZeroRedundancyOptimizer)  # only its class is looked at
 
-    assert "with ZeroRedundancyOptimizer each rank keeps a part" in hindrances.why_shards_unknown(unmade)
+    assert "with ZeroRedundancyOptimizer no other rank has" in hindrances.why_shards_unknown(unmade)
 
 
 def test_what_comes_and_goes_is_reported_a_few_times_only() -> None:

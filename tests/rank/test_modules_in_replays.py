@@ -93,6 +93,6 @@ def test_a_module_that_can_no_longer_be_imported_ends_the_replay_with_its_name(t
     reason = run_alone(reason_of, str(tmp_path), record)
 
     assert reason == (
-        "the lost rank had loaded the module metrics, and here that fails: "
+        "the lost rank had imported the module metrics, which fails in the replay: "
         "ModuleNotFoundError(\"No module named 'metrics'\")"
     )

@@ -39,7 +39,7 @@ def test_a_descriptor_that_the_script_has_turned_to_another_file_is_noticed(tmp_
     before, after, behind = run_alone(turned, str(tmp_path / "log"))
 
     assert before == ""
-    assert after == "the script has put another file in the place of stdout (os.dup2 to descriptor 1)"
+    assert after == "the script has redirected stdout (os.dup2 to descriptor 1)"
     assert behind == ""
 
 

@@ -44,7 +44,7 @@ def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> No
 
     assert batches == [0, 1, 2, 3]
     assert "test_own_errors.py" in unprotected
-    assert "begins with cannot be recorded: ValueError('no epoch yet')" in unprotected
+    assert "cannot be recorded: ValueError('no epoch yet')" in unprotected
 
 
 def _step_without_memory() -> tuple[int, str]:
@@ -67,7 +67,7 @@ def _step_without_memory() -> tuple[int, str]:
 def test_weights_that_cannot_be_noted_cost_the_protection_and_not_the_step() -> None:
     assert run_alone(_step_without_memory) == (
         1,
-        "the weights behind step 1 cannot be noted: MemoryError('for step 1')",
+        "the weights after step 1 cannot be noted: MemoryError('for step 1')",
     )
 
 
@@ -83,5 +83,5 @@ def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypa
 
     (told,) = session.channel.sent  # type: ignore[attr-defined]
     assert isinstance(told, from_rank.Mismatch)
-    assert told.reason == "the variables of the lost rank cannot be put in: KeyError(1)"
+    assert told.reason == "the variables of the lost rank cannot be restored: KeyError(1)"
     session.channel.close()

@@ -165,7 +165,7 @@ def source(loader: DataLoader[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (lambda: DataLoader(Stream(), BATCH), "samples have no numbers"),
+        (lambda: DataLoader(Stream(), BATCH), "reads an iterable dataset"),
         (lambda: DataLoader(Numbers(), BATCH, sampler=Backwards()), "has a sampler of its own (Backwards)"),
         (lambda: DataLoader(Numbers(), BATCH, sampler=Own(Numbers(), 2, 0)), "has a sampler of its own (Own)"),
         (lambda: DataLoader(Numbers(), batch_sampler=Pairs(Backwards(), 2, False)), "batch sampler of its own (Pairs)"),
@@ -173,7 +173,7 @@ def source(loader: DataLoader[Any]) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_counted_in_samples_is_refused_with_the_reason(loader: Any, why: str) -> None:
-    with pytest.raises(rest_of_epoch.CannotDealOutError) as refused:
+    with pytest.raises(rest_of_epoch.CannotDistributeError) as refused:
         rest_of_epoch.rest_of(source(loader()))
 
     assert why in str(refused.value)
@@ -193,7 +193,7 @@ class Pairs(BatchSampler):
 def test_a_loader_that_reads_something_else_now_is_refused(now: Any, why: str) -> None:
     then = source(DataLoader(Numbers(), BATCH))["source"]
 
-    with pytest.raises(rest_of_epoch.CannotDealOutError) as refused:
+    with pytest.raises(rest_of_epoch.CannotDistributeError) as refused:
         rest_of_epoch.check(then, rest_of_epoch.source_of(now()))
 
     assert why in str(refused.value)
@@ -202,7 +202,7 @@ def test_a_loader_that_reads_something_else_now_is_refused(now: Any, why: str) -
 def test_a_shared_order_that_is_another_one_now_is_refused() -> None:
     other: DistributedSampler[int] = DistributedSampler(Numbers(), num_replicas=3, rank=0, seed=6)
 
-    with pytest.raises(rest_of_epoch.CannotDealOutError, match="another seed"):
+    with pytest.raises(rest_of_epoch.CannotDistributeError, match="another seed"):
         rest_of_epoch.check(
             rest_of_epoch.source_of(distributed(2, 0)),
             rest_of_epoch.source_of(DataLoader(Numbers(), BATCH, sampler=other)),
@@ -217,7 +217,7 @@ def test_what_was_fetched_ahead_must_be_known() -> None:
         "dummies": 1,
     }
     for unknown in ({"each": 0}, {"each": 1, "ahead": None}):
-        with pytest.raises(rest_of_epoch.CannotDealOutError, match="fetched ahead"):
+        with pytest.raises(rest_of_epoch.CannotDistributeError, match="prefetched"):
             rest_of_epoch.rest_of(known | unknown)
 
 

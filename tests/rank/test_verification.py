@@ -125,10 +125,10 @@ def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_o
     agent, rank = channel.pair()
     verifier = Verifier(rank, Journal(limit_bytes=1), every=1, nan_limit_s=None)
 
-    verifier.step_aside_if_odd()
+    verifier.stop_if_divergent()
     not_odd_s = time.monotonic()
-    verifier.stand_aside()
-    verifier.step_aside_if_odd()
+    verifier.mark_divergent()
+    verifier.stop_if_divergent()
     odd_s = time.monotonic()
 
     assert odd_s - not_odd_s >= 0.3

@@ -92,7 +92,7 @@ def test_a_rank_killed_while_it_writes_a_record_leaves_the_older_ones(recorder: 
 def test_a_record_that_is_too_large_says_which_setting_makes_room(recorder: Recorder) -> None:
     recorder.write(1, b"old", [])
 
-    with pytest.raises(RecordTooLargeError, match="record_limit_mib = 1 "):
+    with pytest.raises(RecordTooLargeError, match="raise record_limit_mib, now 1"):
         recorder.write(1 + SLOTS, b"", [torch.zeros(RECORD_BYTES)])
 
     assert recorder.read(1) == (b"old", b"")
@@ -308,7 +308,7 @@ def say_lines(path: str, skip: tuple[int, int], is_replay: bool, words: list[str
         print(word, end="")
     print("error", file=sys.stderr)
     counted = [session.board.get(0, field) for field in (Field.LINES_OUT, Field.LINES_ERR)]
-    return counted + output.lines_said(session)
+    return counted + output.lines_printed(session)
 
 
 @pytest.mark.parametrize(

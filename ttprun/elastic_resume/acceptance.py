@@ -13,7 +13,7 @@ from typing import Any
 
 from ttprun.agent.stored import Origin, Stored
 from ttprun.errors import ConfigError
-from ttprun.rank.data.rest_of_epoch import CannotDealOutError, rest_of
+from ttprun.rank.data.rest_of_epoch import CannotDistributeError, rest_of
 from ttprun.rank.records.record import Record
 from ttprun.rank.values import Tree
 from ttprun.rank.values.nodes import Tag
@@ -67,7 +67,7 @@ def _why_not(last: dict[str, Any]) -> str:
     for iterator in last["loaders"]:
         try:
             rest_of(iterator)
-        except CannotDealOutError as error:
+        except CannotDistributeError as error:
             where = iterator["name"][0].rpartition("|")[2].rpartition("/")[2]
             return f"the DataLoader of {where}: {error}"
     return ""

@@ -74,7 +74,7 @@ class Adapted(Replay):
         try:
             rest_of_epoch.check(recorded["source"], source)
             left = rest_of_epoch.rest_of(recorded)
-        except rest_of_epoch.CannotDealOutError as error:
+        except rest_of_epoch.CannotDistributeError as error:
             where = name[0].rpartition("|")[2].rpartition("/")[2]
             self.refuse(f"the DataLoader of {where} cannot go on with other ranks: {error}")
         epochs = (recorded.get("first") or recorded)["epochs"]
@@ -98,7 +98,7 @@ class Adapted(Replay):
         self._note_setup()
         difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
         if difference:
-            self._pass_by(difference)
+            self._note_other_place(difference)
             return returned
         for entry in self.session.journal.unfinished():
             self.session.journal.wait(entry)
@@ -139,7 +139,7 @@ class Adapted(Replay):
                 "batches that were fetched ahead are not among the variables as the DataLoader has made them, so they "
                 "cannot be told from the rest"
             )
-        restore, returned = self._put_in(taken, frame, returned, is_comparing=True)
+        restore, returned = self._restore(taken, frame, returned, is_comparing=True)
         if self._derived is not None:
             for number, state in merge.generators.items():
                 self._derived.reseed(restore.object_of(number), state)

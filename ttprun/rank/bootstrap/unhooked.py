@@ -32,7 +32,7 @@ def why_in_child(pid: int) -> str:
     if child is None:
         return ""
     return (
-        f"it does not use torch itself, but its child process does ({command_of(child)}), and the children of ranks are "
+        f"it does not use torch itself, but its child process does ({command_of(child)}), and children of ranks are "
         "not hooked: give ttprun the training script itself, or start it with `exec` and --no-python"
     )
 

@@ -1,9 +1,9 @@
-"""Whether a replacement does what the lost rank did, as far as that rank has left evidence of it.
+"""Compare a replacement with the evidence that the lost rank has left of its last step.
 
-The lost rank has noted what it gave to the running step (evidence.py). Its replacement runs that step live, and each
-batch, loss and input of a collective that it comes to is compared, bit for bit, before anybody gets it. If one differs,
-state that nobody records is another one here: the agent is told, and the next rung is tried. What was compared and
-found equal is reported too, and so is what could not be compared: an incident claims no more than that.
+The lost rank has noted the batches, losses and inputs of collectives of that step (evidence.py). Its replacement runs
+the step live, and compares each of these, bit for bit, before it is used. A difference means that some state is not
+recorded: it is reported to the agent, and the next rung is tried. What was equal is reported too, and what could not be
+compared: an incident claims no more than that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.weights import optimizer_registry
 
 MEASURED_ELEMENTS = 16
-# What a kind is called: (one, several)
+# Names of the kinds: (singular, plural)
 _NAMES = {
     BATCH: ("batch of a DataLoader", "batches of DataLoaders"),
     LOSS: ("loss", "losses"),
@@ -32,11 +32,7 @@ _going_backward = 0
 
 
 class Proof:
-    """A replacement's part in the step in which its rank was lost.
-
-    step   the boundary from which it has gone live
-    left   what the lost rank had noted since then
-    """
+    """The comparison in the step in which a rank was lost; its replacement goes live at boundary `step`."""
 
     def __init__(self, session: Session, step: int) -> None:
         self._session = session
@@ -47,7 +43,7 @@ class Proof:
 
     @classmethod
     def of(cls, session: Session, step: int) -> Proof | None:
-        """What there is to compare from this boundary on; None, and told, if there is nothing."""
+        """The comparison from this boundary on; None, which is reported, if the lost rank has left nothing."""
         proof = cls(session, step)
         if proof._left:
             return proof
@@ -55,9 +51,9 @@ class Proof:
         return None
 
     def compare(self, place: Place, noted: Noted, tensors: Sequence[torch.Tensor], what: str) -> None:
-        """Compare what this rank is about to give. Raises MismatchError, once the agent has been told.
+        """Compare what this rank is about to use. Raises MismatchError, after reporting it to the agent.
 
-        what   of the kind of the place, for a person: its name
+        what   which one it is, for a person
         """
         lost = self._left.pop(place, None)
         if lost is None:
@@ -69,60 +65,60 @@ class Proof:
             self._equal[kind] += 1
         elif kind == INPUT and _is_measured(tensors):
             self._not_proved.append(
-                f"{which} is another one than in the lost rank; it is small and no gradient: a time that was measured?"
+                f"{which} differs from the lost rank's; it is small and not a gradient: perhaps a measured time"
             )
         elif torch.get_num_threads() > 1 and is_close(lost.sample, noted.sample, tensors[0].dtype):
-            self._not_proved.append(f"{which} is the lost rank's but for rounding: its kernels run on several threads")
+            self._not_proved.append(f"{which} differs from the lost rank's by rounding: kernels run on several threads")
         else:
-            self._refuse(f"{which} is another one than in the lost rank")
+            self._refuse(f"{which} differs from the lost rank's")
         if not self._left:
             self.end()
 
     def end_step(self) -> None:
-        """The step is over. Raises MismatchError if the lost rank had given more to it."""
+        """The step is over. Raises MismatchError if the lost rank had noted more in it."""
         if self._left:
             kinds = Counter(kind for kind, _, _ in self._left)
-            missing = ", ".join(_told(kind, count) for kind, count in sorted(kinds.items()))
-            self._refuse(f"the lost rank had come to further things in step {self._step}: {missing}")
+            missing = ", ".join(_counted(kind, count) for kind, count in sorted(kinds.items()))
+            self._refuse(f"the replacement did not reach what the lost rank had in step {self._step}: {missing}")
 
     def end(self) -> None:
-        """All that the lost rank had noted has been compared."""
+        """Report the result: everything that the lost rank had noted has been compared."""
         self._session.proof = None
-        equal = [f"{_told(kind, count)} in step {self._step}" for kind, count in sorted(self._equal.items())]
+        equal = [f"{_counted(kind, count)} in step {self._step}" for kind, count in sorted(self._equal.items())]
         if self._step and not (self._equal[LOSS] or self._equal[INPUT]):
             self._not_proved.append(f"the lost rank had left no loss and no input of a collective of step {self._step}")
-        tell(self._session, equal, self._not_proved)
+        report(self._session, equal, self._not_proved)
 
     def _refuse(self, difference: str) -> None:
         self._session.proof = None
         report_mismatch(
             self._session.channel,
             self._session.generation,
-            f"the script cannot be replayed: {difference}, so something that is neither recorded nor set up again has "
-            "changed in the steps",
+            f"the script cannot be replayed: {difference}, so its steps depend on something that is neither recorded "
+            "nor made again by its setup",
         )
 
 
-def _told(kind: int, count: int) -> str:
+def _counted(kind: int, count: int) -> str:
     return f"{count} {_NAMES[kind][count != 1]}"
 
 
-def tell(session: Session, equal: list[str], not_proved: list[str]) -> None:
-    """Report what of this rank was compared with the lost one and found equal, and what is not proved."""
+def report(session: Session, equal: list[str], not_proved: list[str]) -> None:
+    """Report what was compared with the lost rank and found equal, and what is not proved."""
     if equal or not_proved:
         session.channel.send(from_rank.Compared(equal, not_proved))
 
 
 def is_decisive(session: Session, step: int) -> bool:
-    """Whether the lost rank has left something of a step that only the right state gives again."""
+    """Whether the lost rank has left a loss or an input of a collective of a step, which depend on all its state."""
     return any(kind in (LOSS, INPUT) for kind, _, _ in session.recorder.evidence.left(step))
 
 
 def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> None:
-    """This rank is about to give something to the running step: note it, and compare it if it is a replacement.
+    """Note what this rank is about to use in the current step; a replacement compares it.
 
-    values   of which the tensors in the processor's memory are looked at
-    what     for a person: which it is
+    values   of which the CPU tensors are noted
+    what     which one it is, for a person
 
     Raises MismatchError, and nothing else.
     """
@@ -137,14 +133,14 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
             session.proof.compare(place, noted, tensors, what)
     except MismatchError:
         raise
-    except Exception as error:  # what cannot be looked at is not proved, and the script goes on
+    except Exception as error:  # not proved; training continues
         if session.proof is not None:
             session.proof = None
-            tell(session, [], [f"what the lost rank had given to step {session.applied} cannot be compared: {error!r}"])
+            report(session, [], [f"step {session.applied} cannot be compared with the lost rank's: {error!r}"])
 
 
 def wrap_backward(original: Any) -> Any:
-    """torch.autograd.backward: know the losses, and which collectives are given gradients."""
+    """torch.autograd.backward: note the losses, and which collectives reduce gradients."""
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         global _going_backward
@@ -163,9 +159,9 @@ def wrap_backward(original: Any) -> Any:
 
 
 def _is_measured(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the input of a collective may be what a script measures or names: a time, memory in use, an object.
+    """Whether a collective's input may be a measurement (a time, memory in use) or a pickled object, not a gradient.
 
-    Two runs differ in these, and the training does not depend on them. A gradient is none of them.
+    These differ between two runs, and training does not depend on them.
     """
     if _going_backward or any(
         tensor is parameter.grad for tensor in tensors for parameter in optimizer_registry.parameters()

@@ -1,7 +1,7 @@
-"""Whether what the ranks' gradients were reduced to holds a NaN: some elements each step, all of them now and then.
+"""Look for NaN in reduced gradients: some elements at each step, all of them every WHOLE_EVERY steps.
 
-A NaN of one rank is in everybody's result. Whose it was, a copy of this rank's own input tells, where the journal has
-made one. This is what `on_nan: warn` needs; `on_nan: stop` looks at every input before the step (verification.py).
+A NaN of one rank is in the result of all. Whether it is this rank's own is seen in the journal's copy of the input, if
+there is one. This serves `on_nan: warn`; `on_nan: stop` checks every input before the step (verification.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ttprun.rank.comm.journal import Entry, Journal
 
 WHOLE_EVERY = 16  # boundaries
-MOST_OPERATIONS = 16  # of a step, unless all are looked at
+MOST_OPERATIONS = 16  # of a step, unless all are checked
 SAMPLE = 1024  # elements of each result
 _REDUCING = frozenset(
     {
@@ -30,36 +30,33 @@ _REDUCING = frozenset(
 def find_nan(journal: Journal, boundary: int) -> tuple[str, bool]:
     """(where in the step's results a NaN was found, whether this rank's own input had it).
 
-    To be called when the step's collectives have completed. The first is "" if nothing was found, or if the NaN is
-    known to be another rank's.
+    For when the step's collectives have completed. The first is "" if there is no NaN, or if it is another rank's.
     """
     with journal.lock:
         entries = [entry for entry in journal.entries if entry.op in _REDUCING and entry.is_done]
     is_whole = boundary % WHOLE_EVERY == 0
     if not is_whole and len(entries) > MOST_OPERATIONS:
         first = boundary * MOST_OPERATIONS % len(entries)
-        looked_at = (entries[first:] + entries[:first])[:MOST_OPERATIONS]
-    else:
-        looked_at = entries
-    for entry in looked_at:
+        entries = (entries[first:] + entries[:first])[:MOST_OPERATIONS]
+    for entry in entries:
         if any(has_nan(output, boundary, is_whole) for output in entry.outputs):
-            return _told(journal, entry)
+            return _whose(journal, entry)
     return "", False
 
 
 def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
-    """Whether one of its elements is NaN; others are looked at in each step, unless it is small or `is_whole`."""
+    """Whether an element is NaN; of a large tensor a sample is checked, another one each step, unless `is_whole`."""
     if not tensor.is_floating_point():
         return False
     found = elements_of(tensor.detach())
     apart = found.numel() // SAMPLE
     if apart > 1 and not is_whole:
         found = found.reshape(-1)[boundary % apart :: apart] if found.is_contiguous() else found[:1]
-    # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+    # The sum over infinities of both signs is NaN too, hence the second check.
     return math.isnan(found.sum().item()) and bool(found.isnan().any())
 
 
-def _told(journal: Journal, entry: Entry) -> tuple[str, bool]:
+def _whose(journal: Journal, entry: Entry) -> tuple[str, bool]:
     """See `find_nan`."""
     where = f"{entry.op} number {journal.entries.index(entry)} of the step"
     if not entry.saved:

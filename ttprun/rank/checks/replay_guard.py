@@ -1,7 +1,7 @@
-"""What a replacement must issue: the collectives that the survivors' journals hold since the boundary.
+"""The collectives that a replacement must issue: those in the survivors' journals since the boundary.
 
-Each of its own is compared before it is issued. A difference means that the replacement does not do what the lost rank
-did (another branch, another shape, another order): nothing is communicated, and the next rung is tried.
+Each of its own is compared before it is issued. A difference (another branch, shape or order) means that the
+replacement does not repeat the lost rank: nothing is communicated, and the next rung is tried.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KILL_LIMIT_S = 60.0
 
 
 class MismatchError(RuntimeError):
-    """The replacement does not do what the lost rank did."""
+    """The replacement does not repeat the lost rank."""
 
     is_meant_for_script = True
 
@@ -31,10 +31,10 @@ class Expected:
         self._channel = channel
         self._generation = generation
         self._left = {name: list(reversed(signatures)) for name, signatures in by_group.items() if signatures}
-        self._tell_if_through()
+        self._report_if_done()
 
     def check(self, entry: Entry) -> None:
-        """Compare a collective that is about to be issued. Raises MismatchError, once the agent has been told."""
+        """Compare a collective that is about to be issued. Raises MismatchError, after reporting it to the agent."""
         left = self._left.get(entry.group.group_name)
         if not left:
             return
@@ -47,15 +47,15 @@ class Expected:
             )
         if not left:
             del self._left[entry.group.group_name]
-            self._tell_if_through()
+            self._report_if_done()
 
-    def _tell_if_through(self) -> None:
+    def _report_if_done(self) -> None:
         if not self._left:
             self._channel.send(from_rank.Reissued(self._generation))
 
 
 def report_mismatch(channel: Channel, generation: int, reason: str) -> None:
-    """Tell the agent why this rank must not go on, and stay here until it ends the process. Raises MismatchError."""
+    """Report why this rank must not continue, and wait until the agent kills the process. Raises MismatchError."""
     channel.send(from_rank.Mismatch(generation, reason))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

@@ -1,12 +1,12 @@
-"""Two looks at the numbers while training goes well: are my weights still the others', and is my gradient a number?
+"""Two checks during training: are the replicated weights equal between ranks, and does a gradient hold a NaN?
 
-Weights are compared between ranks every `verify_every` steps: they are copied before the step, which takes as long as a
-copy does, and hashed on a thread of their own while training goes on; the agent compares. At the first steps, and at
-those after a recovery, all that is trained is hashed before the step (holdings.py).
+Weights are compared every `verify_every` steps: they are copied before the step, and hashed by another thread while
+training continues; the agent compares the hashes. At the first steps, and at those after a recovery, all trained
+tensors are hashed before the step (holdings.py).
 
-If a NaN is to stop the job, a gradient is looked at when the rank that made it has sent it off, while the ranks
-exchange theirs and the journal's copy is still at hand: after the all-reduce a NaN is in all ranks, and nobody knows
-whose. Else what has come out of the all-reduce is looked at before the step (reduced_gradients.py).
+With `on_nan: stop`, a gradient is checked in the rank that computed it, while its all-reduce runs: afterwards the NaN
+is in all ranks, and its origin is lost. Otherwise the results of the all-reduce are checked before the step
+(reduced_gradients.py).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
     from ttprun.rank.comm.journal import Entry, Journal
 
-PROOF_STEPS = 2  # behind a recovery, in front of which all ranks say what they hold
+PROOF_STEPS = 2  # steps after a recovery, before each of which all ranks report their hashes
 _KILL_LIMIT_S = 60.0
 
 
 class Verifier:
-    """Looks at gradients and weights in front of each step, and tells the agent.
+    """Checks gradients and weights before each step, and reports to the agent.
 
-    every         boundaries between two looks at the weights, beside the first ones; 0: none
-    is_compared   what ranks hold is compared at all
-    nan_limit_s   seconds for which a NaN in this rank's gradient keeps it from the step, till the job ends; None: it is
-                  only told
-    looks_before  at each gradient as this rank gives it, and not only at what all have made of them
+    every         boundaries between two comparisons of weights, after the first ones; 0: none
+    is_compared   weights are compared at all
+    nan_limit_s   seconds for which a NaN in this rank's gradient blocks the step until the job ends; None: it is only
+                  reported
+    looks_before  each gradient is checked before it is reduced, not only the result
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Verifier:
         self._had_nan = False
         self._prove_until = 0
         self._look_at = 0
-        self._is_odd = False
+        self._is_divergent = False
         self._why_off = ""
         self._rows: list[tuple[str, bool]] = []  # of each copy: key of its parameter, whether it is the gradient
         self._copies: list[torch.Tensor] = []
@@ -68,15 +68,14 @@ class Verifier:
         self._thread: threading.Thread | None = None
 
     def look(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None, are_new: bool) -> None:
-        """The step behind which the boundary lies is about to be taken.
+        """The step that ends at the boundary is about to be taken.
 
         optimizer   about to take it
         frame       innermost one of the script, whose variables name the parameters
-        are_new     what is trained has not been looked at twice
+        are_new     the trained tensors have not been hashed twice
 
-        If there is a NaN that keeps the rank from the step, this blocks till the agent has saved what there is and ends
-        the process; the other ranks wait for its record all the while, so that nobody takes the step. Raises
-        RuntimeError if the agent does not come.
+        If a NaN must stop the job, this blocks until the agent has saved the state and kills the process; the other
+        ranks wait for this rank's record meanwhile, so none takes the step. Raises RuntimeError after nan_limit_s.
         """
         if self.looks_before:
             where, is_own = nan_in(self._journal), True
@@ -106,7 +105,7 @@ class Verifier:
             self._begin_hash(boundary, optimizer)
 
     def _look_in_full(self, boundary: int, optimizer: torch.optim.Optimizer, frame: FrameType | None) -> None:
-        """Report all that this rank trains, before it commits: at any later fault the agent knows it."""
+        """Report the hashes of all trained tensors before the commit, so that the agent knows them at a fault."""
         try:
             held, names = holdings.in_full(optimizer), holdings.names(frame)
         except Exception as error:
@@ -115,33 +114,33 @@ class Verifier:
         self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names))
 
     def prove_from(self, boundary: int) -> None:
-        """A recovery ends at this boundary: look in front of the next steps, whether all are still alike.
+        """A recovery ends at this boundary: compare all hashes before each of the next steps.
 
-        What a replacement does otherwise than the lost rank did shows in the weights before its second step at last.
+        A difference between replacement and lost rank shows in the weights before the second step at the latest.
         """
         self._prove_until = boundary + PROOF_STEPS
 
     def look_at(self, boundary: int) -> None:
-        """The agent wants a full look at this boundary."""
+        """The agent requests all hashes at this boundary."""
         self._look_at = boundary
 
-    def stand_aside(self) -> None:
-        """The agent has found that this rank's weights are not the others'."""
-        self._is_odd = True
+    def mark_divergent(self) -> None:
+        """The agent has found that this rank's weights differ from its replicas'."""
+        self._is_divergent = True
 
-    def step_aside_if_odd(self) -> None:
-        """Behind a boundary: a rank that is odd stops here, and the agent ends its process.
+    def stop_if_divergent(self) -> None:
+        """After a boundary: a divergent rank stops here, and the agent kills the process.
 
-        Not in the middle of a step: collectives that the others have completed would hold what this rank gave, its
-        replacement would give something else, get other results than they, and diverge in its turn.
+        Not during a step: completed collectives would contain this rank's inputs; its replacement would have other
+        inputs and results than the others, and diverge too.
         """
-        if self._is_odd:
-            self._is_odd = False
+        if self._is_divergent:
+            self._is_divergent = False
             self._channel.send(from_rank.SteppedAside())
             threading.Event().wait(_KILL_LIMIT_S)
 
     def end(self, limit_s: float = 0.0) -> None:
-        """The run of the script is over: the thread ends; it is waited for so long at most."""
+        """The run of the script is over: end the thread, and wait `limit_s` at most for it."""
         self._work.put(None)
         if self._thread is not None:
             self._thread.join(limit_s)
@@ -158,19 +157,19 @@ class Verifier:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
                 self._thread.start()
-        except Exception as error:  # there may be no memory for it, which training must not feel
+        except Exception as error:  # e.g. no memory: training continues
             self._turn_off(error)
             return
         self._is_idle.clear()
         self._work.put(boundary)
 
     def _turn_off(self, error: Exception) -> None:
-        """This rank's weights are not compared any more, and so nobody's: that is told, and training goes on."""
+        """Report that weights are not compared any more, since this rank's are missing; training continues."""
         self._why_off = f"the weights of this rank cannot be hashed ({in_one_line(error)})"
         self._channel.send(from_rank.Note(f"{self._why_off}: from now on the ranks' weights are not compared"))
 
     def _copy(self, weights: list[torch.Tensor]) -> None:
-        """Into the same buffers as before. While these are being hashed no look is taken: the agent can wait."""
+        """Copy into the buffers of the previous comparison, whose hashing is done."""
         if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
             self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
         for copy, one in zip(self._copies, weights, strict=True):
@@ -194,12 +193,9 @@ class Verifier:
 
 
 def look_for_nan(entry: Entry) -> None:
-    """Note which of a collective's inputs has a NaN, now that it is on its way.
-
-    One pass over the journal's copies, just made, or over the gradients that a bucket was made of.
-    """
+    """Note the NaNs in an issued collective's inputs: the journal's copies, or the gradients in a bucket."""
     if entry.held is not None:
-        entry.nan = entry.held.told_nans()
+        entry.nan = entry.held.count_nans()
         return
     for _, copy in entry.saved:
         found = nans_in(copy)
@@ -209,16 +205,16 @@ def look_for_nan(entry: Entry) -> None:
 
 
 def nans_in(tensor: torch.Tensor) -> int:
-    """How many elements are NaN."""
+    """The number of elements that are NaN."""
     tensor = elements_of(tensor)
-    # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+    # The sum over infinities of both signs is NaN too, hence the count.
     if tensor.is_floating_point() and math.isnan(tensor.sum().item()):
         return int(tensor.isnan().sum())
     return 0
 
 
 def nan_in(journal: Journal) -> str:
-    """Which of the step's collectives this rank has given a NaN; "" if none."""
+    """Which of the step's collectives has a NaN in this rank's input; "" if none."""
     with journal.lock:
         for entry in journal.entries:
             if entry.nan:

@@ -1,14 +1,14 @@
 """Inputs that the journal need not copy: the gradients in the buckets of DistributedDataParallel.
 
-DDP copies each gradient, divided by the number of ranks, into a flat bucket, and has that reduced in place. Up to the
-end of its last bucket the gradients themselves are untouched, so what a bucket held can be made of them again. From
-then on the bucket holds the result, till the next backward pass: a rank that has it gives it to those that have not,
-and nothing is issued again. Either way no copy is needed, which is most of what protection would cost a step.
+DDP copies each gradient, divided by the number of ranks, into a flat bucket, which is reduced in place. Until its last
+bucket is done the gradients themselves do not change, so a bucket's input can be computed from them again. From then
+on, until the next backward pass, the bucket holds the result: a rank that has it broadcasts it, and nothing is issued
+again. Either way no copy is needed, and copies would be most of what protection costs a step.
 
-What lies where in a bucket is in DDP's own log. It is compared with the journal's copies for some steps before it is
-relied on, and whatever DDP does otherwise with its gradients (hooks, views, parameters without a gradient) is left to
-the copies. An input that is made again is compared with what was noted of it. Whether it has a NaN is asked of the
-gradients too, while the bucket is on its way. Begin with `Buckets.hold`.
+The layout of the buckets is in DDP's own log. It is compared with the journal's copies for some steps before it is
+trusted; other uses of DDP (hooks, views, parameters without a gradient) get copies. An input that is computed again is
+compared with what was noted of it. NaNs are looked for in the gradients, during the reduction. Begin with
+`Buckets.hold`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ttprun.rank.weights.replicated import NotRepairableError
 if TYPE_CHECKING:
     from ttprun.rank.comm.journal import Entry
 
-# Below these a bucket is copied: that takes less time than to note what is in it.
+# Smaller buckets are copied: that takes less time than to note their content.
 FROM_BYTES = 256 << 10
 FROM_BYTES_A_GRADIENT = 32 << 10  # on average
 TRUSTED_AFTER = 3  # steps
 SAMPLES = 128
-# Steps for which DDP's log is looked at; it tells what is in the buckets from the third one on.
+# Steps for which DDP's log is read; it has the buckets' layout from the third one on.
 _LOOKS = 16
 _WORD_BYTES = 8
 _GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
@@ -47,10 +47,10 @@ Noted = tuple[list[int], bytes]
 class Held:
     """An input that was not copied.
 
-    bucket    in which it lay
+    bucket    that held it
     flat      the bucket's tensor: input and result of the operation
-    noted     what is known of the input, and of the gradients
-    version   of the tensor when it was issued; it becomes another one once DDP writes the bucket anew
+    noted     samples of the input, and the gradients' version counters
+    version   of the tensor when it was issued; changes when DDP writes the bucket again
     """
 
     bucket: Bucket
@@ -64,20 +64,19 @@ class Held:
         return self.flat._version == self.version
 
     def put_back(self) -> None:
-        """Make the input of the gradients again. Raises NotRepairableError if that does not give what was noted."""
+        """Compute the input from the gradients again. Raises NotRepairableError if it differs from what was noted."""
         if not (self.bucket.fill(self.flat) and self.bucket.note() == self.noted):
-            raise NotRepairableError("a gradient was changed behind its all-reduce, whose input is not known any more")
+            raise NotRepairableError("a gradient was changed after its all-reduce, whose input is therefore lost")
         self.version = self.flat._version
 
-    def told_nans(self) -> str:
-        """How many elements of the input are NaN, in words; "" if none is.
+    def count_nans(self) -> str:
+        """ "3 of 8 elements" if the input has NaN, else "".
 
-        To be asked in the backward pass, up to whose end the gradients are what the bucket was made of. The bucket
-        itself is being reduced.
+        For the backward pass, until whose end the gradients are what the bucket was made of.
         """
-        # None is left of a backward pass that was broken off, if the script has thrown its gradients away.
+        # None after an interrupted backward pass, if the script has dropped its gradients.
         gradients = [gradient for gradient in self.bucket.gradients() if gradient is not None]
-        # A sum is a NaN if an element is, and also over infinities of both signs: hence the second look.
+        # The sum over infinities of both signs is NaN too, so count.
         if not cmath.isnan(sum([gradient.sum().item() for gradient in gradients])):
             return ""
         found = sum([int(gradient.isnan().sum()) for gradient in gradients])
@@ -85,19 +84,19 @@ class Held:
 
 
 class Bucket:
-    """Where the gradients of some parameters lie in one flat tensor.
+    """The layout of some parameters' gradients in one flat tensor.
 
     size_bytes  of its tensor
-    agreed      steps in which they were found there
-    is_refused  they were not, or something else speaks against relying on it
+    agreed      steps in which the tensor had this content
+    is_refused  it had not, or cannot be trusted for another reason
     is_used     it has been reduced since the newest boundary
-    is_last     of its model's, which DDP reduces in the same order in each backward pass
+    is_last     DDP reduces it last in each backward pass
     pointer     address of its tensor; 0 if not known yet
     """
 
     def __init__(self, model: Any, parameters: list[torch.Tensor], world_size: int) -> None:
         self._parameters = parameters
-        self._model = weakref.ref(model, lambda _: parameters.clear())  # which must not outlive it
+        self._model = weakref.ref(model, lambda _: parameters.clear())  # do not keep them alive
         self._factor = 1.0 / world_size
         self.size_bytes = sum(parameter.nbytes for parameter in parameters)
         self.agreed = 0
@@ -109,26 +108,26 @@ class Bucket:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its model is there."""
+        """Whether its model still exists."""
         return self._model() is not None
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it takes less time to note what is in it than to copy it."""
+        """Whether it takes less time to note its content than to copy it."""
         return self.size_bytes >= max(FROM_BYTES, FROM_BYTES_A_GRADIENT * len(self._parameters))
 
-    def lies_in(self, flat: torch.Tensor) -> None:
-        """This is its tensor, from now on: DDP keeps it as long as the model."""
+    def set_tensor(self, flat: torch.Tensor) -> None:
+        """`flat` is its tensor from now on: DDP keeps it as long as the model."""
         self.pointer = flat.data_ptr()
         words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
         self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
 
     def gradients(self) -> list[Any]:
-        """Of each parameter; None where there is none."""
+        """Each parameter's gradient, or None."""
         return list(map(_GRADIENT, self._parameters))
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """(gradient, where it lies in `flat`), each of the parameter's shape; None if one of them cannot be told."""
+        """(gradient, its view of `flat`), each of the parameter's shape; None if one of them is unknown."""
         found, at = [], 0
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -139,7 +138,7 @@ class Bucket:
         return found if self.is_alive else None
 
     def fill(self, flat: torch.Tensor) -> bool:
-        """Write all gradients as DDP does; False if one cannot be told."""
+        """Write all gradients as DDP does; False if one is unknown."""
         parts = self.parts(flat)
         with torch.no_grad():
             for gradient, place in parts or ():
@@ -147,36 +146,36 @@ class Bucket:
         return parts is not None
 
     def is_in(self, flat: torch.Tensor) -> bool:
-        """Whether `flat` is what `fill` would make it."""
+        """Whether `flat` has the content that `fill` would write."""
         parts = self.parts(flat)
         return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
 
     def note(self) -> Noted:
-        """How often each gradient has been written, and some words of the tensor.
+        """The gradients' version counters, and samples of the tensor.
 
-        None of the gradients may be missing, and the tensor must be alive. Nothing is asked of torch: in front of the
-        reduction, one operation of its would take as long as all of this.
+        No gradient may be None, and the tensor must be alive. Calls no operation of torch: one would take as long as
+        all of this, before the reduction begins.
         """
         return list(map(_VERSION, self.gradients())), self._sampled.tobytes()
 
     def may_be_held(self) -> bool:
-        """Whether nothing speaks against it, now that it is about to be reduced."""
+        """Whether its input need not be copied, now that it is about to be reduced."""
         model = self._model()
         if self.is_refused or self.agreed < TRUSTED_AFTER or model is None or not is_plain(model):
             return False
-        # Such a hook may change a gradient behind DDP's copying it.
+        # A post-accumulate hook may change a gradient after DDP has copied it.
         return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
 
 
 def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether DDP gives the gradient the strides of its parameter in the bucket."""
+    """Whether the gradient has its parameter's strides in the bucket."""
     if gradient.layout is not torch.strided:
         return False
     return parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
 
 
 def is_plain(model: Any) -> bool:
-    """Whether DDP itself copies each gradient into a bucket, and reduces that."""
+    """Whether DDP copies each gradient into a bucket, and reduces that."""
     return not (
         model.find_unused_parameters
         or model.static_graph
@@ -187,15 +186,12 @@ def is_plain(model: Any) -> bool:
 
 
 def buckets_of(model: Any, world_size: int) -> list[Bucket]:
-    """The buckets as DDP's log has them; [] if it does not tell, or not yet.
-
-    To be called where no backward pass is under way: DDP locks its log meanwhile.
-    """
+    """The buckets by DDP's log; [] if it has none (yet). Not during a backward pass, which locks the log."""
     try:
-        told = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
+        indices = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", "")
         parameters = model._build_params_for_reducer()[0]
-        rows = [[parameters[int(word)] for word in words.split()] for words in told.split(",") if words]
-    except (AttributeError, IndexError, ValueError):  # of another version of torch
+        rows = [[parameters[int(word)] for word in words.split()] for words in indices.split(",") if words]
+    except (AttributeError, IndexError, ValueError):  # another version of torch
         return []
     found = [Bucket(model, row, world_size) for row in rows]
     for bucket in found[:-1]:
@@ -210,22 +206,22 @@ class Buckets:
         self._group = weakref.ref(group)
         self._buckets: list[Bucket] = []
         self._held: list[Held] = []  # since the newest boundary
-        self._unseen: list[Entry] = []  # which have not been looked at for NaN
-        self._is_to_look = False  # something has come that lies in no bucket that is known
+        self._unseen: list[Entry] = []  # not yet searched for NaN
+        self._is_to_look = False  # an input was in no known bucket
         self._looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, entry: Entry) -> bool:
-        """Note the input of an operation that is about to be issued; False if it must be copied."""
+        """Note the input of an operation before it is issued; False if it must be copied."""
         if entry.op != "allreduce" or len(entry.outputs) != 1:
             return False
         flat = entry.outputs[0]
         if flat.layout is not torch.strided:
             return False
-        # What is reduced in the memory of a plain model's bucket is that bucket, with the operation that was compared.
+        # A tensor in the memory of a known bucket is that bucket, reduced by the operation that was compared.
         bucket = self._find(flat)
         if bucket is None or not bucket.may_be_held():
             return False
-        if bucket.is_used:  # what the first one has given is lost
+        if bucket.is_used:  # a second reduction overwrites the first one's result
             bucket.is_refused = True
             return False
         bucket.is_used = True
@@ -234,7 +230,7 @@ class Buckets:
         return True
 
     def compare(self, entry: Entry) -> None:
-        """The input of an operation has been copied: see whether that would have been needed."""
+        """The input of an operation has been copied: find out whether it is a bucket's."""
         flat = _reduced(entry)
         if flat is None:
             return
@@ -249,16 +245,16 @@ class Buckets:
             for one in likely:
                 one.is_refused = True
             return
-        found.lies_in(flat)
-        found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # then something speaks against holding it
+        found.set_tensor(flat)
+        found.is_refused = found.is_used or found.agreed >= TRUSTED_AFTER  # trusted, and yet `hold` has refused it
         found.is_used = True
         found.agreed += 1
 
     def look_for_nan(self, entry: Entry) -> None:
-        """Note whether the input of an operation that has been issued has a NaN, or leave that to the next one.
+        """Note whether the input of an issued operation has a NaN.
 
-        A bucket's gradients are left: as long as there is another one to come, all ranks wait for what this thread has
-        yet to compute, while behind the last one it has nothing to do. They stay what they are till then.
+        That of a bucket is postponed until the last one: before that all ranks wait for this thread's computation, and
+        after it the thread is idle. The gradients do not change meanwhile.
         """
         if entry.held is not None and not entry.held.bucket.is_last:
             self._unseen.append(entry)
@@ -269,12 +265,12 @@ class Buckets:
         verification.look_for_nan(entry)
 
     def parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(gradient, where it lies in `flat`), as Bucket.parts; [] if this is no bucket that is known."""
+        """As Bucket.parts; [] if `flat` is not a known bucket's."""
         bucket = self._find(flat)
         return [] if bucket is None else bucket.parts(flat) or []
 
     def end_step(self) -> None:
-        """Nothing of the step will be issued again. Called where no backward pass is under way."""
+        """The step is committed, nothing of it will be issued again. Not called during a backward pass."""
         for held in self._held:
             if not held.is_kept:
                 held.bucket.is_refused = True
@@ -304,7 +300,7 @@ class Buckets:
 
 
 def _reduced(entry: Entry) -> torch.Tensor | None:
-    """The tensor of an operation that can be the reduction of a bucket."""
+    """The tensor of an operation that may be the reduction of a bucket."""
     if entry.op != "allreduce" or len(entry.outputs) != 1 or len(entry.args) != 2:
         return None
     flat = entry.outputs[0]

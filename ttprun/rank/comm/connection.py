@@ -1,12 +1,12 @@
-"""A gloo backend of one group in one generation, which can be cut off at once.
+"""A gloo backend of one group in one generation, whose connections can be cut at once.
 
 gloo's own abort() does not wake a rank that waits for a living peer (torch 2.13), so the backend's TCP sockets are shut
 down instead: every pending operation then fails within milliseconds. The listener is left alone: shutting it down
-aborts the process. Each backend gets a device of its own, hence a listening port of its own, by which its sockets are
-known.
+aborts the process. Each backend gets a gloo device of its own, hence its own listening port, which identifies its
+sockets.
 
-Addresses are exchanged through the agent (`Exchange`), so no port listens for that, and a wait for a peer that will
-never come ends when the generation ends.
+Addresses are exchanged through the agent (`Exchange`), so that needs no port, and a wait for a peer that will never
+come ends with the generation.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ CONNECT_LIMIT = timedelta(seconds=120)
 
 
 class GenerationOverError(RuntimeError):
-    """The generation ended while something still waited in it; the recovery tries again in the next."""
+    """The generation ended during a wait in it; the recovery tries again in the next."""
 
 
 class GivenUpError(Exception):
-    """Some rank makes its groups without us: all must."""
+    """Some rank makes torch's own groups, so all must."""
 
 
 _GIVEN_UP = "groups are torch's own"
 
 
 class Exchange:
-    """Keys that ranks tell each other through the agent, separated by generation.
+    """A key-value store of all ranks through the agent, separated by generation.
 
-    is_given_up   some rank could not make a managed group, so that from now on all make torch's own
+    is_given_up   some rank could not make a managed group: from now on all make torch's own
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -58,13 +58,13 @@ class Exchange:
         self._news = threading.Condition()
 
     def put(self, generation: int, key: str, value: bytes) -> None:
-        """Tell all ranks, this one included."""
+        """Send a value to all ranks, including this one."""
         self.deliver(generation, key, value)
         text = base64.b64encode(value).decode()
         self._channel.send(from_rank.Put(generation, key, text))
 
     def deliver(self, generation: int, key: str, value: bytes) -> None:
-        """A value has come."""
+        """Store a value that was received."""
         with self._news:
             self.is_given_up = self.is_given_up or key == _GIVEN_UP
             self._values[generation, key] = value
@@ -75,7 +75,7 @@ class Exchange:
         self.put(generation, _GIVEN_UP, b"")
 
     def end_before(self, generation: int) -> None:
-        """Generations below this one are over: whoever waits in them gets GenerationOverError."""
+        """Generations before this one are over: waits in them raise GenerationOverError."""
         with self._news:
             self._over_before = max(self._over_before, generation)
             self._values = {known: value for known, value in self._values.items() if known[0] >= generation}
@@ -92,7 +92,7 @@ class Exchange:
                     raise GivenUpError
                 left = end - time.monotonic()
                 if left <= 0:
-                    raise TimeoutError(f"no rank has told {key!r} within {limit_s:.0f} s")
+                    raise TimeoutError(f"no rank has sent {key!r} within {limit_s:.0f} s")
                 self._news.wait(left)
             return self._values[generation, key]
 
@@ -121,7 +121,7 @@ class _ExchangeStore(torch._C._distributed_c10d.Store):
 class Connection:
     """A connected gloo backend.
 
-    Constructing it blocks until every member has come, at most CONNECT_LIMIT; raises GenerationOverError when the
+    Constructing it blocks until every member has connected, at most CONNECT_LIMIT; raises GenerationOverError if the
     generation ends first.
     """
 
@@ -140,10 +140,10 @@ class Connection:
         self._ports = set(ports)
         self._inodes: set[int] = set()
         self._listeners = dict.fromkeys(ports, rank)
-        # All members are here, and so alive a moment ago, before anybody enters C++ code that cannot be interrupted.
+        # Wait for all members here, before entering C++ code that cannot be interrupted.
         for peer in range(size):
-            told = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
-            theirs = {int(port) for port in told.split(b",") if port}
+            found = exchange.get(generation, f"{prefix}port {peer}", CONNECT_LIMIT.total_seconds())
+            theirs = {int(port) for port in found.split(b",") if port}
             self._ports |= theirs
             self._listeners |= dict.fromkeys(theirs, peer)
         gloo: Any = dist.ProcessGroupGloo
@@ -153,9 +153,9 @@ class Connection:
         self.backend: Any = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
         self.backend._set_default_timeout(op_limit)
         self.generation = generation
-        # A broken connection has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
+        # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
         self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
-        for fd in _native_fds() - opened_before:  # a child of the script must not hold them open
+        for fd in _native_fds() - opened_before:  # the script's child processes must not hold them open
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
 
@@ -166,33 +166,33 @@ class Connection:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the backend up, and with it its threads; blocks till its operations have ended."""
+        """Destroy the backend with its threads; blocks until its operations have ended."""
         self.backend = None
 
     def __del__(self) -> None:
-        """Let a thread of Python's give the backend up if one of gloo's has let go of this object last.
+        """If the last reference is dropped on one of gloo's threads, destroy the backend on a Python thread.
 
-        gloo calls back when an operation has completed, with a reference to the group, and the script may have
-        destroyed that meanwhile. A backend joins its threads when it goes: on one of them that aborts the process.
+        gloo's callbacks hold a reference to the group, which the script may have destroyed meanwhile. The backend's
+        destructor joins its threads: on one of them that aborts the process.
         """
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return
-        held = [self.__dict__.pop("backend", None)]  # no reference but this one: the other thread's is to be the last
+        held = [self.__dict__.pop("backend", None)]  # the only reference, which the other thread drops
         try:
             threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
             _keep_for_ever(held[0])
 
     def abandon(self) -> None:
-        """Keep the backend for ever: its destructor would wait for an operation that does not end.
+        """Leak the backend: its destructor would wait for an operation that does not end.
 
-        That is seen with gloo (torch 2.13) if the connection is cut while messages of the operation are under way, now
-        and then, though all its sockets are closed. So it touches no tensor any more; its time-out ends it one day.
+        That happens now and then (gloo, torch 2.13) if the connection is cut while messages are in flight. As all
+        sockets are closed, the operation touches no tensor any more; it ends with its time-out.
         """
         _keep_for_ever(self.backend)
 
     def sockets(self) -> Iterator[socket.socket]:
-        """Duplicates of this backend's connected sockets; each is closed when the next one is asked for."""
+        """Duplicates of this backend's connected sockets; each is closed when the next one is yielded."""
         for fd in _socket_fds():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                 if sock.family not in (socket.AF_INET, socket.AF_INET6) or _is_listening(sock):
@@ -202,7 +202,7 @@ class Connection:
                     yield sock
 
     def listener_of(self, port: int) -> int | None:
-        """The member of the group that listens on a port, None if none does."""
+        """The rank in the group of the member that listens on a port; None if none does."""
         return self._listeners.get(port)
 
 
@@ -220,7 +220,7 @@ def _socket_fds() -> list[int]:
 
 
 def _native_fds() -> set[int]:
-    """Descriptors of the kinds that gloo opens, without close-on-exec (torch 2.13)."""
+    """Descriptors of the kinds that gloo opens (without close-on-exec, torch 2.13)."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

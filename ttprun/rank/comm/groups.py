@@ -1,6 +1,6 @@
-"""`init_process_group` and `new_group` as the script calls them: they make managed groups where gloo is asked for.
+"""`init_process_group` and `new_group` as the script calls them: they make managed groups if the backend is gloo.
 
-A backend that we do not manage yet (nccl, mpi, ucc, a device map) is passed through to torch, and protection is off.
+Another backend (nccl, mpi, ucc, a device map) is passed to torch, and protection is off.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANAGED = ("gloo", "cpu:gloo")
 
 
 def _make(options: Any, _: Any) -> ManagedGroup:
-    """The creator that torch calls for our internal backend name."""
+    """Called by torch to make a group of our internal backend name."""
     session = current()
     assert session is not None
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -46,8 +46,8 @@ def _is_managed(backend: Any) -> bool:
     return str(backend).lower() in MANAGED
 
 
-def _say_gloo(group: Any) -> None:
-    """`get_backend()` answers what the script asked for."""
+def _show_as_gloo(group: Any) -> None:
+    """Have `get_backend()` return what the script asked for."""
     if isinstance(group, ManagedGroup):
         group.is_made = True
         _, store = c10d._world.pg_map[group]
@@ -66,11 +66,11 @@ def wrap_init_process_group(original: Any) -> Any:
         session.touch(Phase.SETUP)
         session.join()
         if not _is_managed(backend):
-            if session.framework is None:  # whose own callbacks stop and rebuild what is not ours
+            if session.framework is None:  # else its callbacks stop and rebuild the group
                 session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")
             return original(backend, *args, **kwargs)
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
-            session.give_up_protection("the script's process group is not the world that ttprun started")
+            session.give_up_protection("the script's world_size differs from the one that ttprun started")
             return original(backend, *args, **kwargs)
         return _make_managed(
             session,
@@ -82,7 +82,7 @@ def wrap_init_process_group(original: Any) -> Any:
 
 
 def wrap_new_group(original: Any) -> Any:
-    """new_group: further groups are managed ones too."""
+    """new_group: further groups are managed too."""
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         session = current()
@@ -103,15 +103,15 @@ def wrap_new_group(original: Any) -> Any:
 
 
 def _make_managed(session: Session, make: Callable[[], tuple[Any, Any]], make_as_given: Callable[[], Any]) -> Any:
-    """Make a managed group, or the one that the script has asked for if that fails, here or in another rank.
+    """Make a managed group; if that fails here or in another rank, make torch's own.
 
     make            returns (what torch returns, the group)
-    make_as_given   the same without us, with the arguments of the script
+    make_as_given   makes torch's own, with the script's arguments
     """
     before = torch_groups.Known()
     try:
         result, group = make()
-        _say_gloo(group)
+        _show_as_gloo(group)
         _connect(group)
         return result
     except GivenUpError:
@@ -126,7 +126,7 @@ def _make_managed(session: Session, make: Callable[[], tuple[Any, Any]], make_as
 
 
 def _connect(group: Any) -> None:
-    """Come together with the group's other members, as the script expects; a replay meets nobody."""
+    """Connect to the group's other members; not in a replay."""
     session = current()
     if isinstance(group, ManagedGroup) and session is not None and not session.meets_nobody():
         session.meet(CONNECT, group.size())
@@ -135,7 +135,7 @@ def _connect(group: Any) -> None:
 
 
 def wrap_destroy_process_group(original: Any) -> Any:
-    """destroy_process_group: our groups go with the script's."""
+    """destroy_process_group: forget our groups too."""
 
     def destroy_process_group(group: Any = None) -> Any:
         moments.reached("exit")
@@ -153,14 +153,14 @@ def wrap_destroy_process_group(original: Any) -> Any:
 
 
 def leave_together(session: Session) -> None:
-    """Wait until every rank is done with its process group: till then each may be needed to repair another.
+    """Wait until every rank destroys its process group: until then each may be needed to repair another.
 
-    A rank that stands in a collective may wait for one that has left; it must fail as under torchrun, so this ends
-    after PATIENCE_S then.
+    Ends after PATIENCE_S if a rank waits in a collective meanwhile: it may wait for this rank, and must fail as under
+    torchrun.
     """
     if not session.groups:
         return
-    session.verifier.step_aside_if_odd()
+    session.verifier.stop_if_divergent()
     session.times_left += 1
     board, times = session.board, session.times_left
     board.announce(session.local_rank, Field.LEAVING, times)

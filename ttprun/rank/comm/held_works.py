@@ -1,9 +1,8 @@
-"""The works that C++ may still wait for, in releases of torch in which it does not keep them alive itself.
+"""Keep works alive that C++ may still wait for, before torch 2.9.
 
-DDP's reducer and the functional collectives hold a work of ours in C++ alone. Before torch 2.9 its Python part goes
-when Python's last reference does, and C++ then waits in its base class, which nobody ever ends. So the newest works are
-held here. A work that has completed gives up its tensors if nobody in Python has it: C++ only waits for it, and has
-asked for its future at once.
+DDP's reducer and the functional collectives hold our works in C++ alone. In those versions their Python part dies with
+Python's last reference, and C++ then waits for ever in the base class. So the newest works are held here; completed
+ones without their tensors, unless Python code holds them too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def hold(work: Any) -> Any:
     while _under_way and _under_way[0].is_completed():
         over = _under_way.popleft()
         if sys.getrefcount(over) == 2:  # `over` itself, and the argument
-            over.let_go()
+            over.release()
             _completed.append(over)
     _under_way.append(work)
     return work

@@ -1,9 +1,8 @@
-"""The journal: the collectives of the step that is under way, with their inputs.
+"""The journal: the collectives of the current step, with their inputs.
 
-When a rank is lost, the collectives that it took part in since the newest boundary are issued again with its
-replacement. gloo reduces in place, so the inputs must be copied before an operation is issued, unless they can be had
-otherwise (buckets.py); the copies go into buffers that are used again from step to step. A commit (every rank has
-recorded the boundary) empties the journal.
+When a rank is lost, the collectives since the newest boundary are issued again with its replacement. gloo reduces in
+place, so inputs are copied before an operation is issued, unless they can be computed again (buckets.py); the copies go
+into buffers that are reused from step to step. A commit (every rank has recorded the boundary) empties the journal.
 """
 
 from __future__ import annotations
@@ -29,43 +28,43 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
-# How long a failed operation waits to hear of an incident before the script gets the error as under torchrun.
+# How long a failed operation waits for a recovery before the script gets the error as under torchrun.
 PATIENCE_S = 15.0
-# How long after the failure the agent is told of it: if a peer has died, the agent knows that by then.
+# How long after the failure it is reported to the agent, which knows by then if a peer has died.
 REPORT_AFTER_S = 1.0
-# How often a waiting rank looks whether its operation was issued anew: one that is cut off may never end by itself.
+# How often a waiting rank checks whether its operation was issued again: one that was cut may never end by itself.
 _LOOK_AGAIN = timedelta(seconds=0.25)
-# Steps after which spare buffers of shapes that have not come again are given up.
+# Steps after which unused spare buffers are freed.
 _TRIM_EVERY = 16
 
 
 class EndedError(RuntimeError):
-    """This process has been told to end: what was waited for will not come."""
+    """This process has been ordered to end: no recovery will come."""
 
     is_meant_for_script = True
 
     def __init__(self) -> None:
-        super().__init__("the job is being ended: nothing takes up what was under way")
+        super().__init__("the job is being ended: its pending collectives will not complete")
 
 
 class Entry:
     """One collective of one group.
 
-    op, args    the backend's method and its arguments, tensors being the user's own
+    op, args    the backend's method and its arguments (the user's tensors)
     outputs     the tensors that the operation writes
     saved       (user's tensor, copy made before the operation was issued)
     held        its input if that needs no copy, else None
-    inner       the backend's work in the present generation; None while the rank is frozen
-    error       without its traceback, whose frames would keep a dead backend till some garbage collection
-    failed      the work that has ended with it, if its future has told so
-    future      what the script or DDP waits for, None if nobody does
-    promise     its other end; it gets the outputs, or an exception
-    place       where in the script it was called, only if its result is small enough to be kept
-    size_bytes  what it holds, of inputs and outputs
-    nan         how many elements of an input are NaN, in words; "" if none is
+    inner       the backend's work in the current generation; None while the rank is frozen
+    error       without its traceback, whose frames would keep a dead backend until a garbage collection
+    failed      the work whose future has failed with `error`
+    future      what the script or DDP waits for, None if nothing does
+    promise     completes `future` with the outputs or an exception
+    place       where in the script it was called, if its result is small enough to be kept
+    size_bytes  of the inputs and outputs that it keeps alive
+    nan         "3 of 8 elements" if an input has NaN, else ""
     """
 
-    # What most entries keep as it is: not written for each of them.
+    # Class attributes, as most entries never change these.
     saved: Sequence[tuple[Tensor, Tensor]] = ()
     held: Held | None = None
     inner: Any = None
@@ -89,7 +88,7 @@ class Entry:
 
         Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
         """
-        self.promise = torch._C.Future([])  # what torch.futures.Future is but for the types that it tells
+        self.promise = torch._C.Future([])  # torch.futures.Future without type annotations
         self.future = self.promise.then(_value_or_raise)
         return self.future
 
@@ -100,7 +99,7 @@ class Entry:
 
     @property
     def signature(self) -> str:
-        """What must agree between ranks; made up only when somebody asks."""
+        """What must agree between ranks."""
         return signature_of(self.op, self.args)
 
 
@@ -116,10 +115,7 @@ def _is_over(entry: Entry) -> bool:
 
 
 def has_succeeded(work: Any) -> bool:
-    """Whether an operation of the backend has completed without an error.
-
-    `Work.is_success` would say it too, and warns whoever reads the script's output that it is deprecated.
-    """
+    """Whether an operation of the backend has completed without an error (`Work.is_success` warns: deprecated)."""
     if not work.is_completed():
         return False
     try:
@@ -130,7 +126,7 @@ def has_succeeded(work: Any) -> bool:
 
 
 def has_ended(work: Any, limit_s: float) -> bool:
-    """Whether an operation of the backend has completed or failed; waits for that so long at most."""
+    """Whether an operation of the backend has completed or failed; waits `limit_s` at most."""
     if not work.is_completed():
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=max(limit_s, 0.001)))
@@ -138,17 +134,17 @@ def has_ended(work: Any, limit_s: float) -> bool:
 
 
 class Journal:
-    """All entries since the newest boundary, over all groups, in the order in which they were issued.
+    """All entries since the newest boundary, of all groups, in the order in which they were issued.
 
     `lock` guards the entries' order and the frozen state: an operation is either issued on a living connection, or
     stays in the journal for the recovery to issue.
 
-    report_broken   called with an entry that has failed, and how long ago in seconds, if no fault has been heard of
-    admit         called by a thread that waits; what it raises ends the wait
-    diagnose      what an operation's error says of the device or the connection
-    givers        (group, number of a collective since the boundary) -> rank that has its result, and gives it to the
-                  others in the place of the collective
-    is_ended      this process has been told to end, and nobody takes up any more what has failed
+    report_broken  called with a failed entry, and the seconds since then, if no fault has been reported
+    admit          called by a waiting thread; its exception ends the wait
+    diagnose       what an operation's error says about the device or the connection
+    givers         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
+                   instead of the collective
+    is_ended       this process has been ordered to end, and no recovery will come
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -193,7 +189,7 @@ class Journal:
         return source, copy.copy_(source)
 
     def drop(self, entry: Entry) -> None:
-        """Take back an entry whose operation was refused by the backend (the script's own mistake)."""
+        """Remove an entry whose operation the backend has refused (the script's own mistake)."""
         with self.lock:
             if entry in self.entries:
                 self.entries.remove(entry)
@@ -220,7 +216,7 @@ class Journal:
                 self._shapes_used.clear()
 
     def forget_completed(self) -> None:
-        """Let go of what has completed: where nothing is issued again, it is of no use."""
+        """Remove completed entries, where nothing is issued again."""
         with self.lock:
             self.entries = [entry for entry in self.entries if not _is_over(entry)]
 
@@ -236,10 +232,7 @@ class Journal:
             return [entry for entry in self.entries if entry.group.group_name == name]
 
     def giver_of(self, entry: Entry) -> int | None:
-        """The rank that has an entry's result and gives it to the others; None: it is issued (again).
-
-        None too for an entry that was not kept, as where protection has ended.
-        """
+        """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""
         if not self.givers:
             return None
         name = entry.group.group_name
@@ -252,9 +245,9 @@ class Journal:
             return [entry for entry in self.entries if not entry.is_done]
 
     def end(self) -> None:
-        """This process has been told to end: whatever waits for a recovery, or would, fails.
+        """This process is ordered to end: fail whatever waits for a recovery.
 
-        A signal's handler must have its turn, and Python gives it none while DDP waits for a future in C++.
+        A signal handler must run, and Python cannot run it while DDP waits for a future in C++.
         """
         with self.news:
             self.is_ended = True
@@ -264,7 +257,7 @@ class Journal:
             entry.settle(EndedError())
 
     def attach(self, entry: Entry, inner: Any) -> None:
-        """The entry has been issued (again): whoever waits for it waits for `inner` now."""
+        """The entry has been issued (again) as `inner`: wake those that wait for it."""
         with self.news:
             entry.inner = inner
             self.news.notify_all()
@@ -272,8 +265,8 @@ class Journal:
     def wait(self, entry: Entry) -> None:
         """Block until the entry has completed, through any number of recoveries.
 
-        Raises the backend's error if no recovery takes the operation up within PATIENCE_S, and at once if it is one of
-        the device that no new connection answers.
+        Raises the backend's error if no recovery comes within PATIENCE_S, and at once if it is a device error that a
+        new connection cannot solve.
         """
         failed: Any = None
         while not entry.is_done:
@@ -290,7 +283,7 @@ class Journal:
                 is_of_device = entry.group.is_on_device and diagnosis.is_known
                 if not (inner.is_completed() or is_of_device):
                     continue
-                if has_succeeded(inner) and not is_of_device:  # it has completed since the look at it was over
+                if has_succeeded(inner) and not is_of_device:  # it has completed since the wait timed out
                     entry.group.complete(entry, inner)
                     continue
                 failed = inner
@@ -301,10 +294,9 @@ class Journal:
                 entry.group.complete(entry, inner)
 
     def _is_for_script(self, entry: Entry, inner: Any, error: Exception, diagnosis: Diagnosis) -> bool:
-        """Whether an operation's error must end the script's run, since connecting anew is no answer to it; else it is
-        noted, and the operation waits for a recovery.
+        """Whether an operation's error must end the script's run, since a new connection would not solve it.
 
-        What comes of an operation that a recovery has taken up already is that recovery's own doing.
+        Otherwise it is noted, and the operation waits for a recovery. Errors during a recovery are that recovery's own.
         """
         with self.lock:
             entry.error = error.with_traceback(None)
@@ -316,15 +308,15 @@ class Journal:
     def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
         started = time.monotonic()
         end = started + PATIENCE_S
-        is_told = False
+        is_reported = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
             if self.is_ended:
                 raise EndedError
             if self.is_frozen:
                 end = time.monotonic() + PATIENCE_S
-            elif failed is not None and not is_told and time.monotonic() - started > REPORT_AFTER_S:
-                is_told = True
+            elif failed is not None and not is_reported and time.monotonic() - started > REPORT_AFTER_S:
+                is_reported = True
                 self.report_broken(entry, REPORT_AFTER_S)
             elif not entry.group.is_protected() or time.monotonic() > end:
                 self.drop(entry)
@@ -335,12 +327,12 @@ class Journal:
     def note_failure(self, entry: Entry, inner: Any, error: Exception) -> None:
         """A future's operation has failed (DDP waits for futures in C++, not in `wait`).
 
-        The future stays pending through a recovery; if none comes within PATIENCE_S, it gets the error.
+        The future stays pending during a recovery; if none comes within PATIENCE_S, it gets the error.
         """
         diagnosis = self.diagnose(error)
         with self.lock:
             entry.failed = inner
-            self._is_for_script(entry, inner, error, diagnosis)  # then it is not in the journal any more
+            self._is_for_script(entry, inner, error, diagnosis)  # if so, it is no longer in the journal
             is_in_journal = entry in self.entries
             is_first = is_in_journal and not self._is_watching
             self._is_watching = self._is_watching or is_first
@@ -351,7 +343,7 @@ class Journal:
 
     def _watch_failed_futures(self) -> None:
         started = time.monotonic()
-        is_told = False
+        is_reported = False
         while True:
             with self.news:
                 failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
@@ -360,13 +352,13 @@ class Journal:
                 if not failed or (is_over and not self.is_frozen) or self.is_ended:
                     self._is_watching = False
                     break
-                must_tell = not self.is_frozen and not is_told and waited_s > REPORT_AFTER_S
+                must_report = not self.is_frozen and not is_reported and waited_s > REPORT_AFTER_S
                 if self.is_frozen:
                     started = time.monotonic()
-                if not must_tell:
+                if not must_report:
                     self.news.wait(0.2)
-            if must_tell:
-                is_told = True
+            if must_report:
+                is_reported = True
                 self.report_broken(failed[0], REPORT_AFTER_S)
         for entry in failed:
             self.drop(entry)

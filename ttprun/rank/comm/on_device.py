@@ -1,10 +1,9 @@
-"""The device's part in a recovery, where it has a part in the process groups: a stop while all stand still, and back.
+"""The device's part in a recovery, if it takes part in the process groups: it is stopped and restarted.
 
-A stop ends whatever runs on the device, so that no operation that was cut off touches a tensor any more; the device is
-restarted at once, since tensors are read long before the groups go on: to compare them, to send them, to save them. The
-communicators follow when the groups do. A device that cannot do that, or has lost memory, costs the process, which is
-replaced. What the main thread computes on the device at the moment of the stop fails with "FORCE STOP", which ends the
-script's run, to be answered by rerun; the simulated device computes nothing but collectives. Begin with `stop`.
+The stop ends all operations on the device, so that none touches a tensor any more. The restart follows at once, because
+tensors are then compared, sent and saved; the communicators resume later, with the groups. If the device fails to do
+so, or has lost memory, the process is replaced. Computations of the main thread fail at the stop with "FORCE STOP",
+which ends the script's run, and it is run again (rerun.py). Begin with `stop`.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ EXIT_CODE = 1
 
 
 def stop(groups: Sequence[ManagedGroup]) -> None:
-    """End whatever runs on the device, if it carries one of the groups. Raises DeviceFailedError."""
+    """Stop the device, if it takes part in one of the groups. Raises DeviceFailedError."""
     if any(group.is_on_device for group in groups):
         registry.current().stop()
 
 
 def restart(groups: Sequence[ManagedGroup]) -> None:
-    """Have the device take orders again after `stop`, but for collectives.
+    """Restart the device after `stop`, without its communicators.
 
-    Raises DeviceFailedError, also if memory has failed: what was in it is lost, and this rank cannot go on.
+    Raises DeviceFailedError, also if memory has failed: its content is lost.
     """
     if not any(group.is_on_device for group in groups):
         return
@@ -45,16 +44,16 @@ def restart(groups: Sequence[ManagedGroup]) -> None:
 
 
 def resume_communicators(groups: Sequence[ManagedGroup]) -> None:
-    """Have those of groups whose members have all kept their processes go on. Raises DeviceFailedError.
+    """Resume the communicators of groups with the same processes as before. Raises DeviceFailedError.
 
-    The others are rebuilt one by one, as their links are: `ManagedGroup.connect_in`.
+    The others are rebuilt one by one with their connections: `ManagedGroup.connect_in`.
     """
     if any(group.is_on_device and not group.has_new_peers for group in groups):
         registry.current().rebuild_communicators()
 
 
-def tell_of_groups(session: Session, groups: Sequence[ManagedGroup], did: str) -> None:
-    """Note in the event log what has become of the groups' communicators, if the device has any.
+def report_groups(session: Session, groups: Sequence[ManagedGroup], did: str) -> None:
+    """Report how the groups' communicators were restored, if the device has any.
 
     did   "resumed", "rebuilt" in place with new links, or "made" by a new process
     """
@@ -67,7 +66,7 @@ def tell_of_groups(session: Session, groups: Sequence[ManagedGroup], did: str) -
 
 
 def give_up_process(session: Session, error: DeviceFailedError) -> None:
-    """End this process, so that another one takes its place: it can use its device no more. Does not return."""
+    """End this process, which cannot use its device any more and is to be replaced. Does not return."""
     fault = str(DeviceFault.DEVICE_LOST)
     session.channel.send(from_rank.ScriptError(in_one_line(error), "", detail=str(error), device_fault=fault))
     os._exit(EXIT_CODE)

@@ -1,7 +1,7 @@
-"""The operations of a process group: which of their arguments are read and written, and what must agree between ranks.
+"""The operations of a process group: which arguments are inputs and outputs, and what must agree between ranks.
 
-torch names its group operations twice: 2.13 calls `all_gather_single` and the like, older releases only the names with
-a leading underscore; 2.15 has added `gather_single`. OPERATIONS holds all.
+torch has two names for some: 2.13 calls `all_gather_single` and the like, older releases `_allgather_base`; 2.15 has
+added `gather_single`. OPERATIONS holds all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ OPERATIONS = {
     "all_to_all_single": (1, 0),
     "barrier": (None, None),
 }
-# Those by which FSDP2 gathers parameters and spreads gradients.
+# FSDP2 gathers parameters and reduces gradients by these.
 GATHERING = frozenset({"_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"})
-# The same of those between two ranks, which are not repaired.
+# The same for point-to-point operations, which are not repaired.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),
     "recv": (None, 0),
@@ -59,7 +59,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors_replaced(value: Any, replacement: dict[int, torch.Tensor]) -> Any:
-    """The same argument over other tensors; `replacement` is keyed by id()."""
+    """The same argument with other tensors; `replacement` is keyed by id()."""
     if isinstance(value, torch.Tensor):
         return replacement[id(value)]
     if isinstance(value, list):
@@ -88,7 +88,7 @@ def positional(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def signature_of(op: str, args: tuple[Any, ...]) -> str:
-    """What must agree between ranks: the operation, and tensors' shapes and types where all ranks give the same."""
+    """What must agree between ranks: the operation, and the tensors' shapes and dtypes where those must be equal."""
     options = args[-1] if args else None
     reduce_op = getattr(options, "reduceOp", None)
     root = getattr(options, "rootRank", None)

@@ -1,11 +1,11 @@
-"""The process group that the script gets in place of torch's: the same calls, over a backend that can be replaced.
+"""The process group that the script gets instead of torch's: the same calls, over a backend that can be replaced.
 
 `ManagedGroup` is a Python subclass of `torch.distributed.ProcessGroup`, so DDP's reducer, functional collectives and
-the Python API all go through it. Each call is written into the journal and issued on the present generation's
-connection. The work objects are ours: when the connection breaks under an operation, `wait()` goes on waiting until the
-recovery has issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
+the Python API all use it. Each call is written to the journal and issued on the current generation's connection. The
+work objects are ours: when the connection breaks during an operation, `wait()` keeps waiting until the recovery has
+issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
 
-Which operations there are, and what of their arguments is input and output, is in `operations.py`.
+`operations.py` lists the operations, and which of their arguments are inputs and outputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ttprun.rank.checks import proof
 from ttprun.rank.comm import held_works, reduce_scatter
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
-from ttprun.rank.comm.issue_once import issue_once
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Entry
 from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
 from ttprun.rank.comm.reissue import call_or_take
@@ -39,22 +38,22 @@ from ttprun.rank.session import Session
 from ttprun.rank.weights import sharded
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
-living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # also those that the script has destroyed
+living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 _LARGE = SMALL_RESULT_BYTES + 1
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
 
 class ManagedGroup(ProcessGroup):
-    """A process group whose connection can be replaced under the script's feet.
+    """A process group whose connection can be replaced without the script noticing.
 
-    ranks         global ranks of the members
-    rank          of this process among them
-    op_limit      the time-out that the script asked for
-    number        groups are numbered in the order in which the script makes them
-    is_joined     all members have come together in it once; till then the main thread is the one that connects
-    is_made   torch has finished making it
-    has_new_peers  since it was last connected, another process has taken a member's place
-    buckets      inputs that need no copy
+    ranks          global ranks of the members
+    rank           of this process among them
+    op_limit       the time-out that the script asked for
+    number         groups are numbered in the order in which the script makes them
+    is_joined      all members have connected once; until then the main thread connects
+    is_made        torch has finished making it
+    has_new_peers  a member's process was replaced since the last connection
+    buckets        inputs that need no copy
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ManagedGroup(ProcessGroup):
         self._session = session
         self._exchange = exchange
         self._name = name
-        # A script may destroy its groups and begin again: torch gives the same names out again then, maybe to others.
+        # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
         of_these = f"{name} of {','.join(map(str, ranks))}"
         session.groups_made[of_these] += 1
         self._key = f"{of_these}#{session.groups_made[of_these]}"
@@ -87,7 +86,7 @@ class ManagedGroup(ProcessGroup):
         session.groups[name] = self
         living.add(self)
 
-    # What C++ and torch's Python code ask of a group.
+    # What C++ and torch's Python code call.
 
     def getBackendName(self) -> str:
         return INTERNAL_NAME
@@ -117,18 +116,18 @@ class ManagedGroup(ProcessGroup):
         self._native = None
 
     def abort(self) -> None:
-        """The script gives the group up: pending operations fail."""
+        """The script aborts the group: pending operations fail."""
         self.cut()
         self.shutdown()
 
     # Connections.
 
     def is_protected(self) -> bool:
-        """Whether a recovery would take up this group's operations."""
+        """Whether a recovery would issue this group's operations again."""
         return not self._session.unprotected
 
     def connect(self) -> None:
-        """Connect in the session's generation and block until all members have; goes on into later generations."""
+        """Connect in the session's generation, or a later one, and block until all members have."""
         while True:
             generation = self._session.generation
             try:
@@ -143,17 +142,15 @@ class ManagedGroup(ProcessGroup):
                     raise
 
     def connect_if_new(self) -> None:
-        """Connect a group that was made behind a recovery, and not in the script's set-up; all its members come."""
+        """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
         if self._native is None and self._session.groups.get(self._name) is self:
-            self._check_that_all_are_there()
+            away = sorted(self._session.away & {*self.ranks})
+            if away:
+                raise RuntimeError(
+                    f"process group {self._name!r} includes rank {', '.join(map(str, away))}, which is away: use a "
+                    "group of the remaining ranks, made by the downgrade_rebuild handler"
+                )
             self.connect()
-
-    def _check_that_all_are_there(self) -> None:
-        """Raise RuntimeError if a member is away: it would be waited for in vain."""
-        away = sorted(self._session.away & {*self.ranks})
-        if away:
-            told = f"process group {self._name!r} holds rank {', '.join(map(str, away))}, which is away"
-            raise RuntimeError(f"{told}: use a group of those that are there, made by the downgrade_rebuild handler")
 
     def _wait_for_generation_after(self, tried: int) -> bool:
         session = self._session
@@ -169,14 +166,14 @@ class ManagedGroup(ProcessGroup):
     def connect_in(self, generation: int) -> None:
         """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError.
 
-        The main thread may ask for it (the script makes the group) while the recovery thread does; it is done once.
+        The main thread (the script makes the group) and the recovery thread may both call this; it is done once.
         """
         with self._connecting:
             if not self.is_connected_in(generation):
                 self._connect_anew(generation)
 
     def is_connected_in(self, generation: int) -> bool:
-        """Whether the connection of that generation stands."""
+        """Whether it is connected in that generation."""
         return self._connection is not None and self._connection.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
@@ -196,40 +193,39 @@ class ManagedGroup(ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """What DCP's async_save asks for: the devices of the backends that torch would have registered.
+        """The devices of the backends that torch would have registered; DCP's async_save asks for them.
 
-        None while torch is still making the group: it would attach its flight recorder (2.15) to a native backend of
-        that device, and ours has none.
+        Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend.
         """
         return [torch.device("cpu")] if self.is_made else []
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The native backend that serves a device now; torch (2.15) asks what it can do."""
+        """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
         if self._native is None:
             return super()._get_backend(device)
         return self._native._get_backend(device)
 
     @property
     def connection(self) -> Connection | None:
-        """The present connection; None while there is none."""
+        """The current connection; None while there is none."""
         return self._connection
 
     def cut(self) -> None:
-        """Break the connection: whatever is pending on it fails at once."""
+        """Break the connection: pending operations fail at once."""
         if self._connection is not None:
             self._connection.cut()
 
     def forget_connection(self, has_new_peers: bool = False) -> None:
         """Drop a broken connection; its operations have all failed or completed.
 
-        has_new_peers   another process takes the place of a member
+        has_new_peers   a member's process is replaced
         """
         self._connection = None
         self._native = None
         self.has_new_peers = self.has_new_peers or has_new_peers
 
     def abandon_connection(self) -> None:
-        """An operation on the broken connection does not end: it is left alone, and so is the backend."""
+        """Leave the backend alone, as an operation on the broken connection does not end."""
         if self._connection is not None:
             self._connection.abandon()
 
@@ -237,7 +233,7 @@ class ManagedGroup(ProcessGroup):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device has a part in this group, and not only the connection."""
+        """Whether the device takes part in this group's operations."""
         return self._communicator is not None
 
     @property
@@ -246,38 +242,38 @@ class ManagedGroup(ProcessGroup):
         return Counter() if self._communicator is None else self._communicator.calls
 
     def move_to_device(self) -> None:
-        """The process has another device since the group was made."""
+        """The process's device was simulated, or replaced, after the group was made."""
         if self._communicator is None:
             self._communicator = registry.current().communicator()
 
     def device_fault_of(self, error: BaseException | None) -> str:
-        """What an operation's error says of the device; "" if it is one of the connection, or none that is known."""
+        """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
         return self._session.diagnose(error).name if self.is_on_device and error is not None else ""
 
     # Operations.
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier; which rank is missing is for the agent to say."""
+        """A barrier; the agent reports which rank is missing."""
         options = dist.BarrierOptions()
         if timeout is not None:
             options.timeout = timeout
         self.issue("barrier", (options,)).wait()
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Work:
-        """Write an operation into the journal and issue it; the way of every collective."""
+        """Write a collective to the journal and issue it; every collective comes here."""
         session = self._session
         journal = session.journal
         inputs_at, outputs_at = OPERATIONS[op]
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
         if outputs and not outputs[0].is_cpu and session.framework is None:
-            return self._hand_over(op, args, outputs[0].device)
+            return self._issue_unprotected(op, args, outputs[0].device)
         given = () if inputs_at is None else args[inputs_at]
-        is_left_out = moments.reached_collective(op, given)
-        if not is_left_out:
+        is_skipped = moments.reached_collective(op, given)
+        if not is_skipped:
             session.meet(OPERATION_NUMBERS[op], self._size)
         entry = Entry(self, op, args, outputs)
         if session.framework is not None:
-            return issue_once(session.framework, journal, entry, is_left_out)
+            return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
         is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         if is_small and not (op in GATHERING and sharded.is_gathering()):
@@ -286,11 +282,11 @@ class ManagedGroup(ProcessGroup):
             session.replay.answer(entry)
             entry.is_done = True
             return ManagedWork(journal, entry)
-        if is_left_out:
+        if is_skipped:
             entry.is_done = True
             return ManagedWork(journal, entry)
         if session.is_applying:
-            session.give_up_protection("a collective is issued inside Optimizer.step (a closure?)")
+            session.give_up_protection("a collective is issued inside Optimizer.step (by a closure?)")
         if session.expected is not None:
             session.expected.check(entry)
         if inputs_at is None or self._input_is_ignored(op, args):
@@ -300,7 +296,7 @@ class ManagedGroup(ProcessGroup):
         tensors = outputs if inputs is outputs else (*outputs, *inputs)
         unusual = [tensor for tensor in tensors if tensor.layout is not torch.strided]
         if unusual and not (op == "allreduce" and unusual[0].layout is torch.sparse_coo):
-            session.give_up_protection(f"the script's {op} takes sparse tensors; of these only all_reduce is repaired")
+            session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not unusual:
             proof.note(session, INPUT, self._name, inputs, entry.op)
         with journal.lock:
@@ -317,7 +313,7 @@ class ManagedGroup(ProcessGroup):
         return ManagedWork(journal, entry)
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
-        """Make sure that the inputs can be had again; if the journal's limit is reached, protection ends: False."""
+        """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
         if self._communicator is None and self.buckets.hold(entry):
             return True
         if not self._session.journal.save(entry, inputs):
@@ -326,8 +322,8 @@ class ManagedGroup(ProcessGroup):
         self.buckets.compare(entry)
         return True
 
-    def _hand_over(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
-        """Leave tensors on a device to gloo alone, whose works and futures know the device's streams; ours do not."""
+    def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
+        """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
         self._session.give_up_protection(f"collectives of tensors on {device.type} are not repaired yet")
         if self._connection is not None:
             backend = self._connection.backend
@@ -336,7 +332,7 @@ class ManagedGroup(ProcessGroup):
         return found
 
     def _begin(self, entry: Entry) -> Any:
-        """Issue an operation that is in the journal. Raises what the backend raises, if no recovery would answer it."""
+        """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
             if not self._session.journal.givers:
                 return self.call(entry.op, entry.args)
@@ -349,7 +345,7 @@ class ManagedGroup(ProcessGroup):
             raise
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
-        """Issue an operation on the present connection, and note nothing; returns the backend's work."""
+        """Issue an operation on the current connection, without the journal; returns the backend's work."""
         return fail_open.call_original(op, self._call, op, args)
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
@@ -364,7 +360,7 @@ class ManagedGroup(ProcessGroup):
         return self._communicator.issue(self._native, op, args, inputs)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
-        """Only the root's tensors matter to a broadcast."""
+        """Whether this rank only receives: a broadcast reads the root's tensors alone."""
         return op == "broadcast" and len(args) > 1 and args[1].rootRank != self._rank
 
     def bridge(self, entry: Entry, inner: Any) -> None:
@@ -381,7 +377,7 @@ class ManagedGroup(ProcessGroup):
         inner.get_future().add_done_callback(completed)
 
     def complete(self, entry: Entry, inner: Any) -> None:
-        """The operation has completed in the generation of `inner`."""
+        """The operation has completed; ignored if `inner` is not its newest work."""
         with self._session.journal.lock:
             if entry.is_done or entry.inner is not inner:
                 return
@@ -404,7 +400,7 @@ def _point_to_point(op: str) -> Callable[..., Work]:
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
         if self._session.framework is not None:
             entry = Entry(self, op, args + tuple(kwargs.values()), [] if op == "send" else list(args[0]))
-            return issue_once(self._session.framework, self._session.journal, entry)
+            return self._session.framework.issue(entry)
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:
             raise RuntimeError(f"{op} cannot be replayed")

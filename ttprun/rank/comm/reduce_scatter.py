@@ -1,7 +1,7 @@
-"""A reduce-scatter over gloo, which has none of its own: all ranks reduce everything, and each keeps its part.
+"""A reduce-scatter over gloo, which has none of its own: an all-reduce, of which each rank keeps its part.
 
-torch (2.13) does just that, but the work that it returns cannot be watched: it never says that it has completed, heeds
-no time limit, and waits in C++ for as long as the operation lasts. A recovery must know when an operation has ended.
+torch (2.13) does the same, but a recovery cannot use the work that it returns: that never reports completion, ignores
+time limits, and waits in C++ for as long as the operation lasts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ OPERATIONS = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 
 
 class ReduceScatter:
-    """One operation under way, as the backend's other works are.
+    """One operation, with the interface of the backend's works.
 
     native   process group whose backend is gloo
     rank     of this process in it
     size     of the group
-    args     output, input, and torch's options: what is asked of the group
+    args     output, input, and torch's options
     """
 
     def __init__(self, native: Any, rank: int, size: int, args: tuple[Any, ...]) -> None:
@@ -39,13 +39,13 @@ class ReduceScatter:
         self._inner = native.allreduce([reduced], options)
 
     def wait(self, *limit: timedelta) -> bool:
-        """Block until it has ended, at most so long; then the output is there. Raises what the backend raises."""
+        """Block until the output is written, `limit` at most. Raises what the backend raises."""
         self._inner.wait(*limit)
         self._keep_part()
         return True
 
     def is_completed(self) -> bool:
-        """It has completed, and the output is there, or it has failed."""
+        """Whether the output is written, or the operation has failed."""
         if not self._inner.is_completed():
             return False
         if self.is_success():
@@ -53,7 +53,6 @@ class ReduceScatter:
         return True
 
     def is_success(self) -> bool:
-        """It has completed."""
         return has_succeeded(self._inner)
 
     def get_future(self) -> torch.futures.Future[Any]:

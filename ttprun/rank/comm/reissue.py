@@ -1,4 +1,4 @@
-"""The journal's collectives, issued again in a new generation: with which inputs, over which tensors."""
+"""Issue the journal's collectives again in a new generation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ttprun.rank.weights.replicated import NotRepairableError
 
 
 def issue_again(session: Session, entry: Entry) -> Any:
-    """Issue a journal entry in the present generation; returns the backend's work.
+    """Issue a journal entry in the current generation; returns the backend's work.
 
-    An entry that has not completed gets its inputs back and works on the script's own tensors. One that has is only
-    served to the others, on scratch copies: the script may have changed its tensors since. But if its result is given
-    to the others, the giver sends the tensor that holds it.
+    A pending entry gets its inputs back and works on the script's own tensors. A completed one is issued for the other
+    ranks alone, on scratch copies, since the script may have changed its tensors; the giver of a result, however, sends
+    the tensor itself, which still holds it.
 
     Raises NotRepairableError if its inputs are lost.
     """
@@ -31,7 +31,7 @@ def issue_again(session: Session, entry: Entry) -> Any:
     if giver == session.rank:
         return call_or_take(session, entry, entry.args)
     if giver is None and entry.held is not None:
-        raise NotRepairableError(f"nobody has the input or the result of {entry.signature} any more")
+        raise NotRepairableError(f"no rank still has the input or the result of {entry.signature}")
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
     for tensor in tensors_in(entry.args):
@@ -40,7 +40,7 @@ def issue_again(session: Session, entry: Entry) -> Any:
 
 
 def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
-    """Issue an operation over these arguments, or a broadcast from the rank that has its result already."""
+    """Issue an operation with these arguments, or a broadcast from the rank that has its result."""
     giver = session.journal.giver_of(entry)
     if giver is None:
         return entry.group.call(entry.op, args)

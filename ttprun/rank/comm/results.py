@@ -1,9 +1,9 @@
-"""Results of small collectives, kept so that a replay can answer the calls that it makes.
+"""Results of small collectives, kept so that a replay can answer its calls.
 
-A replacement runs the script from the top; its peers have long gone on and cannot take part in, say, the broadcast of a
-seed at start-up. So each rank keeps what its small collectives gave: those of calls that happen seldom (set-up, epoch
-starts) in the recorder's log, those of the newest steps in the record of each boundary. A result is found again by the
-place in the script from which the call was made, and by the step in which it was made.
+A replacement runs the script from the top; the other ranks are far ahead and cannot take part in, say, the broadcast of
+a seed at startup. So each rank keeps the results of its small collectives: of rare calls (setup, epoch starts) in the
+recorder's log, of the newest steps in each boundary's record. A result is found by the call's place in the script and
+by its step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ttprun.rank.comm.journal import Entry
     from ttprun.rank.records.recorder import Recorder
 
-# A place that has been called in so many different steps is part of the step, and lives in the records alone.
+# A place called in more steps than this belongs to the step itself, and is kept in the records alone.
 SELDOM = 16
-ORIGIN = -1  # the "step" of what the set-up has drawn from outside (origins.py), which is kept in the same log
+ORIGIN = -1  # the "step" of the times, pids and entropy that the setup has drawn (origins.py), kept in the same log
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
 class Results:
-    """What this rank's small collectives have given, newest steps only; older ones are in the recorder's log."""
+    """Results of this rank's small collectives in the current step."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -54,7 +54,7 @@ class Results:
                 self._recorder.append_log(msgpack.packb(result))
 
     def begin_step(self, step: int) -> list[Result]:
-        """A boundary has been reached; returns the results of the step that it ends."""
+        """Called at a boundary; returns the results of the step that it ends."""
         with self._lock:
             ended, self._newest = self._newest, []
             self.step = step
@@ -62,18 +62,18 @@ class Results:
 
 
 def keep_origin(recorder: Recorder, drawn: tuple[str, Any]) -> None:
-    """Keep what the set-up has drawn from outside."""
+    """Keep a time, pid or entropy that the setup has drawn."""
     recorder.append_log(msgpack.packb((ORIGIN, *drawn)))
 
 
 def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
-    """What was kept so, oldest first."""
+    """What `keep_origin` has kept, oldest first."""
     found = map(msgpack.unpackb, log)
     return [(place, value) for step, place, value in found if step == ORIGIN]
 
 
 class Answers:
-    """What a replay answers to its collectives, from a lost rank's recorder."""
+    """The results of the lost rank's small collectives, by which a replay answers its calls."""
 
     def __init__(self, log: Iterable[bytes], recent: Iterable[Result]) -> None:
         self._by_place: defaultdict[str, dict[int, deque[list[bytes]]]] = defaultdict(dict)
@@ -87,7 +87,7 @@ class Answers:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:
-        """Fill `outputs` as the call from `place` last did in a step up to `newest_step`; False if that is unknown."""
+        """Fill `outputs` with the newest result of `place` up to step `newest_step`; False if there is none."""
         steps = [step for step, left in self._by_place[place].items() if step <= newest_step and left]
         if not steps:
             return False
@@ -101,12 +101,12 @@ class Answers:
 
 
 def as_result(packed: list[Any]) -> Result:
-    """A result as it comes out of a record."""
+    """A result read from a record."""
     return (packed[0], packed[1], packed[2])
 
 
 def as_if_alone(entry: Entry) -> None:
-    """Fill a collective's outputs as if all ranks had given what this one gives."""
+    """Fill a collective's outputs as if all ranks had this one's inputs."""
     op, args = entry.op, entry.args
     if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
         return

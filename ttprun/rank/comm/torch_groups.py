@@ -1,4 +1,4 @@
-"""What torch knows of process groups, so that it can be taken back to what it was before a group was made."""
+"""torch's registry of process groups, restored if making a managed group fails."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch.distributed.distributed_c10d as c10d
 
 
 class Known:
-    """torch's registry of groups at one moment; `restore` forgets what was made since.
+    """torch's registry of groups at one moment; `restore` removes the groups made since.
 
-    What is forgotten is kept alive: a store that this rank serves goes on serving the other ranks.
+    They are kept alive: a store in them may serve the other ranks.
     """
 
-    _forgotten: list[Any] = []  # noqa: RUF012 - of the process
+    _removed: list[Any] = []  # noqa: RUF012 - of the process
 
     def __init__(self) -> None:
         self._default = c10d._world.default_pg
         self._count = c10d._world.group_count
-        self._hook = sys.excepthook  # init_process_group puts the rank before what it prints
+        self._hook = sys.excepthook  # init_process_group installs its own, which prefixes the rank
         self._tables = [(table, _copy(table)) for table in _tables()]
 
     def restore(self) -> None:
-        """Have torch forget the groups that were made since."""
+        """Remove the groups that were made since."""
         names = set(c10d._world.pg_names.values())
         for table, content in self._tables:
-            Known._forgotten.append(_copy(table))
+            Known._removed.append(_copy(table))
             table.clear()
             table.update(content) if isinstance(table, dict) else table.extend(content)
         c10d._world.group_count = self._count
@@ -40,7 +40,7 @@ class Known:
 
 
 def _tables() -> list[Any]:
-    """The dictionaries and lists of torch's `_World`; which there are depends on its release."""
+    """The dictionaries and lists of torch's `_World`, which vary by version."""
     kind = type(c10d._world)
     names = [name for name, member in vars(kind).items() if isinstance(member, property) and name != "pg_config_info"]
     found = [getattr(c10d._world, name) for name in names]

@@ -1,4 +1,4 @@
-"""What an operation returns: to the script, and in place of the backend's own work if it was never begun."""
+"""What an operation returns to the script; and the backend's work of an operation that was refused."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class ManagedWork(Work):
         return entry.is_done or (entry.inner is not None and has_succeeded(entry.inner))
 
     def is_success(self) -> bool:
-        """As is_completed(): an operation that failed is still under way, in the next generation."""
+        """As is_completed(): an operation that failed is issued again in the next generation."""
         return self.is_completed()
 
     def result(self) -> list[torch.Tensor]:
         """The output tensors."""
         return self._entry.outputs
 
-    def let_go(self) -> None:
-        """Give up the tensors of an operation that has completed; wait() goes on returning at once."""
+    def release(self) -> None:
+        """Drop the tensors of a completed operation; wait() still returns at once."""
         entry = self._entry
         self._entry = Entry(entry.group, entry.op, (), [])
         self._entry.is_done = True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors; it stays pending through a recovery."""
+        """A future of the output tensors; it stays pending during a recovery."""
         entry = self._entry
         if entry.future is not None:
             return entry.future
@@ -77,9 +77,9 @@ class ManagedWork(Work):
 
 
 def wrap_extract_tensors(original: Any) -> Any:
-    """torch._jit_internal._extract_tensors: what is in our futures, a list of tensors, is answered by itself.
+    """torch._jit_internal._extract_tensors: return the list of one tensor that our futures hold.
 
-    torch pickles it to find the tensors, each time that DDP takes a bucket's result: some 80 us with cold caches.
+    torch would pickle it to find the tensor, each time that DDP reads a bucket's result: about 80 µs with cold caches.
     """
 
     def extract(value: Any) -> Any:
@@ -91,10 +91,7 @@ def wrap_extract_tensors(original: Any) -> Any:
 
 
 class Refused:
-    """An operation that the device or the connection has refused: as the backend's work that has failed.
-
-    error   with which it was refused
-    """
+    """Like a failed work of the backend: an operation that the device or the connection refused with `error`."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error.with_traceback(None)
@@ -104,15 +101,13 @@ class Refused:
         raise self._error.with_traceback(None)
 
     def is_completed(self) -> bool:
-        """It touches no tensor."""
         return True
 
     def is_success(self) -> bool:
-        """It has failed."""
         return False
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """One that has failed."""
+        """A failed future."""
         promise: torch.futures.Future[Any] = torch.futures.Future()
         failed = promise.then(lambda _: self.wait())
         promise.set_result(None)

@@ -1,7 +1,7 @@
-"""What tells one batch of a DataLoader's from another: a replay must be handed the very data that the lost rank was.
+"""Fingerprints of a DataLoader's batches: a replay must get the same data as the lost rank.
 
-A batch is what the script's collate function makes of samples: tensors mostly, in containers or in objects of a class
-of the script's own. Begin with `fingerprints`.
+A batch is the result of the collate function: mostly tensors, in containers or in objects of the script's own classes.
+Begin with `fingerprints`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_PARTS = 8  # of a batch have fingerprints
 
 
 def fingerprints(batch: Any) -> list[bytes]:
-    """Hashes of a batch: one of each tensor, and one of whatever else it is made of; none of None."""
+    """Hashes of a batch: one of each tensor, and one of each other part; [] for None."""
     if batch is None:
         return []
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
@@ -40,16 +40,13 @@ def fingerprints(batch: Any) -> list[bytes]:
 
 
 def note(session: Session, loader: str, batch: Any) -> None:
-    """A DataLoader hands out a batch: note it, and compare it with the lost rank's if this is a replacement.
-
-    Raises MismatchError.
-    """
+    """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's. Raises MismatchError."""
     parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
     proof.note(session, BATCH, loader, parts if isinstance(parts, list | tuple) else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:
-    """Whether the fingerprints of a batch tell all of it, and each is a tensor's."""
+    """Whether the fingerprints of a batch cover all of it, and each is a tensor's."""
     if isinstance(batch, dict):
         batch = list(batch.values())
     if isinstance(batch, list | tuple):
@@ -58,7 +55,7 @@ def is_of_tensors(batch: Any) -> bool:
 
 
 def _in_order(node: Any) -> Any:
-    """The node with the items of sets sorted: their order is another one in each process."""
+    """The node with the items of sets sorted, as their iteration order differs between processes."""
     if isinstance(node, dict):
         return {name: _in_order(item) for name, item in node.items()}
     if not isinstance(node, list):

@@ -1,8 +1,8 @@
-"""What a DataLoader is made of, and what its parts held when an iterator was made.
+"""A DataLoader's parts (sampler, dataset, collate function), and their state when an iterator was made.
 
-A sampler that shuffles with a generator of its own, a dataset that counts its epochs: an iterator begins with what they
-hold at that moment. A replay that goes straight to a later epoch has not brought them there, so it is recorded with the
-iterator, and put back before the iterator is made again. Begin with `held_by`.
+E.g. a sampler with its own generator, or a dataset that counts its epochs. A replay that skips to a later epoch has not
+advanced them, so their state is recorded with the iterator, and restored before the iterator is made again. Begin with
+`held_by`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ttprun.rank import values
 from ttprun.rank.values.nodes import SETTLED
 from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
 
-# Of the parts of the user's, such attributes: what moves from one epoch to the next, and is small.
+# Types of the attributes that are recorded: small values that change between epochs.
 _HELD: tuple[Any, ...] = (*SETTLED, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
 def samplers(loader: DataLoader[Any]) -> list[Any]:
-    """The sampler, and those that it takes from."""
+    """The sampler, the batch sampler, and the samplers inside them."""
     found: list[Any] = []
     for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         while isinstance(sampler, Sampler) and all(sampler is not known for known in found):
@@ -33,7 +33,7 @@ def samplers(loader: DataLoader[Any]) -> list[Any]:
 
 
 def generators(loader: DataLoader[Any]) -> list[Any]:
-    """The torch.Generators by which a loader and its samplers shuffle; of other kinds `held_by` tells."""
+    """The torch.Generators of a loader and its samplers; `held_by` records other kinds."""
     found: list[Any] = []
     for generator in (loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers(loader))):
         if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
@@ -42,7 +42,7 @@ def generators(loader: DataLoader[Any]) -> list[Any]:
 
 
 def held_by(loader: DataLoader[Any]) -> bytes:
-    """The numbers, texts and random generators that parts of the user's own classes hold; b"" if there are none."""
+    """The plain values and random generators in parts of the user's own classes, packed; b"" if there are none."""
     snapshot = values.Snapshot({}, is_apart=True)
     found = [
         {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if isinstance(item, _HELD)}
@@ -52,7 +52,7 @@ def held_by(loader: DataLoader[Any]) -> bytes:
 
 
 def hold_again(loader: DataLoader[Any], held: bytes) -> None:
-    """Put it back."""
+    """Restore what `held_by` has returned."""
     if not held:
         return
     restore = values.Restore([], is_comparing=False)
@@ -61,7 +61,7 @@ def hold_again(loader: DataLoader[Any], held: bytes) -> None:
 
 
 def _parts_of_user(loader: DataLoader[Any]) -> list[Any]:
-    """In an order that is the same whenever the script is run; each once."""
+    """Each part of a class of the user's once, in the same order in each run."""
     named = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))
     given = (*samplers(loader), *named)
     return list({id(part): part for part in given if is_of_user(type(part))}.values())

@@ -1,12 +1,12 @@
-"""Positions of DataLoader iterators, and making one in a replay that begins there.
+"""Positions of DataLoader iterators, and making an iterator in a replay that begins there.
 
-An iterator's state is: the random states with which it was made (they give the shuffle and the workers' seeds), the
-sampler's epoch, and how many batches it has handed out. A replay makes it with the same states and lets the sampler
-pass over the batches that were handed out, without loading them. Without workers the sampler is asked only with the
-first batch: what has changed by then (a framework may set the epoch of a sampler after it made the iterator) is noted.
+An iterator's state is: the random states with which it was made (they determine the shuffle and the workers' seeds),
+the sampler's epoch, and the number of batches that it has yielded. A replay makes it with the same states and lets the
+sampler skip those batches, without loading them. Without workers the sampler begins only with the first batch: what has
+changed by then (a framework may set a sampler's epoch after it has made the iterator) is noted.
 
-A resume with another number of ranks makes iterators over what is left of their epoch (`rest_of_epoch.py`); such a one
-has a "rest" in its record, and is made again in the same way.
+A resume with another number of ranks makes iterators over the rest of their epoch (`rest_of_epoch.py`); such an
+iterator has a "rest" in its record, and is made again in the same way.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ttprun.rank.process import random_state
 from ttprun.rank.session import current
 from ttprun.rank.values import streams
 
-_iterators: list[weakref.ref[Any]] = []  # a WeakSet takes ten times as long to tell that it is empty
+_iterators: list[weakref.ref[Any]] = []  # a WeakSet's emptiness check takes ten times as long
 _made: Counter[str] = Counter()
 _each: dict[tuple[Any, ...], int] = {}  # loader's name: batches between two boundaries
 _order = itertools.count()
-_draining = 0  # boundaries to come at which the steps train on what an iterator had handed out before it ended
+_draining = 0  # number of next boundaries whose steps train on batches of an iterator that has ended
 
 
 def wrap_init(original: Any) -> Any:
-    """DataLoader.__init__: remember where in the script the loader was made; that names it in every rank."""
+    """DataLoader.__init__: name the loader by the place in the script that made it, the same in every rank."""
 
     def init(self: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         place = location_key()
@@ -51,7 +51,7 @@ def wrap_init(original: Any) -> Any:
 
 
 def wrap_iter(original: Any) -> Any:
-    """DataLoader.__iter__: note the state with which the iterator is made; in a replay, set it first."""
+    """DataLoader.__iter__: note the state with which the iterator is made; in a replay, restore it first."""
 
     def make(self: DataLoader[Any]) -> Any:
         session = current()
@@ -64,8 +64,8 @@ def wrap_iter(original: Any) -> Any:
                 return _make_at(original, self, recorded)
         try:
             began = _beginning(self, name)
-        except Exception as error:  # a script whose loader we cannot record must go on as under torchrun
-            session.give_up_protection(f"what the DataLoader of {name[0]} begins with cannot be recorded: {error!r}")
+        except Exception as error:  # fail open
+            session.give_up_protection(f"the state of the DataLoader made at {name[0]} cannot be recorded: {error!r}")
             return original(self)
         began["workers"] = _workers_key(self)
         workers.will_make(workers.Making(tuple(began["workers"])))
@@ -80,7 +80,7 @@ def wrap_iter(original: Any) -> Any:
 
 
 def _workers_key(loader: DataLoader[Any]) -> list[int]:
-    """[number of the iterator that has the workers, epoch that they work on]."""
+    """[number of the iterator that owns the workers, their epoch]."""
     persistent = getattr(loader, "_iterator", None)
     if persistent is not None and hasattr(persistent, "_ttprun"):
         number, epoch = persistent._ttprun["workers"]
@@ -133,7 +133,7 @@ def _note_first(iterator: Any, loader: DataLoader[Any], made_with: dict[str, Any
 
 def _register(iterator: Any, began: dict[str, Any]) -> None:
     iterator._ttprun = began
-    next(_order)  # also in a replay, where it has the lost rank's number: the next one must get another
+    next(_order)  # also in a replay, where it has the lost rank's number
     iterator._ttprun_batch = None
     for worker in getattr(iterator, "_workers", ()):
         streams.is_worker(worker)
@@ -150,21 +150,21 @@ def _make_at(original: Any, loader: DataLoader[Any], recorded: dict[str, Any]) -
     Skipping.batches = 0 if is_iterable else skip
     if recorded["rest"] is not None:
         Skipping.stream = rest_of_epoch.batches_of(loader, recorded["rest"])
-    own_workers = recorded["workers"] or _workers_key(loader)  # another run's have nothing to tell
+    own_workers = recorded["workers"] or _workers_key(loader)
     if own_workers[1]:
-        # The lost rank's iterator was begun again here, which draws no seed for its workers, as making one does.
+        # The lost rank's persistent iterator was restarted here; unlike making one, that draws no seed for workers.
         Skipping.before_first = functools.partial(_set_random_states, loader, recorded)
     workers.will_make(workers.Making(tuple(own_workers), Skipping.batches))
     iterator = original(loader)
     workers.will_make(None)
-    # Without workers no index has been asked for yet, and another iterator may be made before that.
+    # Without workers no index has been requested yet, and another iterator may be made first.
     iterator._ttprun_skip, Skipping.batches = Skipping.batches, 0
     iterator._ttprun_stream, Skipping.stream = Skipping.stream, None
     Skipping.before_first = None
     if _asks_late(iterator):
         first = recorded.get("first") or _state_of(loader)
         iterator._ttprun_before_first = functools.partial(_put_back, loader, first)
-    if is_iterable:  # there is no sampler to advance: the batches have to be loaded
+    if is_iterable:  # without a sampler, the batches have to be loaded
         for _ in range(skip):
             next(iterator)
     iterator._num_yielded = skip
@@ -183,11 +183,11 @@ def _set_random_states(loader: DataLoader[Any], recorded: dict[str, Any]) -> Non
 
 
 class Skipping:
-    """Set while an iterator is made in a replay, for when it asks its sampler for the first time.
+    """Set while an iterator is made in a replay, for its sampler's first index.
 
-    batches       that it has to pass over
+    batches       to skip
     before_first  called before the sampler begins
-    stream        of batches, in the place of the sampler's own
+    stream        of batches that replaces the sampler's
     """
 
     batches = 0
@@ -196,7 +196,7 @@ class Skipping:
 
 
 def wrap_next_index(original: Any) -> Any:
-    """_BaseDataLoaderIter._next_index, in a replay: pass over batches that were handed out."""
+    """_BaseDataLoaderIter._next_index, in a replay: skip batches that were used."""
 
     def next_index(self: Any) -> Any:
         skip, Skipping.batches = Skipping.batches or self.__dict__.pop("_ttprun_skip", 0), 0
@@ -218,7 +218,7 @@ def wrap_next_index(original: Any) -> Any:
 
 
 def forget() -> None:
-    """The run of the script is over: its workers end, and names begin anew."""
+    """The run of the script is over: end its workers, and start the names again."""
     global _order, _draining
     for iterator in _alive():
         if hasattr(iterator, "_shutdown_workers"):
@@ -234,7 +234,7 @@ def forget() -> None:
 
 
 def records() -> list[dict[str, Any]]:
-    """The iterators that are under way, oldest first."""
+    """The records of the iterators in use, oldest first."""
     found = []
     if _iterators:
         alive = _alive()
@@ -257,9 +257,9 @@ def _record_of(iterator: Any) -> dict[str, Any]:
 
 
 def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | None:
-    """Fingerprints of all tensors that were fetched and not trained on yet; None if they are not all known.
+    """Fingerprints of all tensors that were fetched and not trained on yet; None if some are unknown.
 
-    batch   those of the newest batch
+    batch   fingerprints of the newest batch
     """
     recent, yielded = iterator._ttprun_recent, iterator._num_yielded
     if not recent or recent[-1][0] != yielded:
@@ -272,9 +272,9 @@ def _fetched(iterator: Any, batch: list[bytes], ahead: int) -> list[bytes] | Non
 
 
 def _alive() -> list[Any]:
-    """Those that were made and are still there, oldest first."""
+    """The iterators that still exist, oldest first."""
     alive = []
-    for known in _iterators:  # no comprehension: with cold caches its call takes longer than its work
+    for known in _iterators:  # faster than a comprehension
         iterator = known()
         if iterator is not None:
             alive.append(iterator)
@@ -282,7 +282,7 @@ def _alive() -> list[Any]:
 
 
 def _is_under_way(alive: list[Any], number: int) -> bool:
-    """Whether the script is inside of an iterator; if its workers persist, the loader holds it for ever."""
+    """Whether the script is inside an iterator's loop; the loader holds one with persistent workers for ever."""
     iterator = alive[number]
     if not iterator._num_yielded or getattr(iterator, "_ttprun_ended", False):
         return False
@@ -300,15 +300,15 @@ def _references_of_one() -> int:
     return sys.getrefcount(alive[0])
 
 
-# What getrefcount() says of an object in a list that one more holds.
+# getrefcount() of an object in a list with one more holder.
 _HELD_BY_ONE = _references_of_one()
 
 
 def note_boundary() -> bool:
-    """An iterator's first two boundaries tell how many batches a step takes, and how many are read ahead.
+    """At each boundary: derive each iterator's batches per step, and batches read ahead, from its first two boundaries.
 
-    returns   whether the step trains on a batch of an iterator that has ended: the script, or a generator of its own,
-              has read ahead, and no record says which batches it holds
+    returns   whether the step trains on a batch of an iterator that has ended: the script has read ahead, and no record
+              contains the batches that it holds
     """
     global _draining
     is_draining = _draining > 0
@@ -326,14 +326,14 @@ def note_boundary() -> bool:
 
 
 def _note_end(began: dict[str, Any]) -> None:
-    """An iterator has ended: for how many steps does the script still hold batches of it?"""
+    """An iterator has ended: compute for how many steps the script still holds batches of it."""
     global _draining
     ahead, each = fetched_ahead(began["lead"], began["each"]), began["each"]
     _draining = max(_draining, 1 if ahead is None else -(-ahead // max(1, each)))
 
 
 def wrap_next(original: Any) -> Any:
-    """_BaseDataLoaderIter.__next__: know the newest batch, and when there is none any more."""
+    """_BaseDataLoaderIter.__next__: note the newest batch, and the end."""
 
     def advance(self: Any) -> Any:
         unbegun = self.__dict__.pop("_ttprun_unbegun", None)
@@ -356,7 +356,7 @@ def wrap_next(original: Any) -> Any:
 
 
 def wrap_next_in_replay(original: Any) -> Any:
-    """The same in a replay: for batches that were used up, placeholders come first while a loop drops its items."""
+    """_BaseDataLoaderIter.__next__ in a replay: first return placeholders for used batches, if a loop drops them."""
 
     def advance(self: Any) -> Any:
         instead = self.__dict__.get("_ttprun_instead")
@@ -382,7 +382,7 @@ def _instead_of_used_up(iterator: Any, original: Any) -> Iterator[Any]:
 
 
 def wrap_reset(original: Any) -> Any:
-    """_BaseDataLoaderIter._reset: with persistent workers the same iterator begins again."""
+    """_BaseDataLoaderIter._reset: with persistent workers the same iterator restarts."""
 
     def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
         self._ttprun_ended = False

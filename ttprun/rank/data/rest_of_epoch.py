@@ -1,8 +1,8 @@
-"""What is left of an epoch when a run goes on with other ranks: the old run's iterator tells, the new one deals it out.
+"""The rest of an epoch when a run resumes with another number of ranks.
 
-A `DistributedSampler` gives all ranks one order, of which the old ranks have used up the beginning: the new ones take
-the rest. With another of torch's samplers each rank walks over an order of its own, and goes on in it. What cannot be
-counted in samples is refused. Begin with `rest_of`.
+A `DistributedSampler` gives all ranks one order, of which the old ranks have used the beginning: the new ranks share
+the rest. With torch's other samplers each rank has an order of its own, and continues it. What cannot be counted in
+samples is refused. Begin with `rest_of`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ DISTRIBUTED, OWN = "distributed", "own"
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class CannotDealOutError(RuntimeError):
-    """The rest of an epoch cannot be dealt out to other ranks; the message says why."""
+class CannotDistributeError(RuntimeError):
+    """The rest of an epoch cannot be distributed over other ranks; the message says why."""
 
 
 def source_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader reads, as far as it matters to who takes over.
+    """What a loader reads, for the record.
 
-    returns  kind      DISTRIBUTED, OWN (each rank has its own order), or else why the rest cannot be dealt out
+    returns  kind      DISTRIBUTED, OWN (each rank has its own order), or else why the rest cannot be distributed
              length    samples in the dataset, 0 if it has no length
-             drawn     samples that the sampler gives, with all ranks; 0 if that follows from the length
+             drawn     samples that the sampler yields; 0 if that follows from the length
              batch     samples in a batch
              replicas  ranks that share an order
              order     what a shared order depends on beside the epoch and the length
@@ -45,7 +45,7 @@ def source_of(loader: DataLoader[Any]) -> dict[str, Any]:
     try:
         return found | _source_of(loader)
     except Exception as error:  # of the script's own code
-        return found | {"kind": f"does not tell what it reads ({error})"}
+        return found | {"kind": f"does not show what it reads ({error})"}
 
 
 def _source_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _source_of(loader: DataLoader[Any]) -> dict[str, Any]:
     inner: Any = getattr(sampler, "sampler", None)
     dataset: Any = loader.dataset
     if not hasattr(dataset, "__len__") or sampler is None:
-        return {"kind": "reads a dataset whose samples have no numbers, or has no batches"}
+        return {"kind": "reads an iterable dataset, or has no batches"}
     if type(sampler) is not BatchSampler:
         return {"kind": f"has a batch sampler of its own ({type(sampler).__name__})"}
     found: dict[str, Any] = {"length": len(dataset), "batch": sampler.batch_size}
@@ -71,18 +71,18 @@ def rest_of(iterator: dict[str, Any]) -> dict[str, int]:
     iterator   its record, in the old run
 
     returns    before    samples of the order that are used up
-               dummies   batches that come first, and are not trained on
+               dummies   first batches, which are not trained on
 
-    Raises CannotDealOutError.
+    Raises CannotDistributeError.
     """
     source = iterator["source"]
     if source["kind"] not in (DISTRIBUTED, OWN):
-        raise CannotDealOutError(f"it {source['kind']}")
+        raise CannotDistributeError(f"it {source['kind']}")
     ahead = fetched_ahead(iterator["lead"], iterator["each"])
     if ahead is None or iterator["ahead"] is None:
-        raise CannotDealOutError(
-            "it is not known which of its batches were fetched ahead and not trained on yet (a checkpoint of some "
-            "steps later may know)"
+        raise CannotDistributeError(
+            "it is not known which of its batches were prefetched and not trained on yet: try a checkpoint of some "
+            "steps later"
         )
     made_with = iterator["rest"] or {"before": 0, "dummies": 0}
     counts = (iterator["yielded"], made_with["dummies"], ahead, source["batch"], source["replicas"])
@@ -90,21 +90,21 @@ def rest_of(iterator: dict[str, Any]) -> dict[str, int]:
 
 
 def check(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compare a loader's source in the old run with that in the new one. Raises CannotDealOutError."""
+    """Compare a loader's source in the old run with that in the new one. Raises CannotDistributeError."""
     if then["kind"] != now["kind"]:
         kinds = {DISTRIBUTED: "has a DistributedSampler", OWN: "has a sampler of torch's that is not distributed"}
-        raise CannotDealOutError(f"it {kinds.get(now['kind'], now['kind'])}, and had another sampler before")
+        raise CannotDistributeError(f"it {kinds.get(now['kind'], now['kind'])}, and had another sampler before")
     if (then["length"], then["drawn"]) != (now["length"], now["drawn"]):
         then_has, now_has = then["drawn"] or then["length"], now["drawn"] or now["length"]
-        raise CannotDealOutError(
-            f"it has {now_has} samples, and had {then_has} before: what of them is used up cannot be told"
+        raise CannotDistributeError(
+            f"it has {now_has} samples, and had {then_has} before: it is not known which of them are used up"
         )
     if then["order"] != now["order"]:
-        raise CannotDealOutError("its sampler shuffles otherwise than before (another seed?)")
+        raise CannotDistributeError("its sampler does not shuffle as before (another seed?)")
 
 
 def batches_of(loader: DataLoader[Any], rest: dict[str, int]) -> Iterator[list[int]]:
-    """The batches of what is left for this rank, behind the dummies."""
+    """The dummies, then the batches that are left for this rank."""
     sampler: Any = loader.batch_sampler
     inner: Any = sampler.sampler
     length = source_of(loader)["length"]

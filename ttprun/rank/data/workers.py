@@ -1,9 +1,9 @@
-"""Random states of DataLoader workers, so that a replacement's workers draw what the lost rank's workers drew.
+"""Random states of DataLoader workers, so that a replacement's workers draw the same as the lost rank's.
 
-A worker draws from its own generators, batch after batch, and runs ahead of the training. Before each batch it writes
-its states into a ring in the rank's recorder, which outlives them both; a replacement's worker that begins at batch k
-takes up the states that the lost one had before batch k. Workers that are spawned and not forked have no recorder;
-their batches are compared like all others (batches.py), and a difference ends the replay.
+A worker draws from its own generators, batch after batch, ahead of the training. Before each batch it writes its states
+to a ring in the rank's recorder, which outlives both; a replacement's worker that begins at batch k restores the states
+of the lost one before batch k. Spawned workers have no recorder; their batches are compared like all others
+(batches.py), and a difference ends the replay.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ttprun.rank.records.recorder import Recorder
 
 @dataclass
 class Making:
-    """The iterator that is being made, as its forked workers see it.
+    """The iterator that is being made, for its forked workers.
 
-    key      [number of the iterator in the process, number of the epoch with these workers]
-    skip     batches that are passed over
+    key      (number of the iterator in the process, number of the epoch with these workers)
+    skip     batches that are skipped
     """
 
     key: tuple[int, int]
@@ -34,7 +34,7 @@ _recorder: Recorder | None = None
 
 
 def keep_in(recorder: Recorder) -> None:
-    """Where this rank's workers leave their states."""
+    """Have this rank's workers write their states to its recorder."""
     global _recorder
     _recorder = recorder
 
@@ -58,7 +58,7 @@ def wrap_worker_loop(original: Any) -> Any:
 
 
 def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> None:
-    """In the worker: wrap what fetches batches."""
+    """In the worker: wrap the function that fetches batches."""
     from torch.utils.data import _DatasetKind
 
     kind: Any = _DatasetKind
@@ -70,9 +70,9 @@ def _follow(making: Making, recorder: Recorder, worker: int, workers: int) -> No
         epoch += 1
         fetcher = create(*args)
         fetch = fetcher.fetch
-        # Workers are made for a later epoch than their first only in a replay, if the lost rank's persisted.
+        # Workers begin with a later epoch than their first only in a replay of persistent workers.
         is_resumed = epoch == making.key[1] and (making.skip > 0 or epoch > 0)
-        # Batch k belongs to worker k mod n; this is how many of its own were passed over.
+        # Batch k belongs to worker k mod n; this is how many of its own are skipped.
         number = (making.skip - worker + workers - 1) // workers if is_resumed else 0
         is_first = is_resumed
 

@@ -1,8 +1,7 @@
-"""What a rank appends to files: each line comes out once, however often the rank was replaced.
+"""Appends to files are written once, however often the rank is replaced.
 
-Several ranks may append to one file, so it cannot be cut back to where it was at a boundary. Instead the bytes that a
-rank appends to a path since its newest boundary are counted in its recorder, and a replacement that goes live passes
-over as many.
+Several ranks may append to one file, so it cannot be truncated to its size at a boundary. Instead the bytes that a rank
+has appended to a path since its newest boundary are counted in its recorder, and a replacement skips as many.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ttprun.protocol.board import Field
 from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 
-_to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written already
+_to_skip: dict[int, int] = {}  # path's key: bytes that the lost rank has written
 
 
 def key_of(path: str) -> int:
@@ -25,16 +24,16 @@ def key_of(path: str) -> int:
 
 
 def write(session: Session, key: int, data: Any, write_raw: Any) -> int:
-    """Append `data` by `write_raw`, but for what the lost rank has appended already; returns the bytes dealt with."""
+    """Append `data` by `write_raw`, without what the lost rank has appended; returns the bytes written or skipped."""
     given = memoryview(data).cast("B")
-    passed = min(_to_skip.get(key, 0), len(given))
-    if passed:
-        _to_skip[key] -= passed
-        if passed == len(given):
-            return passed
-    written: int = write_raw(given[passed:])
+    skipped = min(_to_skip.get(key, 0), len(given))
+    if skipped:
+        _to_skip[key] -= skipped
+        if skipped == len(given):
+            return skipped
+    written: int = write_raw(given[skipped:])
     _count(session.recorder, key, session.board.get(session.local_rank, Field.RECORDED), written)
-    return passed + written
+    return skipped + written
 
 
 def _count(recorder: Recorder, key: int, boundary: int, size: int) -> None:
@@ -45,10 +44,7 @@ def _count(recorder: Recorder, key: int, boundary: int, size: int) -> None:
 
 
 def resume_from(recorder: Recorder, boundary: int) -> None:
-    """A replacement goes live at a boundary: it passes over what the lost rank has appended since.
-
-    The lost rank may have recorded one boundary more.
-    """
+    """A replacement goes live at a boundary: skip what the lost rank, maybe one boundary ahead, has appended since."""
     _to_skip.clear()
     for key in recorder.appended_keys():
         since, newest, before = recorder.appended(key)

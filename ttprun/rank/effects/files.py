@@ -1,11 +1,10 @@
-"""Files that the script writes: where each stood at a boundary, and how a replay keeps its hands off them.
+"""Files that the script writes: their positions at a boundary, and how a replay leaves them alone.
 
-A replay runs the script from the top, and so would truncate the log that the lost rank had been writing, save garbage
-over a checkpoint, or rename files that are long in place. So in a replay what the user's own code writes goes nowhere:
-`open` for writing gives a file whose writes are dropped, `torch.save` and the calls in MUTED do nothing. When the
-replacement goes live, each file that was open for writing is set to where it stood at the boundary, and cut there: what
-the lost rank had written after the boundary is written again. Files opened for appending may be others' too, and are
-never cut: what the lost rank had appended already is passed over, see `append_dedup.py`.
+A replay runs the script from the top, and would truncate the lost rank's log, overwrite a checkpoint with garbage, or
+rename files again. So in a replay, writes of the user's own code are dropped: `open` for writing returns a file that
+drops them, `torch.save` and the calls in MUTED do nothing. When the replacement goes live, each file that is open for
+writing is truncated to its position at the boundary: what the lost rank wrote after it is written again. Files opened
+for appending may be shared with other ranks and are never truncated: see `append_dedup.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MUTED = {
     os: ("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
     shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
 }
-# Modules that open and remove files for the one who calls them.
+# Modules that open and remove files for their caller.
 _ON_BEHALF_OF_OTHERS = frozenset(
     {
         *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
@@ -42,12 +41,12 @@ _ON_BEHALF_OF_OTHERS = frozenset(
     }
 )
 _real_open = builtins.open
-# (absolute path, file opened for writing by the user's code); one that the script drops is closed by Python
+# (absolute path, file opened for writing by the user's code)
 _tracked: list[tuple[str, weakref.ref[Any]]] = []
 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
-    """The modules that are loaded and hold state, the script among them as `__main__`."""
+    """The loaded modules that hold state, including the script as `__main__`."""
     found = []
     for name in (*ast_transform.loaded, *ast_transform.loaded_by_name):
         module = sys.modules.get(name)
@@ -64,7 +63,7 @@ def _is_called_by_user(caller: FrameType) -> bool:
 
 
 def wrap_open(original: Any) -> Any:
-    """builtins.open: know the files that the script writes; drop what a replay writes to them."""
+    """builtins.open: track the files that the script writes, and drop a replay's writes."""
     return lambda *args, **kwargs: _open_tracked(original, fail_open.caller(), *args, **kwargs)
 
 
@@ -75,7 +74,7 @@ def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", 
         return original(file, mode, *args, **kwargs)
     path = os.path.abspath(os.fspath(file))
     if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
-        _real_open(path, "a").close()  # a file that no rank of the old run has had
+        _real_open(path, "a").close()  # a new file, which no rank of the old run had
     is_muted = session.replay is not None and os.path.isfile(path)
     if is_muted or "a" in mode:
         opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)
@@ -124,7 +123,7 @@ def _open_followed(
     closefd: bool = True,
     opener: Any = None,
 ) -> Any:
-    """What open() gives, over a file of ours; a call that open() refuses, it refuses."""
+    """As open(), with a _FollowedFile below; invalid or unusual calls go to open() itself."""
     is_text = "b" not in mode
     is_wrong = not is_text and (encoding, errors, newline) != (None, None, None)
     is_plain = opener is None and closefd and set(mode) <= set("arwxbt+U") and len(set(mode) & set("arwx")) == 1
@@ -150,7 +149,7 @@ def _open_followed(
 
 
 def forget() -> None:
-    """The run of the script is over: nothing of it may be written later than now."""
+    """Close the files: nothing of this run of the script may be written later."""
     for _, opened in _open_files():
         with contextlib.suppress(OSError, ValueError):
             opened.close()
@@ -158,7 +157,7 @@ def forget() -> None:
 
 
 def positions() -> list[list[Any]]:
-    """[path, bytes written] of each file that is open for writing now; what was buffered is flushed."""
+    """[path, bytes written] of each file that is open for writing; flushes them."""
     found = []
     for path, opened in _open_files():
         try:
@@ -170,13 +169,13 @@ def positions() -> list[list[Any]]:
 
 
 def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
-    """The same while another run's files are muted: where they stood at its boundary, and the ends of all others."""
+    """The same while another run's files are muted: their recorded positions, and the ends of all other files."""
     where = dict(map(tuple, recorded))
     return [[path, where.get(path, os.path.getsize(path))] for path, opened in _open_files()]
 
 
 def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
-    """The replay is over: set each file to where it stood at the boundary."""
+    """The replay is over: set each file to its position at the boundary."""
     where = dict(map(tuple, recorded))
     for path, opened in _open_files():
         raw = getattr(getattr(opened, "buffer", opened), "raw", opened)
@@ -193,7 +192,7 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
 
 
 def wrap_save(original: Any) -> Any:
-    """torch.save: does nothing in a replay, whoever calls it; else the agent knows that the rank may take its time."""
+    """torch.save: nothing in a replay, from any caller; otherwise the board shows that the rank is saving."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
         session = current()
@@ -215,7 +214,7 @@ _is_muted = False
 
 
 def mute_all() -> None:
-    """Take their effect from the functions by which a replay could change files; once a process."""
+    """Make the functions that change files do nothing in a replay; once per process."""
     global _is_muted
     if _is_muted:
         return
@@ -228,7 +227,7 @@ def mute_all() -> None:
 
 
 def mute_in_replay(original: Any) -> Any:
-    """A function that changes files: does nothing if a replay calls it from the user's own code."""
+    """A function that changes files: nothing if the user's own code calls it in a replay."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         session = current()
@@ -241,7 +240,7 @@ def mute_in_replay(original: Any) -> Any:
 
 
 def make_directory_in_replay(original: Any) -> Any:
-    """os.mkdir and os.makedirs: in a replay the directory may be there already."""
+    """os.mkdir and os.makedirs: in a replay the directory may exist."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

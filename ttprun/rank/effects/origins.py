@@ -1,9 +1,9 @@
-"""What the set-up of a script takes from outside: the time and the operating system's randomness.
+"""The time and the system's entropy that a script's setup draws.
 
-Folders and files are named from these (`runs/<date>`, a run's uuid), so a replacement, whose set-up runs later, would
-go on in other ones. What the user's code draws before its first step is therefore kept in the rank's recorder, each
-draw under the place of its call, and the set-up of a replacement gets the same. From the first step on nothing is kept.
-Begin with `draw`. The process number is another one in each process, and is kept for names alone: see `wrap_getpid`.
+Folders and files are named after these (`runs/<date>`, a run's uuid), so a replacement, whose setup runs later, would
+use other names. Each draw of the user's code before its first step is therefore kept in the rank's recorder by the
+place of its call, and a replacement's setup gets the same value. From the first step on nothing is kept. Begin with
+`draw`. The process id is repeated for file names alone: see `wrap_getpid`.
 
 Standard library only: a script may ask for the time before it imports torch.
 """
@@ -29,7 +29,7 @@ from ttprun.rank.position.whose import has_muted_effects
 
 MOST = 2048  # draws that are kept
 MOST_AT_ONE_PLACE = 64
-# Packages that name a run's folder for the user, and whose files go on where they are: see files.py and trackers.py.
+# Packages that name a run's folder for the user; a replacement appends to their files (files.py, trackers.py).
 _NAMING = ("hydra", "tensorboard", "torch.utils.tensorboard")
 _clock_ns = time.time_ns
 _localtime = time.localtime
@@ -38,11 +38,11 @@ Drawn = tuple[str, Any]  # place and value
 
 
 class _Log:
-    """What has been drawn.
+    """The draws.
 
-    is_on     the script has not come to its first step
-    keep      takes what is drawn; None: it waits in `early` for somebody who can keep it
-    left      what another process of this rank has drawn, and this one has not yet
+    is_on     the script has not reached its first step
+    keep      writes a draw to the recorder; None: there is none yet, draws wait in `early`
+    left      draws of the lost process of this rank, by place, that this one has not repeated yet
     """
 
     def __init__(self, is_on: bool = False) -> None:
@@ -57,7 +57,7 @@ _log = _Log()
 
 
 def listen() -> None:
-    """The script is about to start, and nobody knows yet where to keep what it draws."""
+    """The script is about to start; there is no recorder yet."""
     global _log
     _log = _Log(is_on=True)
     _patch_datetime()
@@ -66,8 +66,8 @@ def listen() -> None:
 def begin(known: Iterable[Drawn], keep: Callable[[Drawn], Any] | None) -> None:
     """A run of the script begins, or has just imported torch.
 
-    known   what another process of this rank has drawn in its set-up
-    keep    takes what this run draws beyond; None: this is a replay, which keeps nothing
+    known   the draws of the lost process of this rank
+    keep    writes further draws to the recorder; None: a replay, which keeps none
     """
     if not _log.is_on:
         listen()
@@ -80,7 +80,7 @@ def begin(known: Iterable[Drawn], keep: Callable[[Drawn], Any] | None) -> None:
 
 
 def end() -> None:
-    """The script has come to its first step, or a replay to where it goes live; or this is a child of the rank."""
+    """The script has reached its first step, a replay has gone live, or this is a forked child."""
     global _log
     if _log.is_on:
         _log = _Log()
@@ -92,10 +92,9 @@ def _drop(drawn: Drawn) -> None:
 
 
 def draw(kind: str, make: Callable[[], Any], caller: FrameType | None) -> Any:
-    """What `make` gives, or in a replacement what it gave in the same place.
+    """The result of `make`, or in a replacement the one that the lost rank had at the same place.
 
-    kind     of what is drawn
-    caller   who asks; only what the user's own code asks, or who names things for it, is kept
+    caller   only draws of the user's own code and of _NAMING are kept
     """
     if caller is None or threading.current_thread() is not threading.main_thread() or not _is_followed(caller):
         return make()
@@ -112,7 +111,7 @@ def draw(kind: str, make: Callable[[], Any], caller: FrameType | None) -> Any:
 
 
 def is_on() -> bool:
-    """Whether what is drawn now is kept."""
+    """Whether draws are kept now."""
     return _log.is_on
 
 
@@ -128,7 +127,7 @@ def _now_ns(kind: str, caller: FrameType) -> int:
     return value
 
 
-# Wrappers; while nothing is kept they are the originals.
+# Wrappers; when nothing is kept they act as the originals.
 
 
 def wrap_time(original: Any) -> Any:
@@ -142,7 +141,7 @@ def wrap_time_ns(original: Any) -> Any:
 
 
 def wrap_of_seconds(original: Any) -> Any:
-    """time.localtime, gmtime and ctime: of now, if they are not given seconds."""
+    """time.localtime, gmtime and ctime, of now if called without seconds."""
 
     def of_seconds(*seconds: Any) -> Any:
         if not _log.is_on or seconds not in ((), (None,)):
@@ -153,7 +152,7 @@ def wrap_of_seconds(original: Any) -> Any:
 
 
 def wrap_strftime(original: Any) -> Any:
-    """time.strftime: of now, if it is not given a time."""
+    """time.strftime, of now if called without a time."""
 
     def strftime(*args: Any) -> Any:
         if not _log.is_on or len(args) != 1:
@@ -164,7 +163,7 @@ def wrap_strftime(original: Any) -> Any:
 
 
 def wrap_asctime(original: Any) -> Any:
-    """time.asctime: the same."""
+    """time.asctime, likewise."""
 
     def asctime(*args: Any) -> Any:
         if not _log.is_on or args:
@@ -175,7 +174,7 @@ def wrap_asctime(original: Any) -> Any:
 
 
 def wrap_getpid(original: Any) -> Any:
-    """os.getpid: the lost rank's for names alone. The script's own code may look itself up or signal itself by it."""
+    """os.getpid: TensorBoard gets the lost rank's, for file names. Other code may look up or signal its own process."""
 
     def getpid() -> Any:
         if not _log.is_on:
@@ -187,8 +186,8 @@ def wrap_getpid(original: Any) -> Any:
     return getpid
 
 
-# datetime.datetime is a type of C's, whose attributes cannot be set; but its dictionary can, as long as nobody has to
-# look there often: the methods are put back at the first step.
+# The attributes of datetime.datetime, a C type, cannot be set; its dictionary can. The methods are restored at the
+# first step, as ours are slow.
 
 _originals: dict[str, Any] = {}
 _why_no_datetime = ""
@@ -197,7 +196,7 @@ _why_no_datetime = ""
 def _dictionary_of(kind: type) -> dict[str, Any]:
     found: Any = gc.get_referents(kind.__dict__)[0]
     if type(found) is not dict or found.get("now") is not kind.__dict__["now"]:
-        raise TypeError(f"the attributes of {kind} are kept otherwise in this Python")
+        raise TypeError(f"this Python stores the attributes of {kind} in another way")
     return found
 
 
@@ -216,14 +215,14 @@ def _patch_datetime() -> None:
     found = {name: datetime.datetime.__dict__[name] for name in ("now", "utcnow")}
     try:
         _set_datetime({"now": classmethod(_now), "utcnow": classmethod(_utcnow)})
-    except Exception as error:  # names that are made by it are made anew, as under torchrun
-        _why_no_datetime = f"datetime.now() is not the same for a replacement, nor are names made by it: {error!r}"
+    except Exception as error:
+        _why_no_datetime = f"a replacement gets another datetime.now(), and so other names made from it: {error!r}"
         return
     _originals.update(found)
 
 
 def why_not() -> str:
-    """What of the time is not repeated for a replacement, and why; "" if all is."""
+    """Which times are not repeated for a replacement, and why; "" if all are."""
     return _why_no_datetime
 
 

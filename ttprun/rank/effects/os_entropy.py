@@ -1,8 +1,8 @@
 """Randomness of the operating system: it cannot be recorded, so a replacement would draw other numbers.
 
-Draws before the first step mostly seed a generator whose state is recorded, or name a file: a replacement's set-up gets
-the same (origins.py), unless they are secrets. Draws in the steps
-themselves make a script that cannot be replayed; they are counted, and the count stands in each boundary's record.
+Draws before the first step mostly seed a generator whose state is recorded, or name a file: a replacement's setup gets
+the same (origins.py), unless they are secrets. A script that draws during its steps cannot be replayed: the number of
+draws is in each boundary's record.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from ttprun.rank.effects import origins
 from ttprun.rank.position.whose import records_frames
 from ttprun.rank.session import current
 
-_STANDING_ON_IT = frozenset({"random", "secrets", "uuid"})
+_USING_IT = frozenset({"random", "secrets", "uuid"})
 _drawn = 0
 
 
 def wrap_urandom(original: Any) -> Any:
-    """os.urandom, on which `secrets`, `uuid.uuid4` and `random.SystemRandom` stand: count what the script draws."""
+    """os.urandom, which `secrets`, `uuid.uuid4` and `random.SystemRandom` use: count the script's draws."""
 
     def urandom(size: int) -> bytes:
         global _drawn
         session = current()
         if origins.is_on():
-            drawn: bytes = origins.draw(f"urandom {size}", lambda: original(size), _who_names(fail_open.caller()))
+            caller = _caller_with_a_name(fail_open.caller())
+            drawn: bytes = origins.draw(f"urandom {size}", lambda: original(size), caller)
             return drawn
         if session is not None and session.applied and _is_asked_by_user(fail_open.caller()):
             _drawn += 1
@@ -37,15 +38,15 @@ def wrap_urandom(original: Any) -> Any:
 
 
 def _is_asked_by_user(frame: FrameType | None) -> bool:
-    """Whether the user's own code asks, be it through one of the modules that stand on os.urandom."""
-    while frame is not None and frame.f_globals.get("__name__") in _STANDING_ON_IT:
+    """Whether the user's own code draws, directly or through a module that uses os.urandom."""
+    while frame is not None and frame.f_globals.get("__name__") in _USING_IT:
         frame = frame.f_back
     return frame is not None and records_frames(frame.f_code.co_filename)
 
 
-def _who_names(frame: FrameType | None) -> FrameType | None:
-    """The code that asks, where that may be for a name or a seed; None for a secret, which is not kept."""
-    while frame is not None and frame.f_globals.get("__name__") in _STANDING_ON_IT:
+def _caller_with_a_name(frame: FrameType | None) -> FrameType | None:
+    """The code that draws a name or a seed; None for a secret, which is not kept."""
+    while frame is not None and frame.f_globals.get("__name__") in _USING_IT:
         if frame.f_globals.get("__name__") == "secrets":
             return None
         frame = frame.f_back
@@ -53,7 +54,7 @@ def _who_names(frame: FrameType | None) -> FrameType | None:
 
 
 def drawn_since_last_asked() -> int:
-    """How often the script has drawn from the operating system since the boundary before."""
+    """The number of the script's draws since the previous call."""
     global _drawn
     drawn, _drawn = _drawn, 0
     return drawn

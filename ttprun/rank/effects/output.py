@@ -1,8 +1,8 @@
-"""The script's stdout and stderr: each line comes out once, however often its rank was replaced.
+"""The script's stdout and stderr: each line is printed once, however often its rank is replaced.
 
-The lines of a rank that have come out are counted on the board, whoever wrote them, and each record says how many the
-script had said in front of it. A replacement writes to a replay log of its own till it goes live at the boundary, and
-then passes over as many lines as had come out since the record of that boundary.
+The board counts the lines that a rank's processes have printed, and each record holds the count at its boundary. A
+replacement writes to a replay log until it goes live at the boundary, and then skips the lines that were printed after
+that.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
 
 
 class _CountedRaw(io.RawIOBase):
-    """A stream to a descriptor, which counts lines and can pass over some."""
+    """A stream to a descriptor that counts lines and can skip some."""
 
     def __init__(self, stream: Any, field: int) -> None:
-        self._stream = stream  # were it forgotten, it might close the descriptor
+        self._stream = stream  # kept, or it would close the descriptor
         self._fd: int = stream.fileno()
         self._field = field
         self.skip_lines = 0
@@ -40,7 +40,7 @@ class _CountedRaw(io.RawIOBase):
         return os.isatty(self._fd)
 
     def is_elsewhere(self) -> bool:
-        """Whether the descriptor leads to another file than at first."""
+        """Whether the descriptor leads to another file than when this was made."""
         return _file_of(self._fd) != self._file
 
     def write(self, data: Any) -> int:
@@ -60,7 +60,7 @@ class _CountedRaw(io.RawIOBase):
 
 
 def _file_of(fd: int) -> tuple[int, int]:
-    """Names an open file; (0, 0) if there is none."""
+    """(device, inode) of an open file; (0, 0) if there is none."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -72,7 +72,7 @@ _streams: dict[str, _CountedRaw] = {}
 
 
 def count_lines() -> None:
-    """Put counted streams in the place of sys.stdout and sys.stderr."""
+    """Replace sys.stdout and sys.stderr by counting streams."""
     for name, field in _FIELDS.items():
         old = getattr(sys, name)
         try:
@@ -86,8 +86,8 @@ def count_lines() -> None:
         setattr(sys, name, new)
 
 
-def lines_said(session: Session) -> list[int]:
-    """Lines that the script has said so far to stdout and to stderr, those that are passed over counted once."""
+def lines_printed(session: Session) -> list[int]:
+    """Lines that the script has printed so far to stdout and to stderr; those still to be skipped are not counted."""
     out, err = _streams.get("stdout"), _streams.get("stderr")
     return [
         session.row[Field.LINES_OUT] - (0 if out is None else out.skip_lines),
@@ -96,22 +96,22 @@ def lines_said(session: Session) -> list[int]:
 
 
 def why_not_counted() -> str:
-    """Why lines would be lost or come out twice if this rank were replaced; "" if they would not."""
+    """Why lines would be lost or printed twice if this rank were replaced; "" if they would not."""
     for name, stream in _streams.items():
         if stream.is_elsewhere():
-            return f"the script has put another file in the place of {name} (os.dup2 to descriptor {stream.fileno()})"
+            return f"the script has redirected {name} (os.dup2 to descriptor {stream.fileno()})"
     return ""
 
 
 def skip_lines(skip_out: int, skip_err: int) -> None:
-    """Pass over the next lines: the lost rank had written them already."""
+    """Skip the next lines: the lost rank has printed them."""
     for name, lines in (("stdout", skip_out), ("stderr", skip_err)):
         if name in _streams:
             _streams[name].skip_lines = lines
 
 
 class Diverted:
-    """Output goes to a replay log until `end`, at the level of descriptors: also what C++ and child processes write."""
+    """Redirects descriptors 1 and 2 to a replay log until `end`, also for C++ code and child processes."""
 
     def __init__(self, session: Session) -> None:
         log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
@@ -123,7 +123,7 @@ class Diverted:
         os.close(target)
 
     def end(self, skip_out: int, skip_err: int) -> None:
-        """Output is the script's own again, but for the lines that the lost rank had written already."""
+        """Restore the output, and skip the lines that the lost rank has printed."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         for fd, saved in zip((1, 2), self._saved, strict=True):

@@ -1,9 +1,8 @@
-"""TensorBoard's event files: each event comes out once, in the file in which the lost rank had begun.
+"""TensorBoard's event files: each event is written once, to the lost rank's file.
 
-A replay makes the writer of the same name again (origins.py), which would begin its file anew, and what is added in
-the replay is nothing to look at. So in a replay nothing is added, and the file is appended to afterwards. Events are
-counted like what a script appends to a file itself: those that the lost rank had added since the boundary are passed
-over.
+A replay makes a writer of the same name (origins.py), which would truncate the file. So in a replay no event is added,
+and the file is appended to afterwards. Events are counted like appended bytes (append_dedup.py): those that the lost
+rank has added since the boundary are skipped.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 from ttprun.rank.checks import proof
 from ttprun.rank.effects import append_dedup
 from ttprun.rank.process.after_import import after_import
-from ttprun.rank.session import Session, current
+from ttprun.rank.session import current
 
 _WRITERS = "tensorboard.summary.writer.event_file_writer"
 
 
 def follow() -> None:
-    """Follow the writers of TensorBoard, once the script has imported them."""
+    """Patch TensorBoard's writer, once the script has imported it."""
     after_import(_WRITERS, _patch)
 
 
@@ -42,9 +41,10 @@ def wrap_add_event(original: Any) -> Any:
         if session is None:
             original(self, event)
         elif session.replay is not None and session.is_replaying_alone():
-            if not _goes_on(self) and event.HasField("file_version"):
-                _tell_of_other_file(session, self)
-                original(self, event)  # without it the new file would be none of TensorBoard's
+            if not _appends(self) and event.HasField("file_version"):
+                name = getattr(self, "_file_name", "a file")
+                proof.report(session, [], [f"TensorBoard continues in another file than the lost rank's: {name}"])
+                original(self, event)  # each new file must begin with its version
         else:
             key = append_dedup.key_of(f"{getattr(self, '_file_name', '')}#events")
             append_dedup.write(session, key, b"+", lambda one: original(self, event) or len(one))
@@ -52,8 +52,8 @@ def wrap_add_event(original: Any) -> Any:
     return add_event
 
 
-def _goes_on(writer: Any) -> bool:
-    """Whether the lost rank had a file of this name; it is appended to from now on."""
+def _appends(writer: Any) -> bool:
+    """Whether the lost rank had a file of this name; if so, the writer appends to it from now on."""
     file = getattr(writer, "_general_file_writer", None)
     if file is None or not os.path.exists(str(getattr(writer, "_file_name", ""))):
         return False
@@ -64,8 +64,3 @@ def _goes_on(writer: Any) -> bool:
         file._FileIO__mode = "ab"
         return True
     return False
-
-
-def _tell_of_other_file(session: Session, writer: Any) -> None:
-    name = getattr(writer, "_file_name", "a file")
-    proof.tell(session, [], [f"TensorBoard goes on in another file than the lost rank's: {name}"])

@@ -1,11 +1,9 @@
-"""Recovery of a framework that owns its train function, by callbacks of its own (MindIO's interface, `--mindio`).
+"""Recovery of a framework that owns its train function, by its own callbacks (MindIO's interface, `--mindio`).
 
-It is the same recovery as without it, and takes the same orders of the agent; only here nothing of the script is
-recorded or run again in replay. A survivor's main thread is brought out of its collective by an error, which the
-decorator of the train function catches; a replacement runs the script up to that function. What then is done in each
-phase is a handler: the framework's own, or ours if it has none.
+The phases and the agent's orders are the same as without it, but nothing of the script is recorded or replayed. A
+survivor's main thread leaves its collective by an error, which the decorator of the train function catches; a
+replacement runs the script up to that function. Each phase then calls a handler: the framework's own, or our default.
 
-Files: `codes` (the interface's numbers), `errors` (which error means what), `handlers` (callbacks and their defaults),
-`bracket` (the optimizer's update), `framework` (the main thread's side), `recovery` (the recovery thread's side),
-`hooks` (what is installed). Read `recovery.CallbackRecovery` first.
+Files: `codes` (the interface's numbers), `errors` (the meaning of errors), `handlers` (callbacks and their defaults),
+`framework` (the main thread's side), `recovery` (the recovery thread's side). Read `recovery.CallbackRecovery` first.
 """

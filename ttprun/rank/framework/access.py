@@ -1,4 +1,4 @@
-"""How the interface finds the framework's side of this process."""
+"""How the interface finds this process's session and framework."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def has_framework() -> bool:
-    """This process is a rank whose framework recovers by callbacks."""
+    """Whether this process is a rank whose framework recovers by callbacks."""
     session = current()
     return session is not None and session.framework is not None
 
 
 def this_rank() -> tuple[Session, Framework]:
-    """Raises RuntimeError in any other process."""
+    """This rank's session and framework. Raises RuntimeError in any other process."""
     session = current()
     if session is None or session.framework is None:
-        raise RuntimeError("mindio_ttp: this process is no rank that recovers; start the script with: ttprun --mindio")
+        raise RuntimeError("mindio_ttp: this process is not a protected rank; start the script with: ttprun --mindio")
     return session, session.framework

@@ -6,32 +6,32 @@ from enum import Enum
 
 RET_OK = 0
 RET_ERROR = 1
-RET_NO_REBUILD = 2  # of a clean handler: the memory that failed holds nothing, so nothing needs to be sent
+RET_NO_REBUILD = 2  # of a clean handler: the failed memory was unused, so no state needs to be sent
 
 
 class Action(Enum):
-    """What a main thread does that has waited."""
+    """What the main thread does after its wait."""
 
     RETRY = 0
     EXIT = 1
 
 
 class OptimizerType(Enum):
-    """Place of a group in what tft_set_optimizer_replica is given."""
+    """Index of a group in the argument of tft_set_optimizer_replica."""
 
     ATTENTION = 0
     MOE = 1
 
 
 class PauseType(Enum):
-    """What tft_pause_train does when it is time."""
+    """What tft_pause_train does at a pause."""
 
     PAUSE = 1
     RAISE = 2
 
 
 class ReportState(Enum):
-    """What a rank reports of itself."""
+    """The state that a rank reports."""
 
     RS_NORMAL = 0
     RS_RETRY = 1
@@ -57,5 +57,5 @@ class RepairType(Enum):
 
 
 def value_of(code: Enum | int) -> int:
-    """Both are taken where MindIO takes a number."""
+    """The number of a code, given as an enum or a number."""
     return int(code.value) if isinstance(code, Enum) else int(code)

@@ -1,6 +1,6 @@
-"""Whether this rank can train on in a smaller group (MindIO's ZIT): switched on wherever it starts, and handled.
+"""Whether this rank can continue in a smaller group (MindIO's ZIT): it is switched on, and has a handler.
 
-What is done then is `Handlers.rebuild_group`; which ranks leave is for the agent to say (`ttprun.recovery.resize`).
+The handler is called by `Handlers.rebuild_group`; the agent decides which ranks leave (`ttprun.recovery.resize`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from ttprun.rank.session import Session
 
 
 class Elastic:
-    """What this rank's framework has said of it.
+    """The framework's switches.
 
     is_on                    tft_init_processor: enable_zit
-    is_on_in_the_controller  tft_init_controller: enable_zit; True where there is none in this process
+    is_on_in_the_controller  tft_init_controller: enable_zit; True if this process has no controller
     """
 
     def __init__(self, session: Session, handlers: Handlers) -> None:
@@ -22,7 +22,7 @@ class Elastic:
         self.is_on = False
         self.is_on_in_the_controller = True
 
-    def tell(self) -> None:
-        """Tell the agent, once all is there that it takes."""
+    def report(self) -> None:
+        """Report to the agent if both switches are on and there is a handler."""
         if self.is_on and self.is_on_in_the_controller and self._handlers.has(DOWNGRADE_REBUILD):
             self._session.channel.send(from_rank.ElasticDeclared())

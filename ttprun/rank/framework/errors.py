@@ -1,6 +1,6 @@
-"""Which error of the train function means what: one table of short texts, in the order of MindIO's.
+"""The meaning of the train function's errors: one table of substrings, in MindIO's order.
 
-Texts are searched for in `str(error)` of a RuntimeError; the first that is found wins. A framework may add rows. Read
+Each is searched for in `str(error)` of a RuntimeError; the first found wins. A framework may add rows. Read
 `ErrorTable.classify` first.
 """
 
@@ -19,9 +19,9 @@ REPAIRABLE, CORRUPTED = "HBM MULTI BIT ECC can repair", "HBM MULTI BIT ECC can't
 
 
 class ErrorTable:
-    """The rows: text -> function that is given the error's text and returns a kind; and kind -> state to report.
+    """The rows: substring -> function from the message to a kind; and kind -> state to report.
 
-    is_retried   errors of devices are answered in the same process; else they are like any other error
+    is_retried   device errors are repaired in the same process; else they are like any other error
     """
 
     def __init__(self, times: UpdateTimes) -> None:
@@ -53,18 +53,18 @@ class ErrorTable:
         }
 
     def add(self, pattern: str, state: str, kind_of: Callable[[str], str]) -> None:
-        """One more row, behind the others.
+        """Append a row.
 
-        state     name of a ReportState, for the kind that is called like the pattern
-        kind_of   given the error's text; returns a kind
+        state     name of a ReportState, for the kind of the same name as the pattern
+        kind_of   given the message; returns a kind
         """
         if state not in ReportState.__members__:
-            raise ValueError(f"'{state}' is no state to report; use one of {', '.join(ReportState.__members__)}")
+            raise ValueError(f"'{state}' is not a state to report; use one of {', '.join(ReportState.__members__)}")
         self.states[pattern] = state
         self.kinds[pattern] = kind_of
 
     def classify(self, error: BaseException) -> ReportState:
-        """What a rank reports of an error; RS_UNKNOWN for whatever is not in the table."""
+        """The state to report for an error; RS_UNKNOWN if it is not in the table."""
         if not isinstance(error, RuntimeError):
             return ReportState.RS_UNKNOWN
         text = str(error)

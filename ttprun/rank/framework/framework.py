@@ -1,7 +1,7 @@
-"""The main thread's side: the decorated train function, how it is left by force, and how it is entered again.
+"""The main thread's side: the decorated train function, and how it is interrupted and called again.
 
-The recovery thread (`recovery.py`) tells this object to stop, and to go on; the main thread meets that in its next
-collective, in front of its next update of the optimizer, or where it waits. Read `Framework.run` first.
+The recovery thread (`recovery.py`) orders this object to stop and to resume; the main thread notices in its next
+collective, before its next update of the optimizer, or in a wait. Read `Framework.run` first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.rank import moments
-from ttprun.rank.comm.journal import REPORT_AFTER_S
+from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry
+from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState
 from ttprun.rank.framework.elastic import Elastic
@@ -30,7 +31,7 @@ from ttprun.rank.step import for_standbys
 from ttprun.rank.step.commit_barrier import commit
 
 _LOOK_AGAIN_S = 0.1
-_ORDER_LIMIT_S = 30.0  # for the agent to answer a fault that a rank has reported, or has heard of by its connections
+_ORDER_LIMIT_S = 30.0  # for the agent's order after a fault that this rank has reported or noticed
 
 
 class Place(Enum):
@@ -42,21 +43,21 @@ class Place(Enum):
 
 
 class Framework:
-    """What this rank knows of its framework, and what its framework may ask.
+    """The state of this rank's framework, and the functions that the framework calls.
 
-    joins_at      boundary at which a replacement takes its place; None in a rank that was there from the start
-    reboot_type   of a replacement: "arf" in the place of a lost process, "hot switch" in that of a healthy one
-    is_joining    a replacement that has not come to its train function yet: its collectives meet nobody
-    is_stopping   the main thread is to leave its train function
-    settled_in    generation in which it was last agreed at which step all stand
-    is_past_setup  the train function has been entered; what the script does before, a replacement does too
-    fault         what this rank has reported of itself since it last trained
-    repair_type   "retry", "recover", "dump" or "unknow"
-    repair_step   step from which all go on; 0: not known
-    was_cleaned   stop and clean are over
-    is_torn       an update of the optimizer has begun and not ended
-    is_told_of_uce  a scheduler says that memory of this rank's device has failed
-    loaded_step   of a checkpoint that a repair handler has loaded; 0: none
+    joins_at       boundary at which a replacement joins; None in a rank that was there from the start
+    reboot_type    of a replacement: "arf" for a lost process, "hot switch" for a healthy one
+    is_joining     a replacement that has not reached its train function: its collectives are skipped
+    is_stopping    the main thread is to leave its train function
+    settled_in     generation in which all ranks have last agreed on their step
+    is_past_setup  the train function has been called; a replacement repeats what the script does before
+    fault          the state that this rank has reported since it last trained
+    repair_type    "retry", "recover", "dump" or "unknow"
+    repair_step    step from which all resume; 0: unknown
+    was_cleaned    stop and clean are over
+    is_torn        an update of the optimizer has begun and not ended
+    has_uce        a scheduler reports that memory of this rank's device has failed
+    loaded_step    of a checkpoint that a repair handler has loaded; 0: none
     """
 
     def __init__(self, session: Session, joins_at: int | None, reboot_type: str = "arf") -> None:
@@ -74,7 +75,7 @@ class Framework:
         self.repair_step = joins_at or 0
         self.was_cleaned = False
         self.is_torn = False
-        self.is_told_of_uce = False
+        self.has_uce = False
         self.times = session.updates
         self.errors = ErrorTable(self.times)
         self.handlers = Handlers()
@@ -84,10 +85,10 @@ class Framework:
         self._callback_thread = 0
         self._check_overtaken: Callable[[], None] = lambda: None
 
-    # The recovery thread's side of it.
+    # Called by the recovery thread.
 
     def serve_callbacks(self, check_overtaken: Callable[[], None]) -> None:
-        """From now on the calling thread is the one that runs callbacks: it may communicate while others must stop.
+        """The calling thread runs callbacks from now on: it may communicate while others must stop.
 
         check_overtaken   raises if a newer recovery has begun
         """
@@ -104,7 +105,7 @@ class Framework:
             self._session.changed.notify_all()
 
     def wait_until_stopped(self, check_overtaken: Callable[[], None]) -> None:
-        """Block until the main thread waits in the decorator; ended by it, or by what `check_overtaken` raises."""
+        """Block until the main thread waits in the decorator, or `check_overtaken` raises."""
         with self._session.changed:
             while self.place is not Place.WAITING:
                 self._session.changed.wait(_LOOK_AGAIN_S)
@@ -117,10 +118,10 @@ class Framework:
             self._session.changed.notify_all()
 
     def release(self, step: int) -> None:
-        """The repair is over: this rank stands at `step`, and its main thread enters the train function again."""
+        """The repair is over: this rank is at `step`, and its main thread calls the train function again."""
         session = self._session
         with session.changed:
-            self._stand_at(step)
+            self._set_step(step)
             self.repair_step = step
             self.is_stopping = self.is_torn = session.is_holding = False
             session.settle_at = 0
@@ -131,7 +132,7 @@ class Framework:
                 self.place = Place.TRAINING
             session.changed.notify_all()
 
-    def _stand_at(self, step: int) -> None:
+    def _set_step(self, step: int) -> None:
         session = self._session
         session.applied = step
         session.is_applying = False
@@ -140,41 +141,64 @@ class Framework:
         session.board.set(session.local_rank, Field.MEETINGS, 0)
 
     def fail_memory(self) -> None:
-        """A scheduler says that memory of this rank's device has failed: the main thread meets that error."""
-        self.is_told_of_uce = True
+        """A scheduler reports that memory of this rank's device has failed: `admit` raises that in the main thread."""
+        self.has_uce = True
 
-    # What stops a thread of the script.
+    # Called by the script's threads.
 
     def admit(self) -> None:
-        """Called wherever a thread would communicate or wait. Raises RuntimeError: FORCE STOP, or ARF FINISH.
+        """Called before a thread communicates or waits. Raises RuntimeError: FORCE STOP, UCE ERROR or ARF FINISH.
 
-        The thread that runs callbacks is let through, unless a newer recovery has begun.
+        The thread that runs callbacks passes, unless a newer recovery has begun.
         """
         if threading.get_ident() == self._callback_thread:
             self._check_overtaken()
         elif self.is_stopping and self.place is not Place.OUTSIDE:
             raise RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)")
-        elif self.is_told_of_uce and self.place is Place.TRAINING:
-            self.is_told_of_uce = False
-            raise RuntimeError("UCE ERROR. The scheduler says that memory of this rank's device has failed (ttprun)")
+        elif self.has_uce and self.place is Place.TRAINING:
+            self.has_uce = False
+            raise RuntimeError("UCE ERROR. The scheduler reports that this rank's device memory has failed (ttprun)")
         elif self.is_joining and self.place is Place.TRAINING:
-            raise RuntimeError(f"{ARF_FINISH}. A replacement enters the train function after its repair (ttprun)")
+            raise RuntimeError(f"{ARF_FINISH}. A replacement has reached the train function (ttprun)")
 
     def may_connect_again(self) -> bool:
-        """A connection could not be made: whether the calling thread may wait for the next generation, as in set-up.
-
-        Raises RuntimeError as `admit`.
-        """
+        """Whether a thread whose connection has failed may wait for the next generation. Raises as `admit`."""
         self.admit()
         return threading.get_ident() != self._callback_thread
+
+    def issue(self, entry: Entry, is_skipped: bool = False) -> ManagedWork:
+        """Issue a collective whose inputs are not kept: one that a recovery interrupts is never issued again.
+
+        is_skipped   an injected fault has this rank skip it
+
+        Raises as `admit`.
+        """
+        journal = self._session.journal
+        self.admit()
+        if is_skipped or self.is_joining:
+            entry.is_done = True
+            return ManagedWork(journal, entry)
+        entry.group.connect_if_new()
+        journal.forget_completed()
+        with journal.lock:
+            self.admit()
+            try:
+                entry.inner = entry.group.call(entry.op, entry.args)
+            except RuntimeError as error:
+                if not self.is_of_connection(error):
+                    raise
+                entry.inner = Refused(error)  # its wait() waits for a recovery
+            journal.entries.append(entry)
+        moments.reached("collective")
+        return ManagedWork(journal, entry)
 
     # The optimizer's update.
 
     def start_updating(self) -> None:
-        """The optimizer's state is about to change: wait until every rank has come so far.
+        """The optimizer's state is about to change: wait until every rank is here.
 
-        No rank begins before all stand here, so all that live through a fault can come to one step. Raises RuntimeError
-        (FORCE STOP) if a recovery has begun, and this rank is not needed to end the step.
+        No rank begins before all are here, so survivors of a fault can reach the same step. Raises RuntimeError (FORCE
+        STOP) if a recovery has begun, and this rank need not finish the step.
         """
         session = self._session
         moments.reached("before_step")
@@ -196,16 +220,16 @@ class Framework:
                 raise RuntimeError(f"{FORCE_STOP}. By mindio-ttp BeginUpdating (ttprun)")
 
     def end_updating(self, step: int) -> None:
-        """The optimizer's state is that of `step` now. Raises ValueError if that is no step behind the last one."""
+        """The optimizer's state is that of `step` now. Raises ValueError if `step` is not after the last one."""
         session = self._session
         if step <= session.applied:
-            raise ValueError(f"tft_end_updating_os: step {step} does not follow on step {session.applied}")
+            raise ValueError(f"tft_end_updating_os: step {step} is not after step {session.applied}")
         moments.reached_step_end()
         is_first = session.applied == 0
-        if step != session.applied + 1:  # the framework has gone on from a checkpoint of its own
+        if step != session.applied + 1:  # the framework has resumed from a checkpoint of its own
             randomness.keep(session, step)
         with session.changed:
-            self._stand_at(step)
+            self._set_step(step)
             self.is_torn = False
             session.changed.notify_all()
         session.journal.forget_completed()
@@ -217,9 +241,9 @@ class Framework:
     # The train function.
 
     def run(self, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call the train function, as often as it is left by an error that a repair answers; with the same arguments.
+        """Call the train function, and again after each error that a repair answers.
 
-        args   the very list is what callbacks get: what they put into it the next call gets
+        args   callbacks get this list itself, and may change it for the next call
         """
         self.handlers.args = args
         while True:
@@ -256,8 +280,8 @@ class Framework:
             self.place = Place.OUTSIDE
 
     def _wait_for_all(self) -> None:
-        """The train function is over here: stay within reach until it is in every rank, since till then each may be
-        needed to repair another. Raises RuntimeError (FORCE STOP) if it is.
+        """After the train function: wait until it is over in every rank, since until then each may be needed to repair
+        another. Raises RuntimeError (FORCE STOP) if that happens.
         """
         session = self._session
         self.admit()
@@ -273,9 +297,9 @@ class Framework:
     # Reports.
 
     def report(self, state: ReportState, error: str) -> None:
-        """tft_report_error: say what has happened to this rank. Raises RuntimeError if no recovery answers it."""
+        """tft_report_error: report this rank's state. Raises RuntimeError if no recovery answers it."""
         if not self._report(state, RuntimeError(error or state.name)):
-            raise RuntimeError(f"{state.name} ({error}) is answered by no recovery in this process")
+            raise RuntimeError(f"{state.name} ({error}): no recovery in this process answers it")
 
     def _state_of(self, error: RuntimeError) -> ReportState:
         state = self.errors.classify(error)
@@ -283,15 +307,15 @@ class Framework:
         return ReportState.RS_HCCL_FAILED if is_link else state
 
     def is_of_connection(self, error: BaseException) -> bool:
-        """Whether an error says no more than that another rank is not to be reached."""
+        """Whether an error only means that another rank cannot be reached."""
         return self._session.diagnose(error).rung == "reconnect"
 
     def _report(self, state: ReportState, error: BaseException) -> bool:
-        """Tell the agent, and come to a stand; False if the error is not to be answered in this process."""
+        """Report to the agent, and stop; False if no recovery in this process answers the error."""
         session = self._session
         match state:
             case ReportState.RS_NORMAL | ReportState.RS_INIT_FINISH | ReportState.RS_STEP_FINISH:
-                if not self._hears_of_recovery(_ORDER_LIMIT_S):
+                if not self._is_recovery_ordered(_ORDER_LIMIT_S):
                     return False
             case ReportState.RS_PREREPAIR_FINISH:
                 if not self.is_joining:
@@ -300,9 +324,9 @@ class Framework:
             case ReportState.RS_UCE if session.is_repairable():
                 pass
             case ReportState.RS_HCCL_FAILED if session.is_repairable():
-                if not self._hears_of_recovery(REPORT_AFTER_S):
+                if not self._is_recovery_ordered(REPORT_AFTER_S):
                     session.report_broken(session.generation, in_one_line(error), REPORT_AFTER_S)
-                    if not self._hears_of_recovery(_ORDER_LIMIT_S):
+                    if not self._is_recovery_ordered(_ORDER_LIMIT_S):
                         return False
             case _:
                 return False
@@ -314,25 +338,25 @@ class Framework:
             session.changed.notify_all()
         session.touch(Phase.REPAIRING)
         if state is ReportState.RS_UCE:
-            self._tell_fault(error)
+            self._report_fault(error)
         elif state is ReportState.RS_PREREPAIR_FINISH:
             assert session.recovery is not None
             session.recovery.leave_to_thread(JoinsTraining(session.generation))
         return True
 
-    def _tell_fault(self, error: BaseException) -> None:
+    def _report_fault(self, error: BaseException) -> None:
         diagnosis = self._session.diagnose(error)
         device_fault = diagnosis.name if diagnosis.can_stay else str(DeviceFault.MEMORY_PERSISTENT)
         detail = "".join(traceback.format_exception(error))
         self._session.channel.send(from_rank.Faulted(in_one_line(error), detail, device_fault))
 
-    def _hears_of_recovery(self, limit_s: float) -> bool:
+    def _is_recovery_ordered(self, limit_s: float) -> bool:
         session = self._session
         with session.changed:
             return session.changed.wait_for(lambda: self.is_stopping, timeout=limit_s)
 
     def wait_next_action(self) -> Action:
-        """Block until stop and clean are over; EXIT if the state is saved, and the job ends."""
+        """Block until stop and clean are over; EXIT if the state is being saved because the job ends."""
         session = self._session
         with session.changed:
             while not self.was_cleaned and self.place is Place.WAITING:
@@ -340,7 +364,7 @@ class Framework:
         return Action.EXIT if self.repair_type == "dump" else Action.RETRY
 
     def wait_repair_action(self) -> Action:
-        """Block until the repair is over. The agent ends the process if there is none."""
+        """Block until the repair is over; if there is none, the agent kills the process."""
         session = self._session
         with session.changed:
             while self.place is Place.WAITING:
@@ -348,10 +372,10 @@ class Framework:
         return Action.RETRY
 
     def pause_if_asked(self) -> None:
-        """tft_pause_train, once each iteration. Raises RuntimeError: STEP FINISH, or as `admit`."""
+        """tft_pause_train, once per iteration. Raises RuntimeError: STEP FINISH, or as `admit`."""
         self._pauses.wait(self.handlers.sync_stream, self._admit_between_steps)
 
     def _admit_between_steps(self) -> None:
         if self.is_stopping:
-            raise RuntimeError(f"{STEP_FINISH}. A recovery begins behind step {self._session.applied} (ttprun)")
+            raise RuntimeError(f"{STEP_FINISH}. A recovery begins after step {self._session.applied} (ttprun)")
         self.admit()

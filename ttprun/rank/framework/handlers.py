@@ -1,7 +1,7 @@
-"""What is done in each phase of a recovery: the framework's callbacks, or ours where it has registered none.
+"""The handlers of a recovery's phases: the framework's callbacks, or our defaults.
 
-Our own stop and clean drive the device layer; our repair sends what the optimizers hold to a rank that has lost it; our
-rebuild connects the process groups (that is done always, before the framework's own). Begin with `Handlers`.
+Our stop and clean call the device layer; our repair sends the optimizers' state to a rank that has lost it; our rebuild
+connects the process groups (always, before the framework's own). Begin with `Handlers`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ OF_SIZE = (DOWNGRADE_REBUILD, UPGRADE_REBUILD, UPGRADE_REPAIR, UPGRADE_ROLLBACK)
 
 @dataclass(frozen=True)
 class Size:
-    """How many ranks a recovery leads to.
+    """The group after a recovery.
 
-    ranks          all that train afterwards; () if none is away and none was
+    ranks          all ranks of a smaller group; () if no rank is away
     data_parallel  those of this rank's first data-parallel group
-    params         of a smaller or larger group, as the scheduler or MindCluster says it; "" if neither
+    params         of a smaller or larger group, from the scheduler or MindCluster; "" if the size does not change
     """
 
     ranks: tuple[int, ...] = ()
@@ -37,12 +37,12 @@ class Size:
 
     @property
     def is_smaller(self) -> bool:
-        """Some ranks are away."""
+        """Whether some ranks are away."""
         return bool(self.ranks)
 
     @property
     def is_whole_again(self) -> bool:
-        """Those that were away are back."""
+        """Whether the ranks that were away are back."""
         return bool(self.params) and not self.ranks
 
 
@@ -50,13 +50,13 @@ UNCHANGED = Size()
 
 
 class CallbackFailedError(RuntimeError):
-    """A callback of the framework has said that it failed."""
+    """A callback of the framework is missing or has failed."""
 
 
 class Handlers:
     """The callbacks of one rank.
 
-    args   what each callback is given: the decorated function's own arguments, or what tft_set_step_args says
+    args   given to each callback: the decorated function's arguments, or those of tft_set_step_args
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class Handlers:
         self._registered: dict[str, tuple[Callable[..., Any], Any]] = {}
 
     def register(self, name: str, function: Callable[..., Any], ctx: Any) -> None:
-        """Take a callback of the framework; a second one of the same name takes the first one's place."""
+        """Register a callback; it replaces an earlier one of the same name."""
         if name not in (*NAMES, *OF_SIZE):
             raise ValueError(f"there is no handler '{name}'")
         if not callable(function):
-            raise TypeError(f"the {name} handler must be a function, and not {type(function).__name__}")
+            raise TypeError(f"the {name} handler must be a function, not {type(function).__name__}")
         self._registered[name] = (function, ctx)
 
     def has(self, name: str) -> bool:
@@ -76,7 +76,7 @@ class Handlers:
         return name in self._registered
 
     def stop(self) -> None:
-        """End whatever runs on the device. Raises what the callback raises."""
+        """Stop all work on the device. Raises what the callback raises."""
         if self.has(STOP):
             function, ctx = self._registered[STOP]
             function(self.args, ctx)
@@ -84,11 +84,11 @@ class Handlers:
             registry.current().stop()
 
     def clean(self, is_uce: bool) -> int:
-        """Make the device ready for work again; returns RET_OK or RET_NO_REBUILD.
+        """Make the device ready again; returns RET_OK or RET_NO_REBUILD.
 
         is_uce   memory of this rank's device has failed
 
-        Raises CallbackFailedError if it returns anything else, and what it raises.
+        Raises CallbackFailedError for another return value, and what the callback raises.
         """
         if self.has(CLEAN):
             function, ctx = self._registered[CLEAN]
@@ -110,9 +110,9 @@ class Handlers:
         return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
 
     def rebuild_group(self, fault_ranks: list[int], size: Size = UNCHANGED) -> None:
-        """Build again what the framework itself holds of process groups; ours are connected already.
+        """Rebuild the framework's own communication; our process groups are connected already.
 
-        For fewer ranks it is told who is left, and for all of them again who has come back.
+        The callback gets the remaining ranks of a smaller group, or those that are back in a larger one.
         """
         if size.is_smaller and self.has(DOWNGRADE_REBUILD):
             function, _ = self._registered[DOWNGRADE_REBUILD]
@@ -126,7 +126,7 @@ class Handlers:
     def repair(
         self, step: int, needs_rebuild: bool, error_ranks: list[int], info: dict[str, Any], size: Size = UNCHANGED
     ) -> bool:
-        """This rank's part in a repair, as `info` says; returns False if the framework has no handler for it."""
+        """Do this rank's part of a repair, which `info` describes; False if the framework has no handler."""
         found = self._of_upgrade(UPGRADE_REPAIR, REPAIR, size)
         if found is None:
             return False
@@ -135,7 +135,7 @@ class Handlers:
         return True
 
     def rollback(self, step: int, size: Size = UNCHANGED) -> None:
-        """Put back what depends on the step: learning rate, data, weights from the optimizer's own."""
+        """Reset what depends on the step: learning rate, data position, weights from the optimizer's copy."""
         found = self._of_upgrade(UPGRADE_ROLLBACK, ROLLBACK, size)
         if found is not None:
             function, last = found
@@ -155,13 +155,13 @@ class Handlers:
         function(step, save_info, self.args, ctx)
 
     def rename(self, step: int) -> None:
-        """All have written their parts: make a checkpoint of them."""
+        """All ranks have written their parts: finish the checkpoint."""
         if self.has(RENAME):
             function, _ = self._registered[RENAME]
             function(step, self.args)
 
     def sync_stream(self) -> None:
-        """Wait for whatever runs on the device."""
+        """Wait for all work on the device."""
         if self.has(SYNC):
             function, _ = self._registered[SYNC]
             function()

@@ -1,4 +1,4 @@
-"""What arguments may be, as MindIO says. Standard library only."""
+"""MindIO's limits for arguments. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ PORTS = range(1024, 65536)
 
 
 def check_rank(who: str, rank: int, world_size: int) -> None:
-    """Raise ValueError unless the rank is one of the world's, and the world is not too large."""
+    """Raise ValueError unless the rank is in the world, and the world is not too large."""
     if not 0 < world_size <= MOST_RANKS:
         raise ValueError(f"{who}: world_size is {world_size}; give 1 to {MOST_RANKS}")
     if not 0 <= rank < world_size:
@@ -15,6 +15,6 @@ def check_rank(who: str, rank: int, world_size: int) -> None:
 
 
 def check_port(who: str, port: int) -> None:
-    """Raise ValueError unless anybody may listen there."""
+    """Raise ValueError for privileged or impossible ports."""
     if port not in PORTS:
         raise ValueError(f"{who}: port is {port}; give {PORTS.start} to {PORTS.stop - 1}")

@@ -1,8 +1,8 @@
-"""A pause: all ranks wait behind one and the same step, since a scheduler has asked for it.
+"""A pause: all ranks wait after the same step, at a scheduler's request.
 
-The agent asks on the board. The first rank of the node notes there behind which step all wait, before it announces that
-it is ready for that step's update; the others look there once the update is over, for which all had to be ready. So no
-rank goes past the pause while others wait in it. Begin with `Pauses.wait`.
+The agent writes the request to the board. The first rank of the node writes the step after which all wait there, before
+it announces that it is ready for that step's update; the others read it after the update, for which all had to be
+ready. So no rank passes the pause while others wait in it. Begin with `Pauses.wait`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ _LOOK_AGAIN_S = 0.1
 
 
 class Pauses:
-    """What a rank does for a pause."""
+    """A rank's part in a pause."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def agree(self, step: int) -> None:
-        """Before the update that makes `step` is announced: the first rank says whether all wait behind it."""
+        """Before the update to `step` is announced: the first rank decides whether all wait after it."""
         session, board = self._session, self._session.board
         is_open = board.get(LEADER, Field.PAUSE_AT) <= session.applied
         if session.local_rank == LEADER and board.get(LEADER, Field.PAUSE_ASKED) and is_open:
             board.set(LEADER, Field.PAUSE_AT, step)
 
     def wait(self, sync: Callable[[], None], admit: Callable[[], None]) -> None:
-        """Wait if all do behind the newest step; ended by the agent, or by what `admit` raises when a recovery begins.
+        """Wait if the pause is after the newest step; ended by the agent, or by `admit`, which raises in a recovery.
 
-        sync   called in front of the wait: waits for whatever runs on the device
+        sync   called before the wait: waits for all work on the device
         """
         session = self._session
         number = session.board.get(LEADER, Field.PAUSE_ASKED)
         if not self._is_on(number):
             return
         sync()
-        session.touch(Phase.COMMITTING)  # whoever does not come is found as one that others wait for in front of a step
+        session.touch(Phase.COMMITTING)  # a missing rank is detected as one that others wait for before a step
         session.channel.send(from_rank.Paused(number))
         with session.changed:
             while self._is_on(number):

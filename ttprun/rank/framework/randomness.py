@@ -1,7 +1,7 @@
-"""Random states of each step, kept in memory that outlives the process: MindIO leaves them to chance.
+"""Random states of each step, kept in shared memory that outlives the process; MindIO does not restore them.
 
-A survivor has drawn in the step that is run again, and a replacement has drawn nothing: both go back to what stood when
-the last update of the optimizer began. Generators that a framework keeps in objects of its own are not known here.
+A survivor has drawn in the step that is run again, a replacement has drawn nothing: both get the states from before the
+last update of the optimizer. Generators in a framework's own objects are not included.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ttprun.rank.session import Session
 
 
 def keep(session: Session, step: int) -> None:
-    """Keep the states from which all go on behind `step`."""
+    """Keep the states with which all resume after `step`."""
     device = registry.current()
     record = {"generators": random_state.capture(), "device": device.rng_state()}
     session.recorder.write(step, msgpack.packb(record), [])
 
 
 def restore(session: Session, step: int) -> bool:
-    """Put back what was kept; False if nothing was."""
+    """Restore the states kept for `step`; False if there are none."""
     found = session.recorder.read(step)
     if found is None:
         return False
     record = msgpack.unpackb(found[0])
     random_state.restore(record["generators"])
-    if record["device"]:  # of none, if the process has come to its device only since
+    if record["device"]:  # empty if the process had not used its device yet
         registry.current().restore_rng_state(record["device"])
     return True

@@ -1,15 +1,15 @@
-"""The recovery thread of a rank whose framework owns its train function: the agent's orders, answered by callbacks.
+"""The recovery thread of a rank with --mindio: the agent's orders, carried out by callbacks.
 
-The orders (`protocol/to_rank.py`) come in this order:
+The orders (`protocol/to_rank.py`) arrive in this order:
 
-    Freeze    all that live come to one step; stop handler; the main thread leaves its train function
+    Freeze    survivors reach the same step; stop handler; the main thread leaves its train function
     Prepare   to a rank whose device has failed: stop and clean handlers. A replacement runs the script, up to that
               function
     Repair    to all: clean handler, groups are connected, rebuild and repair handlers
-    Save      save_ckpt handler; `Rename` follows to one rank, once all have written
-    Rollback  rollback handler, and the train function is entered again
+    Save      save_ckpt handler; `Rename` follows to one rank, when all have written
+    Rollback  rollback handler, and the train function is called again
 
-A newer generation overtakes an older one: it cuts the connections on which a callback waits. Begin with
+A newer generation interrupts an older one: it cuts the connections on which a callback waits. Begin with
 `CallbackRecovery`.
 """
 
@@ -50,7 +50,7 @@ class CallbackRecovery(Recovery):
         self._is_calling = False
 
     def take(self, message: Message) -> None:
-        """As for any rank; but a callback that waits for another rank must hear of a newer recovery at once."""
+        """As for any rank; but a newer recovery interrupts a callback that waits for another rank."""
         match message:
             case to_rank.Heard():
                 pass
@@ -94,7 +94,7 @@ class CallbackRecovery(Recovery):
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """A callback may wait for another rank in here; a newer recovery ends that."""
+        """A callback runs inside the `with`; a newer recovery interrupts its waits for other ranks."""
         self._check_overtaken()
         self._is_calling = True
         try:
@@ -108,7 +108,7 @@ class CallbackRecovery(Recovery):
     def _freeze(self, order: to_rank.Freeze) -> None:
         session, framework = self._session, self._framework
         moments.reached("freeze")
-        framework.order_stop(order.repair_type)  # once more: the repair before this one may just have released it
+        framework.order_stop(order.repair_type)  # again, as the previous repair may just have released it
         session.board.announce(session.local_rank, Field.LEAVING, 0)
         with session.changed:
             session.generation = order.generation
@@ -128,7 +128,7 @@ class CallbackRecovery(Recovery):
         self._leave_collectives(has_new_peers=bool(order.lost))
         framework.wait_until_stopped(self._check_overtaken)
         if framework.is_torn:
-            raise NotRepairableError("its train function was left in the middle of an update of the optimizer")
+            raise NotRepairableError("its train function was interrupted during an update of the optimizer")
         framework.repair_step = session.applied
         session.board.set(session.local_rank, Field.RECORDED, session.applied)
         has_group = torch.distributed.is_initialized()
@@ -136,14 +136,14 @@ class CallbackRecovery(Recovery):
         session.channel.send(frozen)
 
     def _why_not(self) -> str:
-        """Why this rank cannot be brought to a repair; "" if it can."""
+        """Why this rank cannot take part in a repair; "" if it can."""
         place = self._framework.place
         if place is Place.OUTSIDE:
             return "it is not in the function that tft_exception_handler decorates"
-        return "" if self._session.applied else "no update of the optimizer has ended yet"
+        return "" if self._session.applied else "it has not completed an update of the optimizer yet"
 
     def _leave_collectives(self, has_new_peers: bool = False) -> None:
-        """Fail whatever waits for a collective, and begin a new set of names for groups made from now on."""
+        """Fail all waits for collectives, and start the names of new groups again."""
         session = self._session
         unfinished = session.journal.unfinished()
         self._break_connections(has_new_peers)
@@ -158,7 +158,7 @@ class CallbackRecovery(Recovery):
         return {group.group_name: GroupJournal(list(group.ranks), []) for group in self._groups()}
 
     def _prepare(self, order: to_rank.Prepare) -> None:
-        """Memory of this rank's device has failed, and all others stand still."""
+        """Memory of this rank's device has failed, and all others are frozen."""
         session, framework = self._session, self._framework
         session.generation = order.generation
         framework.repair_type = order.repair_type
@@ -170,16 +170,16 @@ class CallbackRecovery(Recovery):
             code = framework.handlers.clean(framework.fault is ReportState.RS_UCE)
         framework.note_cleaned()
         level = RepairType.RT_UCE_LOWLEVEL if code == RET_NO_REBUILD and not is_behind else RepairType.RT_UCE_HIGHLEVEL
-        self._tell_ready(order.boundary, level)
+        self._report_ready(order.boundary, level)
 
     def _report_joined(self) -> None:
-        """A replacement has come to its train function."""
+        """A replacement has reached its train function."""
         framework = self._framework
         assert framework.joins_at is not None
         framework.note_cleaned()
-        self._tell_ready(framework.joins_at, RepairType.RT_RECV_REPAIR)
+        self._report_ready(framework.joins_at, RepairType.RT_RECV_REPAIR)
 
-    def _tell_ready(self, boundary: int, part: RepairType) -> None:
+    def _report_ready(self, boundary: int, part: RepairType) -> None:
         session = self._session
         session.channel.send(from_rank.Prepared(session.generation, boundary, part.value, self._signatures()))
 
@@ -204,7 +204,7 @@ class CallbackRecovery(Recovery):
             session.channel.send(from_rank.StateSent(session.generation, digest=""))
 
     def _rebuild(self, order: to_rank.Repair | to_rank.Rollback, fault_ranks: list[int]) -> None:
-        """Clean, connect the groups that all their members have, and let the framework rebuild what it holds."""
+        """Clean, connect the groups that all members have, and call the framework's rebuild handler."""
         session, framework = self._session, self._framework
         moments.reached("rebuild")
         session.away = frozenset(order.size.away)
@@ -222,7 +222,7 @@ class CallbackRecovery(Recovery):
         self._rebuilt_in = session.generation
 
     def _repair_by_ourselves(self, part: to_rank.RepairPart, limit_s: float) -> None:
-        """Pass on what the optimizers hold, as between replicas without a framework."""
+        """Send or receive the optimizers' state, as between replicas without a framework."""
         session, kind = self._session, part.repair_type
         if kind == SENDS:
             name = f"state-{session.generation}-{session.rank}.sock"
@@ -231,7 +231,7 @@ class CallbackRecovery(Recovery):
             for source in part.src:
                 state_transfer.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
         elif kind in LOADS:
-            raise NotRepairableError("no repair handler is registered that could load a checkpoint")
+            raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")
 
     # Dump.
 
@@ -256,8 +256,9 @@ class CallbackRecovery(Recovery):
     def _rollback(self, order: to_rank.Rollback) -> None:
         session, framework = self._session, self._framework
         if framework.loaded_step != order.loaded:
-            other = f"others one of step {order.loaded}"
-            raise NotRepairableError(f"it has loaded a checkpoint of step {framework.loaded_step}, and {other}")
+            raise NotRepairableError(
+                f"it has loaded a checkpoint of step {framework.loaded_step}, other ranks one of step {order.loaded}"
+            )
         step = order.boundary
         framework.repair_step = step
         if self._rebuilt_in != session.generation:
@@ -271,5 +272,5 @@ class CallbackRecovery(Recovery):
 
 
 def _size_of(size: to_rank.Size) -> Size:
-    """How many ranks the agent's order leads to, for the handlers."""
+    """The agent's order of the new size, for the handlers."""
     return Size(tuple(size.ranks), tuple(size.data_parallel), size.params)

@@ -1,7 +1,7 @@
-"""A scheduler that has a say in recovery (MindCluster's taskd), in the process of one rank.
+"""A scheduler that takes part in recovery (MindCluster's taskd), in the process of one rank.
 
-It registers callbacks, by which the agent tells it of faults, and it notifies: both go over the rank's line to the
-agent. The agent decides by itself and waits for nobody, so that recovery needs no scheduler. Begin with `notify`.
+Its callbacks get the agent's reports of faults, and it sends requests; both use the rank's channel. The agent decides
+by itself and never waits for a scheduler. Begin with `notify`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _callbacks: dict[str, Callable[..., Any]] = {}
 
 
 def register(action: str, function: Callable[..., Any]) -> int:
-    """Take a callback; returns RET_ERROR if there is no such action, or it is no function."""
+    """Register a callback; RET_ERROR if there is no such action, or it is not a function."""
     if action not in ACTIONS or not callable(function):
         return RET_ERROR
     _callbacks[action] = function
@@ -32,7 +32,7 @@ def register(action: str, function: Callable[..., Any]) -> int:
 
 
 def call(action: str, arguments: list[Any]) -> None:
-    """The agent reports. On a thread of its own, since a callback may notify, and may take its time."""
+    """Pass a report of the agent to its callback, on a thread of its own, since a callback may block."""
     function = _callbacks.get(action)
     if function is not None:
         with_ranks = [_with_ranks_as_numbers(argument) for argument in arguments]
@@ -40,12 +40,12 @@ def call(action: str, arguments: list[Any]) -> None:
 
 
 def _with_ranks_as_numbers(argument: Any) -> Any:
-    """JSON has made texts of them."""
+    """JSON has turned the keys into str."""
     return {int(rank): value for rank, value in argument.items()} if isinstance(argument, dict) else argument
 
 
 def prepare(action: str, ranks: Mapping[int, int]) -> int:
-    """Ask for a hot switch of some ranks, or take it back; RET_ERROR for anything that cannot be."""
+    """Request a hot switch of some ranks, or cancel it; RET_ERROR if that is impossible."""
     session = this_rank()[0]
     if action == NO_SWITCH:
         return notify(action)
@@ -54,6 +54,6 @@ def prepare(action: str, ranks: Mapping[int, int]) -> int:
 
 
 def notify(what: str, ranks: Mapping[int, int] | None = None, timeout_s: float | None = None, params: str = "") -> int:
-    """Report what is asked for to the agent; returns RET_OK once it is sent. See SchedulerAsked for the arguments."""
+    """Send a request to the agent; returns RET_OK. See SchedulerAsked for the arguments."""
     this_rank()[0].channel.send(from_rank.SchedulerAsked(what, dict(ranks or {}), timeout_s, params))
     return RET_OK

@@ -1,9 +1,8 @@
-"""What a rank leaves behind of the step that is under way, so that its replacement can be compared with it.
+"""Evidence of the current step in shared memory, with which a replacement is compared (proof.py).
 
-Under data parallelism wrong state of one rank gives a wrong gradient, which reaches all ranks alike: the weights never
-show it. So each rank notes samples of what it gives to the step, in shared memory and before anybody gets it: the
-batches that its DataLoaders hand out, the losses that it goes backward from, and the inputs of its collectives. Begin
-with `Evidence.note`. What a replacement does otherwise is found by `proof.py`.
+Under data parallelism, wrong state of one rank gives a wrong gradient, which reaches all ranks alike: comparing weights
+never shows it. So each rank notes samples, before they are used, of the batches of its DataLoaders, of the losses on
+which it calls backward, and of the inputs of its collectives. Begin with `Evidence.note`.
 """
 
 from __future__ import annotations
@@ -20,35 +19,32 @@ import xxhash
 
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
-ENTRIES = 256  # of one step; what comes after these is not noted
+ENTRIES = 256  # of one step; later ones are not noted
 SAMPLE_BYTES = 512
-WHOLE_BYTES = 64 << 10  # up to here all of a tensor is hashed; of a larger one LINES lines
+WHOLE_BYTES = 64 << 10  # a tensor up to this size is hashed whole; of a larger one, LINES lines
 LINES = 64
-LINE_BYTES = 64  # what the processor fetches from memory at once
-_WORD_BYTES = 16  # of the longest element; lines and their starts are multiples of it
+LINE_BYTES = 64  # a cache line
+_WORD_BYTES = 16  # the longest element; lines and their starts are multiples of it
 _HEAD = struct.Struct("<qq")  # step, entries
 _ENTRY = struct.Struct("<HHIQQ")  # kind, bytes of the sample, number, key, digest
 _ENTRY_BYTES = _ENTRY.size + SAMPLE_BYTES
 _STEP_BYTES = _HEAD.size + ENTRIES * _ENTRY_BYTES
-_STEPS = 2  # a lost rank may have begun one step more than the boundary that all go back to
+_STEPS = 2  # a lost rank may be one step ahead of the boundary at which all resume
 REGION_BYTES = _STEPS * _STEP_BYTES
 
 BATCH, LOSS, INPUT = range(3)
-Place = tuple[
-    int, int, int
-]  # kind, key of the loader or group, how many of that kind and key came before it in the step
+Place = tuple[int, int, int]  # kind, key of the loader or group, index among these in the step
 _ROUNDING = 4096  # units in the last place of the largest element
 _MOST_ROUNDING = 0.05  # of the largest element
-# Of tensors in a batch, or of a loss or a collective, how many are looked at.
-_MOST_TENSORS = 32
+_MOST_TENSORS = 32  # of a batch, a loss or a collective
 
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """What is known of one thing.
+    """One batch, loss or input.
 
-    digest   of all that was looked at
-    sample   elements of the first tensor
+    digest   of all sampled bytes
+    sample   bytes of the first tensor
     """
 
     digest: int
@@ -56,7 +52,7 @@ class Noted:
 
 
 class Evidence:
-    """What this rank notes of the running step, and what an older process of the same rank has noted of it.
+    """The notes of this rank's current step, by this process and an older one of the same rank.
 
     region   shared memory of REGION_BYTES, which outlives the process
     """
@@ -69,17 +65,17 @@ class Evidence:
         self._counts: Counter[tuple[int, int]] = Counter()
 
     def clear(self) -> None:
-        """Nothing is known of any step."""
+        """Forget all steps."""
         for number in range(_STEPS):
             _HEAD.pack_into(self._region, number * _STEP_BYTES, -1, 0)
 
     def note(self, step: int, kind: int, name: str, tensors: Sequence[torch.Tensor]) -> tuple[Place, Noted]:
-        """Note what this rank gives to a step; returns where it came in the step, and what was noted.
+        """Note one batch, loss or input; returns its place in the step, and what was noted.
 
         step   the boundary that it follows
         name   of the loader or group
 
-        What another process of this rank has noted in the same place of the same step stays as it is.
+        The note of an older process at the same place of the same step is kept.
         """
         if step != self._step:
             self._begin(step)
@@ -94,7 +90,7 @@ class Evidence:
             _ENTRY.pack_into(self._region, start, kind, len(sample), number, key, noted.digest)
             self._region[start + _ENTRY.size : start + _ENTRY.size + len(sample)] = sample
             self._count += 1
-            _HEAD.pack_into(self._region, self._at, step, self._count)  # last: a killed rank leaves whole entries only
+            _HEAD.pack_into(self._region, self._at, step, self._count)  # last: a killed rank leaves complete entries
         return (kind, key, number), noted
 
     def _begin(self, step: int) -> None:
@@ -107,7 +103,7 @@ class Evidence:
             _HEAD.pack_into(self._region, self._at, step, 0)
 
     def left(self, step: int) -> dict[Place, Noted]:
-        """What has been noted of a step, by whatever process of this rank."""
+        """What this rank's processes have noted of a step."""
         at = step % _STEPS * _STEP_BYTES
         known, count = _HEAD.unpack_from(self._region, at)
         found = {}
@@ -120,22 +116,22 @@ class Evidence:
 
 
 def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
-    """(digest of the tensors, or of parts of those that are large; elements of the first one).
+    """(digest of the tensors, or of parts of large ones; first bytes of the first one).
 
-    salt   which parts: others in each step, and the same in each process
+    salt   selects the parts: others in each step, the same in each process
     """
     state = xxhash.xxh3_64()
     sample = b""
     for tensor in tensors[:_MOST_TENSORS]:
         view = bytes_of(tensor)
-        looked_at = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
-        state.update(looked_at)
-        sample = sample or bytes(looked_at[:SAMPLE_BYTES])
+        part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
+        state.update(part)
+        sample = sample or bytes(part[:SAMPLE_BYTES])
     return state.intdigest(), sample
 
 
 def _lines(view: memoryview, salt: int) -> memoryview:
-    """Lines that are spread over all of it, the first words of each before the rest."""
+    """Lines spread over the whole view, the first words of each before the rest."""
     stride = len(view) // LINES // _WORD_BYTES * _WORD_BYTES
     at = salt * LINE_BYTES % (stride - LINE_BYTES + 1) // _WORD_BYTES * _WORD_BYTES
     array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)
@@ -145,7 +141,7 @@ def _lines(view: memoryview, salt: int) -> memoryview:
 
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among some values that can be looked at here."""
+    """The dense CPU tensors among some values."""
     return [
         one
         for one in values
@@ -154,7 +150,7 @@ def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:
-    """Whether two samples differ by rounding alone, as what kernels give that add on several threads."""
+    """Whether two samples differ by rounding alone, as sums of several threads do."""
     if not (dtype.is_floating_point and one) or len(one) != len(other) or len(one) % dtype.itemsize:
         return False
     here, there = (torch.frombuffer(bytearray(sample), dtype=dtype).double() for sample in (one, other))

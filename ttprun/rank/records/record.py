@@ -1,4 +1,4 @@
-"""A boundary's record, as it comes out of a recorder or a checkpoint."""
+"""A boundary's record, read from a recorder or a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Record:
 
     @classmethod
     def of(cls, head: bytes, blobs: bytes) -> Record:
-        """A record as a recorder gives it."""
+        """Unpack a record as a recorder returns it."""
         fields = unpack(head)
         found, at = [], 0
         for size in fields["blobs"]:

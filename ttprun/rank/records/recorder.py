@@ -1,13 +1,13 @@
-"""The recorder: what one rank leaves behind, in shared memory outside its process.
+"""The recorder: one rank's records, in shared memory outside its process.
 
 A memfd that the agent makes for each rank and keeps across replacements. It holds the records of the newest four
-boundaries (a fault can ask for the newest or the one before it, and a replay begins one or two boundaries before), the
-run's first record (what has changed since then is what a run on other ranks takes over), a log of the results of small
-collectives, from which a replay answers calls whose peers have long gone on, samples of what the rank has given to the
-running step (evidence.py), a ring of the random states of DataLoader workers, and how much was appended to which file.
+boundaries (a recovery needs the newest or the one before it, and a replay begins one or two boundaries earlier), the
+run's first record (a resume on other ranks needs what has changed since), a log of the results of small collectives, by
+which a replay answers its calls, the evidence of the current step (evidence.py), a ring of the random states of
+DataLoader workers, and the bytes appended to each file.
 
-A record is valid only once its header is written, which happens last; a rank killed while it writes leaves the older
-ones."""
+A record becomes valid when its header is written, last; a rank killed while it writes leaves the older ones.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from ttprun.rank.records.evidence import REGION_BYTES, Evidence
 
 SLOTS = 4
-FIRST = SLOTS  # the slot behind those of the newest boundaries
+FIRST = SLOTS  # the slot after those of the newest boundaries
 HEADER_BYTES = 4096
 LOG_BYTES = 16 << 20
 WORKER_ITERATORS, WORKERS, WORKER_BATCHES = 4, 16, 32  # ring: iterators x workers x newest batches of each
@@ -41,7 +41,7 @@ NO_BOUNDARY = -1
 
 
 class RecordTooLargeError(RuntimeError):
-    """A record does not fit; the message names the setting that makes room."""
+    """A record does not fit; the message names the setting to raise."""
 
 
 class Recorder:
@@ -64,7 +64,7 @@ class Recorder:
 
     @staticmethod
     def size_bytes(slot_bytes: int) -> int:
-        """Address space that a recorder takes; memory is taken only for what is written."""
+        """Address space of a recorder; memory is used only for what is written."""
         return HEADER_BYTES + (SLOTS + 1) * slot_bytes + REGION_BYTES + LOG_BYTES + WORKER_BYTES + APPENDED_BYTES
 
     @classmethod
@@ -86,7 +86,7 @@ class Recorder:
         """Write the record of a boundary over the oldest one.
 
         head    the packed plain part
-        blobs   tensors as `plain` of tensor_bytes.py gives them, written one behind the other
+        blobs   tensors as `plain` of tensor_bytes.py returns them, written one after the other
 
         Raises RecordTooLargeError, with the older records untouched.
         """
@@ -104,8 +104,8 @@ class Recorder:
             blob_bytes += blob.nbytes
         if head_bytes + blob_bytes > room:
             raise RecordTooLargeError(
-                f"the record of a boundary takes {(head_bytes + blob_bytes) >> 20} MiB, more than record_limit_mib "
-                f"= {room >> 20} allows"
+                f"the record of a boundary takes {(head_bytes + blob_bytes) >> 20} MiB: raise record_limit_mib, now "
+                f"{room >> 20}"
             )
         cells, cell = self._cells, slot * _SLOT_CELLS
         cells[cell] = NO_BOUNDARY
@@ -139,10 +139,7 @@ class Recorder:
         return boundary, bytes(self._view[at:middle]), bytes(self._view[middle : middle + blob_bytes])
 
     def export(self, boundary: int) -> dict[str, Any]:
-        """All that a replay up to `boundary` needs, for `restore`; to be packed with msgpack.
-
-        Raises KeyError if there is no record of that boundary.
-        """
+        """All that a replay up to `boundary` needs, for `restore`. Raises KeyError if it is not recorded."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
         records = [
             [number, *found] for number in range(boundary - SLOTS + 1, boundary + 1) if (found := self.read(number))
@@ -158,12 +155,12 @@ class Recorder:
         }
 
     def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """(offset behind `start`, bytes) of what has ever been written in a part; to read the rest takes memory."""
+        """(offset from `start`, bytes) of what was written in a part; reading the rest would allocate memory."""
         at = start
         while at < end:
             try:
                 at = os.lseek(self._fd, at, os.SEEK_DATA)
-            except OSError:  # ENXIO: there is nothing from there on
+            except OSError:  # ENXIO: nothing follows
                 return
             hole = min(os.lseek(self._fd, at, os.SEEK_HOLE), end)
             if at < hole:
@@ -171,7 +168,7 @@ class Recorder:
             at = hole
 
     def restore(self, exported: dict[str, Any]) -> None:
-        """Hold what `export` gave; only an empty recorder can. Raises RecordTooLargeError."""
+        """Fill an empty recorder with what `export` returned. Raises RecordTooLargeError."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
         newest = [(record[0] % SLOTS, record) for record in exported["records"]]
         for slot, (boundary, head, blobs) in [(FIRST, exported["first"]), *newest]:
@@ -222,7 +219,7 @@ class Recorder:
         _WORKER.pack_into(self._map, at, *place, len(state))
 
     def read_worker(self, place: tuple[int, int, int, int]) -> bytes | None:
-        """What was kept for this place, None if the ring has gone on."""
+        """The states kept for this place, None if they were overwritten."""
         at = self._worker_at(place)
         *found, size = _WORKER.unpack_from(self._map, at)
         return (
@@ -230,7 +227,7 @@ class Recorder:
         )
 
     def _appended_at(self, key: int) -> int | None:
-        """Where a path's count stands or may be put; None if the table is full."""
+        """The offset of a path's entry, or of a free one; None if the table is full."""
         start = self.size_bytes(self._slot_bytes) - APPENDED_BYTES
         for number in range(APPENDED_FILES):
             at = start + (key + number) % APPENDED_FILES * _APPENDED.size
@@ -239,13 +236,13 @@ class Recorder:
         return None
 
     def appended(self, key: int) -> tuple[int, int, int]:
-        """(boundary, bytes appended since, bytes in the step before it) of a path; zeros if it is not known."""
+        """(boundary, bytes appended since, bytes in the step before it) of a path; zeros if unknown."""
         at = self._appended_at(key)
         _, since, newest, before = (0, 0, 0, 0) if at is None else _APPENDED.unpack_from(self._map, at)
         return since, newest, before
 
     def set_appended(self, key: int, counts: tuple[int, int, int]) -> None:
-        """Note the counts of a path; with APPENDED_FILES paths in the table a further one is not noted."""
+        """Note the counts of a path, unless the table already has APPENDED_FILES others."""
         at = self._appended_at(key)
         if at is not None:
             _APPENDED.pack_into(self._map, at, key, *counts)

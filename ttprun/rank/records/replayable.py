@@ -1,5 +1,7 @@
-"""What a replay needs of a rank's records, and why some records cannot be replayed: asked by the rank that replays,
-and before that by the agent, so that it promises nothing which the rank then refuses. Begin with `records_up_to`.
+"""Which of a rank's records a replay needs, and why some cannot be replayed.
+
+Used by the rank that replays, and before that by the agent, so that it plans no replay that the rank would refuse.
+Begin with `records_up_to`.
 """
 
 from __future__ import annotations
@@ -19,10 +21,7 @@ def read_record(recorder: Recorder, number: int) -> Record:
 
 
 def records_up_to(recorder: Recorder, number: int) -> list[Record]:
-    """The records of the boundaries from the one at which a replay begins to the one that it must reach.
-
-    Raises KeyError if the recorder does not hold one of them.
-    """
+    """The records from the boundary at which a replay begins to the one that it must reach. Raises KeyError."""
     target = read_record(recorder, number)
     before = _record_to_begin_at(recorder, target)
     first = before["boundary"] if before else number
@@ -32,9 +31,8 @@ def records_up_to(recorder: Recorder, number: int) -> list[Record]:
 def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
     """The newest earlier boundary at the same place of the script, else the one before; None at the first boundary.
 
-    From a run's first record behind a change of its ranks there is no way back: a replay comes straight by its place.
-    At a boundary at which a loader has ended whose batches are still to be trained on, it cannot begin: nobody knows
-    how to get hold of these.
+    A run's first record after a change of its ranks is `is_straight`: a replay goes directly to it, and nothing earlier
+    is used. A replay cannot begin at a boundary after which batches of an ended loader are trained on: they are lost.
     """
     number = target["boundary"]
     if target["is_straight"]:
@@ -54,7 +52,7 @@ def _record_to_begin_at(recorder: Recorder, target: Record) -> Record | None:
 
 
 def why_never(record: Record) -> str:
-    """Why no replay can come by the place of a record; "" if one may."""
+    """Why no replay can reach the place of a record; "" if one may."""
     unfollowed: str = record["unfollowed"]
     return unfollowed
 
@@ -62,14 +60,14 @@ def why_never(record: Record) -> str:
 def why_other_numbers(record: Record) -> str:
     """Why the step before a record cannot be run again; "" if it can."""
     return (
-        "the script draws from os.urandom in its steps, and other numbers come out each time"
+        "the script draws from os.urandom in its steps, which gives other numbers each time"
         if record["entropy"]
         else ""
     )
 
 
 def why_not(records: Sequence[Record]) -> str:
-    """Why a replay over these records would be refused, as far as they say it; "" if they say nothing."""
+    """Why a replay over these records would be refused; "" if they contain no reason."""
     first, target = records[0], records[-1]
     reasons = [why_never(first), why_never(target)]
     reasons += [why_other_numbers(record) for record in records if record is not first or record is target]

@@ -1,9 +1,9 @@
-"""A rank's part in a recovery, on a thread of its own; the main thread need only wait.
+"""A rank's part in a recovery, on a thread of its own, while the main thread waits.
 
 Begin with `Recovery.take`. The agent's orders are in `protocol/to_rank.py`: `Freeze` (a rank is lost: stop before the
-next commit, break the connection, report where you are), `SendState` and `FetchState` (the repair), `LoadState` (that
-of a snapshot), `Dump` (a checkpoint), `Resume` (connect in the new generation and issue the journal again). A newer
-generation overtakes an older one at every wait.
+next commit, break the connections, report the boundary), `SendState` and `FetchState` (the repair), `LoadState` (from a
+snapshot), `Dump` (a checkpoint), `Resume` (connect in the new generation and issue the journal again). A newer
+generation interrupts an older one at every wait.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ttprun.rank.weights import checkpoint_shards, replicated, state_transfer
 
 LOOK_AGAIN_S = 0.05
 _NO_MORE = sys.maxsize  # a generation above all others
-_LET_FINISH_S = 0.05  # gives operations between ranks that live time to end by themselves
-STUCK_AFTER_S = 2.0  # behind a cut; an operation that can end does so within milliseconds
+_LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
+STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
 RETIRE_LIMIT_S = 30.0  # gloo needs 20 s to give up connecting
 
 
 class JoinsTraining(NamedTuple):
-    """The main thread of a replacement has come to its framework's train function: an order of our own (--mindio)."""
+    """The main thread of a replacement has reached its framework's train function: an order of our own (--mindio)."""
 
     generation: int
 
@@ -51,7 +51,7 @@ Ordered = to_rank.OfRecovery | to_rank.OfFramework | JoinsTraining
 
 
 class OvertakenError(RuntimeError):
-    """A newer generation has begun: what was being done is void."""
+    """A newer generation has begun: the current order is void."""
 
 
 class Recovery:
@@ -65,17 +65,17 @@ class Recovery:
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that works and may block; `take` is called from the one that reads."""
+        """Start the working thread, which may block; `take` is called from the reading thread."""
         self._thread.start()
 
     def retire(self) -> None:
-        """The run of the script is over: whatever is under way is void. Does not wait."""
+        """The run of the script is over: the current order is void. Does not wait."""
         self._newest_generation = _NO_MORE
         self._orders.put(None)
         self._session.exchange.end_before(_NO_MORE)
 
     def join(self, limit_s: float) -> None:
-        """After `retire`: wait so long at most for the thread's end."""
+        """After `retire`: wait `limit_s` at most for the thread's end."""
         self._thread.join(limit_s)
 
     def finish(self) -> None:
@@ -96,7 +96,7 @@ class Recovery:
         self._session.journal.clear()
 
     def take(self, message: Message) -> None:
-        """A message has come: answer at once what needs no waiting, leave the rest to the working thread."""
+        """Handle a message: at once if that cannot block, otherwise on the working thread."""
         session = self._session
         match message:
             case from_rank.Put(generation=generation, key=key, value=value):
@@ -114,7 +114,7 @@ class Recovery:
             case to_rank.LookAt(boundary=boundary):
                 session.verifier.look_at(boundary)
             case to_rank.StandAside():
-                session.verifier.stand_aside()
+                session.verifier.mark_divergent()
             case (
                 to_rank.Freeze()
                 | to_rank.Replay()
@@ -126,10 +126,10 @@ class Recovery:
             ):
                 self.leave_to_thread(message)
             case _:
-                session.channel.send(from_rank.Note(f"a message of the agent is ignored: {message}"))
+                session.channel.send(from_rank.Note(f"a message from the agent is ignored: {message}"))
 
     def leave_to_thread(self, order: Ordered) -> None:
-        """An order that may have to wait; one of a newer generation ends the wait of those before it."""
+        """Queue an order that may block; one of a newer generation interrupts those before it."""
         self._newest_generation = max(self._newest_generation, order.generation)
         if isinstance(order, to_rank.Freeze):
             self._session.exchange.end_before(order.generation)
@@ -152,8 +152,8 @@ class Recovery:
                 is_refusal = isinstance(error, replicated.NotRepairableError)
                 is_resume = isinstance(order, to_rank.Resume | to_rank.Rollback)
                 if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
-                    # Connecting and issuing again fail when a peer is lost or a connection breaks, and then only.
-                    if not self._hears_of_fault(order.generation):
+                    # These errors only mean that another rank is lost or a connection has broken.
+                    if not self._is_overtaken_soon(order.generation):
                         fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
                         session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                     continue
@@ -162,7 +162,6 @@ class Recovery:
                 session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
-        """On the working thread."""
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
@@ -179,8 +178,8 @@ class Recovery:
             case _:
                 raise RuntimeError(f"a rank that trains cannot carry out {order}")
 
-    def _hears_of_fault(self, generation: int) -> bool:
-        """Whether a newer generation begins within a moment."""
+    def _is_overtaken_soon(self, generation: int) -> bool:
+        """Whether a newer generation begins within REPORT_AFTER_S, as the agent has noticed the fault itself."""
         give_up_at_s = time.monotonic() + REPORT_AFTER_S
         while self._newest_generation <= generation and time.monotonic() < give_up_at_s:
             time.sleep(LOOK_AGAIN_S)
@@ -204,7 +203,7 @@ class Recovery:
             session.changed.notify_all()
         groups = self._groups()
         if any(group.is_on_device for group in groups):
-            self._let_step_end()  # a stop would leave its tensors half changed
+            self._let_step_end()  # a stop would leave its tensors partly updated
         on_device.stop(groups)
         self._break_connections(has_new_peers=bool(order.lost))
         on_device.restart(groups)
@@ -220,7 +219,7 @@ class Recovery:
         session.channel.send(frozen)
 
     def _let_step_end(self) -> None:
-        """Wait for the end of the optimizer step under way, if there is one."""
+        """Wait for the end of the running optimizer step, if there is one."""
         session = self._session
         with session.changed:
             while session.is_applying:
@@ -230,10 +229,9 @@ class Recovery:
     def _break_connections(self, has_new_peers: bool = False) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
-        Operations between ranks that live are let finish first, for a moment: one that is cut while its messages are
-        under way may never end.
+        Operations between living ranks first get _LET_FINISH_S: one that is cut with messages in flight may never end.
 
-        has_new_peers   another process takes the place of one at the other end
+        has_new_peers   the process at the other end is replaced
         """
         session = self._session
         groups = self._groups()
@@ -259,10 +257,10 @@ class Recovery:
             group.forget_connection(has_new_peers)
 
     def _settle(self, survivors: list[int]) -> None:
-        """Come to the one boundary at which all survivors stand.
+        """Bring all survivors to one boundary.
 
-        Each has stopped in front of its next commit. If one of them has stepped already, every rank had recorded that
-        boundary, so those that wait in front of it may step too.
+        Each has stopped before its next commit. If one of them has stepped already, every rank had recorded that
+        boundary, so those that wait before it may step too.
         """
         session = self._session
         board = session.board
@@ -280,7 +278,7 @@ class Recovery:
                 self._check_overtaken()
 
     def _signatures(self) -> dict[str, GroupJournal]:
-        """By group: its ranks, what it has issued since the boundary, and which of that only its result is left of."""
+        """By group: its ranks, its operations since the boundary, and which of them have only a result left."""
         found: dict[str, GroupJournal] = {}
         with self._session.journal.lock:
             for entry in self._session.journal.entries:
@@ -316,7 +314,7 @@ class Recovery:
         session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
 
     def _dump(self, order: to_rank.Dump) -> None:
-        """Write this rank's share of what all survivors hold; the main thread stands still."""
+        """Write this rank's share of the survivors' state; the main thread waits meanwhile."""
         session = self._session
         moments.reached("persist")
         main = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -324,9 +322,9 @@ class Recovery:
         try:
             apart = checkpoint_shards.Apart(order.owners, session.rank, order.writers)
             share = checkpoint_shards.write(order.path, order.share, order.of, main, apart)
-        except (replicated.NotRepairableError, OSError) as error:  # it costs the checkpoint and nothing else
+        except (replicated.NotRepairableError, OSError) as error:  # only the checkpoint is lost
             why_not = f"rank {session.rank}: {error}"
-        is_handled = _does_something_at_its_end()
+        is_handled = _handles_end_signals()
         session.channel.send(from_rank.Dumped(order.generation, why_not, is_handled, share))
 
     # Resume.
@@ -354,7 +352,7 @@ class Recovery:
             if entry is None:
                 self._connect_up_to(None)
                 session.channel.send(from_rank.Rebuilt(session.generation))
-                on_device.tell_of_groups(session, groups, did)
+                on_device.report_groups(session, groups, did)
                 is_connected = True
                 continue
             if not entry.group.is_connected_in(session.generation):
@@ -381,16 +379,16 @@ class Recovery:
         session.channel.send(from_rank.Reissued(session.generation))
 
     def _groups(self) -> list[ManagedGroup]:
-        """All groups that are connected or that the journal needs, destroyed ones too, as they were made."""
+        """All groups that exist or that the journal needs, including destroyed ones, in the order of their making."""
         with self._session.journal.lock:
             found = {entry.group for entry in self._session.journal.entries}
         return sorted(found | set(self._session.groups.values()), key=lambda group: group.number)
 
     def _connect_up_to(self, newest: ManagedGroup | None) -> None:
-        """Connect the groups that were made up to this one, None: all.
+        """Connect the groups made before this one, and this one; None: all.
 
-        Not earlier than the journal needs them: a replacement that runs from the top makes a group only after it has
-        issued what comes before. A group in which its members have never come together is the main thread's to connect.
+        Not before the journal needs them: a replacement that runs from the top makes a group only after it has issued
+        the operations before that. A group that was never connected is left to the main thread.
         """
         for group in self._groups():
             if group.is_joined and (newest is None or group.number <= newest.number):
@@ -404,7 +402,7 @@ class Recovery:
             group.connect_in(session.generation)
             group.is_joined = True
         session.channel.send(from_rank.Rebuilt(session.generation))
-        on_device.tell_of_groups(session, list(session.groups.values()), "made")
+        on_device.report_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, order.expected)
         session.journal.givers = givers_of(order)
         session.verifier.prove_from(replay.boundary)
@@ -413,13 +411,13 @@ class Recovery:
         replay.live.set()
 
 
-def _does_something_at_its_end() -> bool:
-    """Whether the script handles a signal that ends jobs by more than an exception or the end of the process."""
+def _handles_end_signals() -> bool:
+    """Whether the script has a handler of its own for a signal that ends jobs."""
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = [signal.getsignal(number) for number in numbers]
     return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)
 
 
 def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
-    """The agent's word on who gives which result to the others: see Journal.givers."""
+    """The ranks that broadcast results, by the agent's order: see Journal.givers."""
     return {(name, number): rank for name, number, rank in order.given}

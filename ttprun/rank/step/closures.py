@@ -1,7 +1,7 @@
-"""Closures: what a script gives to `Optimizer.step` to compute the gradients inside of the step.
+"""Closures: with one, forward pass, backward pass and collectives run inside `Optimizer.step`.
 
-With a closure, forward pass, backward pass and collectives run inside `Optimizer.step`. The weights change only after
-the closure has ended, so that moment is what the beginning of the step is without one. Begin with `watch`.
+The weights change only after the closure has ended, so that moment is treated as the beginning of the step. Begin with
+`watch`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Watch:
     """The closure of one step.
 
-    ended    called with what the closure returns each time; what it gives back is returned to the optimizer
-    again    called before the closure is called once more
-    calls    how often it has been called
+    ended    called with the result of the first call; its own result is returned to the optimizer
+    again    called before each further call of the closure
+    calls    number of calls so far
     """
 
     def __init__(self, ended: Callable[[Any], Any], again: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Watch:
         self.calls = 0
 
     def over(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """What the optimizer gets in place of the closure."""
+        """The function that the optimizer gets instead of the closure."""
 
         @functools.wraps(closure, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -47,10 +47,7 @@ class Watch:
 def watch(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any], by: Watch
 ) -> Arguments | None:
-    """The arguments of `step` with the closure watched; None if there is no closure among them.
-
-    args   the optimizer itself is the first one
-    """
+    """The arguments of `step` (the optimizer first) with the closure watched; None if they contain no closure."""
     if callable(kwargs.get(_NAME)):
         return args, kwargs | {_NAME: by.over(kwargs[_NAME])}
     if len(args) > 1 and callable(args[1]) and _is_closure(optimizer, args[1]):
@@ -59,9 +56,9 @@ def watch(
 
 
 def _is_closure(optimizer: torch.optim.Optimizer, value: Any) -> bool:
-    """Whether `step` takes its first argument for a closure; an optimizer of the script's may take a model there."""
+    """Whether the first parameter of `step` is a closure; a script's own optimizer may take a model there."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())
     first = next((one for one in parameters[1:] or parameters), None)
-    if first is None or first.kind is inspect.Parameter.VAR_POSITIONAL:  # which hands it on
+    if first is None or first.kind is inspect.Parameter.VAR_POSITIONAL:  # it is passed on
         return not isinstance(value, torch.nn.Module)
     return first.name == _NAME

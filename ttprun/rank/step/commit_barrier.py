@@ -17,12 +17,12 @@ def commit(
 ) -> None:
     """Wait until every rank of the node has recorded the boundary; a rank that trains alone waits for none.
 
-    held   called now and then while a recovery holds this rank back; what it raises ends the wait
+    held   called now and then while a recovery holds this rank; its exception ends the wait
 
-    Raises EndedError if this process is told to end while it is held back.
+    Raises EndedError if this process is ordered to end meanwhile.
 
-    The wait has no deadline of its own: a rank that is late holds up its peers in the next collective anyhow. But if it
-    stands in a collective itself, it waits for us: the ranks do not step together, and protection ends.
+    The wait has no deadline: a late rank would hold up the others in the next collective anyhow. But if that rank waits
+    in a collective itself, the ranks do not step together, and protection ends after commit_timeout_s.
     """
     while True:
         with session.lock:
@@ -56,7 +56,7 @@ def _wait_for_records(session: Session, boundary: int, held: Callable[[], None],
             if is_working or session.is_holding:
                 stuck_since = 0.0
             elif not is_alive:
-                continue  # a stopped process says nothing of where it stands; whoever looks for hangs will find it
+                continue  # a stopped process does not update its row; the agent's search for hangs will find it
             elif not stuck_since:
                 stuck_since = time.monotonic()
             elif time.monotonic() - stuck_since > session.options.commit_timeout_s:
@@ -72,10 +72,9 @@ def _is_free(session: Session, boundary: int) -> bool:
 
 
 def _where(board: Board, row: int) -> tuple[int, int, int]:
-    """Where a rank's main thread is: phase, collectives, and heartbeats, which move as long as it runs bytecode.
+    """A rank's phase, its number of collectives, and its heartbeats, which advance as long as it runs bytecode.
 
-    DDP waits for its collectives without telling us, so that the phase stays what it was when they were issued. Who
-    waits for them in our own loop runs that loop's bytecode only.
+    DDP waits in C++, where the phase does not change. In Phase.WAITING the bytecode is that of our own waiting loop.
     """
     phase = board.get(row, Field.PHASE)
     beats = 0 if phase == Phase.WAITING else board.get(row, Field.MAIN_BEATS)

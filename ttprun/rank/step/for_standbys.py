@@ -1,4 +1,4 @@
-"""What a standby should have imported and compiled, so that it replaces a rank at once: reported by the ranks."""
+"""Report the modules that a standby should have imported and compiled to replace a rank quickly."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What happens at each optimizer step: the record, the commit, the step.
 
 Before `Optimizer.step` number N runs, the rank writes its record of boundary N and then waits until every rank of the
-node has written its own. This commit is what makes replacing a rank simple: no rank changes its weights before all have
-left the record that a replacement would need, so when a rank is lost all survivors stand at one boundary, and the lost
-rank has a record of it. The ranks have just met in the step's last all-reduce, so the wait is short.
+node has written its own. This commit makes replacing a rank simple: no rank changes its weights before all have written
+the record that a replacement would need, so when a rank is lost all survivors are at one boundary, and the lost rank
+has a record of it. All ranks have just finished the step's last all-reduce, so the wait is short.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, 
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
-_closure: closures.Watch | None = None  # of the step of that one
-_cuda: Any = torch.cuda  # whose functions have no types
-_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(len).__code__  # which calls the hooks
+_closure: closures.Watch | None = None  # of the running step
+_cuda: Any = torch.cuda  # its functions are not typed
+_AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
+    len
+).__code__  # torch's wrapper of `step`, which calls the hooks
 
 
 def wrap_join(original: Any) -> Any:
-    """Join.__enter__, by way of DistributedDataParallel.join: a rank without data left steps no optimizer any more."""
+    """Join.__enter__, called by DistributedDataParallel.join: a rank that runs out of data stops stepping."""
 
     def enter(self: Any) -> Any:
         session = current()
         if session is not None and self._enable and session.world_size > 1:
-            session.give_up_protection("with join() the ranks do not step together")
+            session.give_up_protection("with join() the ranks take different numbers of steps")
         return original(self)
 
     return enter
@@ -56,7 +58,7 @@ def forget() -> None:
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
-    """Pre-hook of Optimizer.step, the last one; what it returns takes the place of the arguments."""
+    """The last pre-hook of Optimizer.step; its result, if any, replaces the arguments."""
     global _running, _closure
     session = current()
     if session is None or _is_inside_another(optimizer):
@@ -72,7 +74,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> clo
 
 
 def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another optimizer's step is under way; one that an exception has ended is not."""
+    """Whether this step runs inside another optimizer's step."""
     if _running is None or _running is optimizer:
         return False
     frame: FrameType | None = sys._getframe(2)
@@ -84,22 +86,22 @@ def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _end_closure(session: Session, optimizer: torch.optim.Optimizer, returned: Any) -> Any:
-    """The closure has ended for the first time: the weights change from here on. Returns what it is to return."""
+    """The closure has ended for the first time: the weights change from here on. Returns the closure's result."""
     return _begin_step(session, optimizer, sys._getframe(2), returned)
 
 
 def _refuse_second_call(session: Session) -> None:
     session.give_up_protection(
-        "the optimizer calls its closure several times in a step (LBFGS with max_iter > 1), and the weights change "
-        "between these calls; one call a step can be repaired: torch.optim.LBFGS(max_iter=1), in a loop"
+        "the optimizer calls its closure several times per step (LBFGS with max_iter > 1) and changes the weights in "
+        "between; only one call per step can be repaired: use torch.optim.LBFGS(max_iter=1) in a loop"
     )
 
 
 def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
     """The optimizer is about to change weights: record the boundary, and commit it.
 
-    frame      innermost one, of the user's or beneath
-    returned   what the closure of this step returns, which the script gets from `step`
+    frame      the innermost frame of the script, or one called by it
+    returned   the result of this step's closure
     returns    the same; in a replay, the lost rank's
     """
     if session.replay is not None:
@@ -109,8 +111,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         report_mismatch(
             session.channel,
             session.generation,
-            "the script carries gradients across an optimizer step, and those of the lost rank are not known "
-            "(or they have become NaN)",
+            "the script carries gradients across an optimizer step, and those of the lost rank are lost: call "
+            "zero_grad() in each step",
         )
     if not session.groups:
         hindrances.look_without_group(session)
@@ -119,7 +121,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.touch(Phase.WAITING)
             session.journal.wait(entry)
         if session.journal.givers:
-            _check_what_was_given(session)
+            _check_given_results(session)
         if session.proof is not None:
             session.proof.end_step()
         boundary = session.applied + 1
@@ -135,7 +137,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     for group in list(session.groups.values()):
         group.buckets.end_step()
     session.journal.clear()
-    if not session.is_applying:  # no commit has said so
+    if not session.is_applying:  # there was no commit
         with session.lock:
             session.is_applying = True
     session.updates.begin()
@@ -145,19 +147,19 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
 
 
 def _collect_dropped() -> None:
-    """Let go of optimizers that the script has dropped: what is left of them differs from rank to rank.
+    """Collect optimizers that the script has dropped: what is left of them differs between ranks.
 
-    A scheduler and its optimizer hold each other, so that they live until a garbage collection.
+    A scheduler and its optimizer hold each other, so they live until a garbage collection.
     """
     values.let_go()
     gc.collect()
 
 
-def _check_what_was_given(session: Session) -> None:
-    """No rank may step with a result that DDP has written over while a recovery gave it to the others."""
+def _check_given_results(session: Session) -> None:
+    """Refuse the step if DDP has overwritten a result while a recovery broadcast it."""
     for entry in session.journal.entries:
         if entry.held is not None and session.journal.giver_of(entry) == session.rank and not entry.held.is_kept:
-            reason = f"the result of {entry.signature} was written over while it was given to the others"
+            reason = f"the result of {entry.signature} was overwritten while it was sent to the other ranks"
             report_mismatch(session.channel, session.generation, reason)
 
 
@@ -169,7 +171,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         return
     _running = None
     if _closure is not None and not _closure.calls:
-        session.give_up_protection("the optimizer has taken a step without a call of the closure that it was given")
+        session.give_up_protection("the optimizer has taken a step without calling its closure")
     if session.replay is not None:
         session.replay.after_step()
         return
@@ -182,15 +184,15 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if not session.trains_alone and session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
-    session.verifier.step_aside_if_odd()
+    session.verifier.stop_if_divergent()
     moments.reached("after_step")
 
 
 def _note_weights(session: Session) -> None:
     try:
         session.kept_weights.note(session.applied + 1)
-    except Exception as error:  # no memory for copies, say: the script must go on as under torchrun
-        session.give_up_protection(f"the weights behind step {session.applied + 1} cannot be noted: {error!r}")
+    except Exception as error:  # e.g. no memory for copies: fail open
+        session.give_up_protection(f"the weights after step {session.applied + 1} cannot be noted: {error!r}")
 
 
 def pass_boundary(session: Session) -> None:
@@ -200,7 +202,7 @@ def pass_boundary(session: Session) -> None:
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0
-        if session.is_holding:  # then a recovery waits for the end of the step
+        if session.is_holding:  # a recovery waits for the end of the step
             session.changed.notify_all()
     session.touch(Phase.COMPUTING)
     if not session.has_stepped:
@@ -213,12 +215,12 @@ def pass_boundary(session: Session) -> None:
 
 
 def _look_at_state(session: Session) -> None:
-    """After the first step, in which optimizers make their state: can another rank take it over?"""
+    """After the first step, in which optimizers make their state: check that another rank could load it."""
     if session.is_recorded():
         try:
             replicated.describe()
         except replicated.NotRepairableError as error:
-            session.give_up_protection(f"{error}, and another rank cannot take that over")
+            session.give_up_protection(f"{error}, and another rank cannot load that")
 
 
 def _write_record(
@@ -243,7 +245,7 @@ def _write_record(
                 session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
-    except Exception as error:  # a script that we cannot record must go on as under torchrun
+    except Exception as error:  # fail open
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     if session.local_rank == LEADER and not session.trains_alone:
         session.snapshots.agree(session.channel, boundary, is_open)
@@ -254,9 +256,9 @@ def _write_record(
 
 
 def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:
-    """What of this rank's state could not come from a record, another rank, and what is stored; "" if nothing."""
+    """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
     if _cuda.is_initialized():
-        return "what a script keeps on a GPU is not recorded yet"
+        return "state on a GPU is not recorded yet"
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
     elsewhere = output.why_not_counted()
@@ -275,9 +277,9 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
 def describe(
     session: Session, boundary: int, frame: FrameType, returned: Any = None
 ) -> tuple[dict[str, Any], list[torch.Tensor], bool]:
-    """The record of a boundary: (plain part, tensors to write behind it, whether it is open).
+    """The record of a boundary: (plain part, tensors to write after it, whether another thread still computes a part).
 
-    returned   what the closure of the step returns
+    returned   the result of the step's closure
     """
     standing = call_site.look(frame)
     living = optimizer_registry.optimizers()
@@ -314,7 +316,7 @@ def describe(
         "rebuilt": optimizer_registry.rebuilt(),
         "files": files.positions(),
         "has_steps": loops.keys_with_steps,
-        "lines": output.lines_said(session),
+        "lines": output.lines_printed(session),
         "weights": b"" if stepped.is_sharded else mark,
         "held": session.holdings.mark(stepped, _running, boundary),
         "kept": session.kept_weights.is_kept,
@@ -333,7 +335,7 @@ def describe(
 
 
 def look(frame: FrameType) -> values.Tree:
-    """The user's variables between two boundaries, in the form of a record; nothing is noted of them."""
+    """The user's variables between two boundaries, in the form of a record; changes no state."""
     standing = call_site.look(frame)
     stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
     snapshot = values.Snapshot(stepped.storages, iterables.followed(standing.around))

@@ -47,7 +47,7 @@ def tft_init_processor(
         raise ValueError(f"tft_init_processor: this process is {told}, and not rank {rank} of {world_size}")
     framework.errors.is_retried = enable_uce
     framework.elastic.is_on = enable_zit
-    framework.elastic.tell()
+    framework.elastic.report()
 
 
 def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
@@ -301,7 +301,7 @@ def tft_register_zit_downgrade_rebuild_handler(func: Callable[..., Any], ctx: An
     """
     _, framework = this_rank()
     framework.handlers.register("zit_downgrade_rebuild", func, ctx)
-    framework.elastic.tell()
+    framework.elastic.report()
 
 
 def tft_register_decrypt_handler(decryptor: Callable[..., Any]) -> None:
