@@ -68,7 +68,7 @@ def test_a_message_without_its_fields_or_with_others_is_refused(kind: type) -> N
         (b"[" * 100_000, "nested too deeply: b'[[["),
         (b"[1]", "not an object with a str \"op\": b'[1]'"),
         (b'{"op": 1}', 'not an object with a str "op": '),
-        (b'{"op": "Rebuild"}', "there is no message 'Rebuild' (do both sides have the same ttprun?)"),
+        (b'{"op": "Rebuild"}', "unknown message 'Rebuild': install the same version of ttprun on both sides"),
         (b'{"op": "Rebuilt", "generation": "1"}', "Rebuilt: generation: it should be int, and is '1'"),
         (b'{"op": "Rebuilt", "generation": true}', "Rebuilt: generation: it should be int, and is True"),
         (b'{"op": "Note", "text": null}', "Note: text: it should be str, and is None"),

@@ -65,5 +65,5 @@ def test_a_framework_can_add_an_error_of_its_own(table: ErrorTable) -> None:
 
 
 def test_a_state_that_is_not_there_is_refused(table: ErrorTable) -> None:
-    with pytest.raises(ValueError, match="'RS_MAYBE' is no state"):
+    with pytest.raises(ValueError, match="'RS_MAYBE' is not a state"):
         table.add("PRECISION ERROR", "RS_MAYBE", str)

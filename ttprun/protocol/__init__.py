@@ -1,1 +1,1 @@
-"""What the agent and its ranks share: shared memory, and messages over sockets."""
+"""Shared memory and messages between the agent and its ranks."""

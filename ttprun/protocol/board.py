@@ -1,11 +1,11 @@
-"""The board: one small page of shared memory per node, on which each rank writes how far it has come.
+"""The board: a small page of shared memory per node with the progress of each rank.
 
-Every field has one writer (the rank whose row it is; the agent only before a process starts and after it has ended),
-so no lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): this is
-the commit barrier in front of each optimizer step, see `ttprun.rank.step.step_hooks`.
+Every field has one writer (the rank of the row; the agent only before a process starts and after it has ended), so no
+lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): that is the
+commit barrier before each optimizer step, see `ttprun.rank.step.step_hooks`.
 
-The board lives in a memfd that the agent makes and every rank inherits: nothing is left behind, however all of them
-die."""
+The board is a memfd that the agent makes and every rank inherits: nothing is left over, however they end.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from typing import Any
 
 ROW_FIELDS = 32
 LEADER = 0  # local rank whose row has the node's own fields
-FINISHED = 1 << 62  # a rank that has ended well never holds anybody up
+FINISHED = 1 << 62  # RECORDED of a rank that has ended well: no rank waits for it
 
 
 class Field:
-    """Columns of a rank's row; all are int64. No enum, whose members Python 3.11 takes a while to find."""
+    """Columns of a rank's row; all are int64. Not an enum, as those are slow in Python 3.11."""
 
     RECORDED = 0  # newest boundary whose record is complete
     APPLIED = 1  # boundaries passed: optimizer steps that have run to their end
     PHASE = 2  # value of Phase
     COLLECTIVES = 3  # issued since the process started
     SEEN_NS = 4  # time.monotonic_ns() of the last sign of life
-    HELD = 5  # generation in which the rank last stopped in front of its commit
-    LINES_OUT = 6  # lines that the script has written to stdout, whichever of its processes
+    HELD = 5  # generation in which the rank last stopped before its commit
+    LINES_OUT = 6  # lines that all processes of the rank have written to stdout
     LINES_ERR = 7  # the same for stderr
-    LEAVING = 8  # how often the script has said that it is done with its process group
-    OPERATION = 9  # the newest collective: its place in OPERATION_NAMES
+    LEAVING = 8  # how often the script has destroyed its default process group
+    OPERATION = 9  # the newest collective: its index in OPERATION_NAMES
     MEETINGS = 10  # collectives of the whole world, and connecting to it, since the newest boundary
     PULSE_NS = 11  # time.monotonic_ns() of the heartbeat's thread: it got the GIL
     MAIN_BEATS = 12  # heartbeats that the main thread has answered: it runs bytecode; a semaphore (four cells)
     LIFE = 16  # held by the main thread as long as it lives; a lock (six cells), see `ttprun.rank.process.life_lock`
-    SNAPSHOT_ASKED = 22  # leader: number of the snapshot that the agent wants; the agent writes it
+    SNAPSHOT_ASKED = 22  # leader: number of the requested snapshot; the agent writes it
     SNAPSHOT_NUMBER = 23  # leader: number of the snapshot that is taken at SNAPSHOT_AT
     SNAPSHOT_AT = 24  # leader: the boundary at which all ranks take it
-    PAUSE_ASKED = 25  # leader: number of the pause that the agent wants, 0: none; the agent writes it
-    PAUSE_AT = 26  # leader: the boundary behind which all ranks wait
-    ENDED_BY = 27  # leader: the signal that the agent passes on to all ranks to end them; the agent writes it
+    PAUSE_ASKED = 25  # leader: number of the requested pause, 0: none; the agent writes it
+    PAUSE_AT = 26  # leader: the boundary after which all ranks wait
+    ENDED_BY = 27  # leader: the signal that the agent sends to all ranks to end them; the agent writes it
     STAND_ASKED = 28  # leader: 1 while the agent waits for a boundary that is not open; the agent writes it
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
@@ -54,7 +54,7 @@ FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() i
 
 
 class Phase(enum.IntEnum):
-    """What a rank's main thread is doing, as far as the hooks can tell."""
+    """What a rank's main thread is doing, as far as the hooks know."""
 
     STARTING = 0
     SETUP = 1
@@ -68,10 +68,10 @@ class Phase(enum.IntEnum):
     FINISHED = 9
     CONNECTING = 10
     SAVING = 11
-    WAITING = 12  # in a collective, and for its end: all that the main thread runs is our loop that waits
+    WAITING = 12  # for the end of a collective: the main thread only runs our waiting loop
 
 
-# The collectives of all releases of torch that were tried; "connect" is ours: the group itself is being made.
+# The collectives of all tested versions of torch; "connect" is ours: the group itself is being made.
 OPERATION_NAMES = (
     "none",
     "connect",
@@ -133,14 +133,14 @@ class Board:
         self.cells = memoryview(self._map).cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._sleep = ctypes.CDLL(None).syscall
-        self._wake = ctypes.PyDLL(None).syscall  # keeps the GIL: waking is quicker than giving it away
+        self._wake = ctypes.PyDLL(None).syscall  # keeps the GIL: waking is quicker than releasing it
         for call in (self._sleep, self._wake):
             call.restype = ctypes.c_long
             call.argtypes = _FUTEX_ARGUMENTS
 
     @staticmethod
     def size_bytes(n_ranks: int) -> int:
-        """Bytes that a board of `n_ranks` rows takes."""
+        """Bytes of a board of `n_ranks` rows."""
         return max(1, n_ranks) * ROW_FIELDS * 8
 
     @classmethod
@@ -155,11 +155,11 @@ class Board:
         return self.cells[rank * ROW_FIELDS + field]
 
     def set(self, rank: int, field: int, value: int) -> None:
-        """Write one field; nobody is woken."""
+        """Write one field, without waking waiters."""
         self.cells[rank * ROW_FIELDS + field] = value
 
     def announce(self, rank: int, field: int, value: int) -> None:
-        """Write one field and wake whoever waits for it."""
+        """Write one field and wake its waiters."""
         cell = rank * ROW_FIELDS + field
         self.cells[cell] = value
         self._wake(SYS_FUTEX, self._address + cell * 8, FUTEX_WAKE, 1 << 30, None, None, 0)
@@ -172,16 +172,16 @@ class Board:
         self._sleep(SYS_FUTEX, address, FUTEX_WAIT, _low_word(seen), ctypes.byref(limit), None, 0)
 
     def forget_process(self, rank: int) -> None:
-        """A process has ended: the next one in this row has given no sign of life yet. Its progress is left."""
+        """A process has ended: clear its signs of life, and keep its progress."""
         for field in (Field.PHASE, Field.SEEN_NS, Field.OPERATION, Field.MEETINGS, Field.PULSE_NS, Field.MAIN_BEATS):
             self.set(rank, field, 0)
 
     def address_of(self, rank: int, field: int) -> int:
-        """Where a field lies in this process's memory."""
+        """The address of a field in this process's memory."""
         return self._address + (rank * ROW_FIELDS + field) * 8
 
     def row(self, rank: int) -> memoryview:
-        """The fields of one rank, to read and to write: nobody is woken."""
+        """The fields of one rank, to read, and to write without waking waiters."""
         return self.cells[rank * ROW_FIELDS : (rank + 1) * ROW_FIELDS]
 
     def column(self, field: int) -> memoryview:

@@ -1,8 +1,7 @@
-"""The line between the agent and one rank: a socket pair, one message a line (`codec.py`).
+"""The channel between the agent and one rank: a socket pair, one message per line (`codec.py`).
 
-What a rank sends is in `from_rank.py`, what it is sent in `to_rank.py`. A line that is no message is read as `Refused`.
-
-The first message that a rank reads is its welcome; the file descriptors of the board and of its recorder come with it.
+A rank sends `from_rank.py`, and receives `to_rank.py`. An invalid line is read as `Refused`. The first message that a
+rank reads is its welcome, with the file descriptors of the board and of its recorder.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ KNOWN = {kind.__name__: kind for kind in get_args(Sent)}
 
 
 class Channel:
-    """One end of the line. `send` may be called from any thread; reading belongs to one thread.
+    """One end of the channel. `send` may be called from any thread; one thread reads.
 
-    waits   `send` waits until the other end has room; False: what it has no room for is kept until `flush`
+    waits   `send` blocks until the message is sent; False: what cannot be sent at once is kept until `flush`
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -42,7 +41,7 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: Sent, fds: Sequence[int] = ()) -> None:
-        """Send one message. A reader that is gone is not an error: its end is noticed elsewhere."""
+        """Send one message. A closed other end is not an error here: it is noticed elsewhere."""
         line = encode(message)
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
             if fds:
@@ -56,7 +55,7 @@ class Channel:
                 self._send_kept()
 
     def flush(self) -> None:
-        """Send what was kept, as far as the other end has room for it."""
+        """Send what was kept, without blocking."""
         if self._unsent:
             with self._sending, contextlib.suppress(OSError):
                 self._send_kept()
@@ -66,9 +65,9 @@ class Channel:
             while self._unsent:
                 del self._unsent[: self.sock.send(self._unsent, socket.MSG_DONTWAIT)]
         except BlockingIOError:
-            pass  # it does not read now
+            pass
         except OSError:
-            self._unsent.clear()  # it is gone
+            self._unsent.clear()  # the other end is closed
             raise
 
     def receive_with_fds(self) -> tuple[Message, list[int]]:
@@ -77,24 +76,24 @@ class Channel:
         while b"\n" not in self._unread:
             data, found, _, _ = socket.recv_fds(self.sock, 1 << 16, MAX_FDS)
             for fd in found:
-                os.set_inheritable(fd, False)  # Python 3.11's recv_fds takes no notice of MSG_CMSG_CLOEXEC
+                os.set_inheritable(fd, False)  # Python 3.11's recv_fds ignores MSG_CMSG_CLOEXEC
             fds += found
             if not data:
-                raise EOFError("the agent has closed the line")
+                raise EOFError("the agent has closed the channel")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
         return _read(line), fds
 
     def read_available(self) -> list[Message]:
-        """Whole messages that one read brings. Raises EOFError at the end."""
+        """The complete messages of one read. Raises EOFError if the other end is closed."""
         data = self.sock.recv(1 << 16)
         if not data:
-            raise EOFError("the other end has closed the line")
+            raise EOFError("the other end has closed the channel")
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [_read(line) for line in lines]
 
     def messages(self) -> Iterator[Message]:
-        """All messages till the other end closes; blocks in between."""
+        """All messages until the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")
         yield from (_read(line) for line in lines)
         while True:

@@ -1,8 +1,7 @@
-"""Messages as lines of JSON, and back. A line that is not exactly one of our messages is refused with a reason.
+"""Messages as lines of JSON, and back. A line that is not one of our messages is refused with a reason.
 
-A message is a frozen dataclass. On the wire it is {"op": name of its class, field: value, ...}. Nothing is unpickled,
-and a field of another type than its annotation is refused. Standard library only: ranks read messages before they have
-imported torch.
+A message is a frozen dataclass, sent as {"op": name of its class, field: value, ...}. Nothing is unpickled, and a field
+of another type than its annotation is refused. Standard library only: ranks read messages before they import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _SHOWN = 80  # characters of what was refused
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """Stands for a line that is no message.
+    """An invalid line.
 
     reason   what is wrong with it, in one line
     """
@@ -42,13 +41,13 @@ def encode(message: Any) -> bytes:
 
 
 def decode(line: bytes, known: Mapping[str, type]) -> Any:
-    """The message of a line; `Refused` if it is none, or if one of its fields is wrong.
+    """The message of a line, or `Refused`.
 
-    known   classes by their names
+    known   classes by name
     """
     try:
         values = json.loads(line)
-    except ValueError as error:  # also if it is no UTF-8
+    except ValueError as error:  # also if it is not UTF-8
         return Refused(f"not JSON ({error}): {line[:_SHOWN]!r}")
     except RecursionError:
         return Refused(f"nested too deeply: {line[:_SHOWN]!r}")
@@ -58,10 +57,10 @@ def decode(line: bytes, known: Mapping[str, type]) -> Any:
 
 
 def decode_fields(values: dict[str, Any], known: Mapping[str, type]) -> Any:
-    """As `decode`, of the object that the line holds; its items are changed."""
+    """As `decode`, from the line's JSON object, which is modified."""
     name = values.pop("op", None)
     if not isinstance(name, str) or name not in known:
-        return Refused(f"there is no message {str(name)[:_SHOWN]!r} (do both sides have the same ttprun?)")
+        return Refused(f"unknown message {str(name)[:_SHOWN]!r}: install the same version of ttprun on both sides")
     try:
         return _reader_of_class(known[name])(values)
     except _UnfitError as error:
@@ -70,7 +69,7 @@ def decode_fields(values: dict[str, Any], known: Mapping[str, type]) -> Any:
 
 @functools.cache
 def _reader_of_class(cls: type) -> _Reader:
-    """Makes an instance of a dataclass out of its fields."""
+    """A function that makes an instance of a dataclass from its fields."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     readers = {field.name: _reader(hints[field.name]) for field in fields}
@@ -100,7 +99,7 @@ def _reader_of_class(cls: type) -> _Reader:
 
 @functools.cache
 def _reader(hint: Any) -> _Reader:
-    """Checks a value of JSON against an annotation, and gives it that type."""
+    """A function that checks a JSON value against an annotation, and converts it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value

@@ -1,4 +1,4 @@
-"""What a rank reports to the agent: one class a message. `Report` is any of them; `agent/reports.py` takes them.
+"""What a rank reports to the agent: one class per message. `Report` is any of them; `agent/reports.py` handles them.
 
 generation   number of the communicator set in which the rank is
 boundary     number of optimizer steps that it has done
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Present:
-    """A process has taken its place, and reads messages from now on.
+    """A process has started as a rank, and reads messages from now on.
 
     main_thread   ident of its main thread
     """
@@ -31,7 +31,7 @@ class Protected:
 
 @dataclass(frozen=True)
 class Unprotected:
-    """From now on this rank can neither be repaired nor help to repair another; the agent passes it on to all others.
+    """From now on this rank can neither be repaired nor help to repair another; the agent forwards it to all others.
 
     reason   why
     """
@@ -41,9 +41,9 @@ class Unprotected:
 
 @dataclass(frozen=True)
 class Hindered:
-    """Whether a replay would come to the newest boundary.
+    """Whether a replay would reach the newest boundary.
 
-    reason   why it would not; "": it would again
+    reason   why it would not; "": it would (again)
     """
 
     boundary: int
@@ -52,7 +52,7 @@ class Hindered:
 
 @dataclass(frozen=True)
 class HoldsAlone:
-    """No other rank holds what this one holds of the weights.
+    """No other rank holds this rank's part of the weights.
 
     reason   why
     """
@@ -67,7 +67,7 @@ class TrainsAlone:
 
 @dataclass(frozen=True)
 class Joined:
-    """The rank is about to make a process group with others, or has one when it goes live after a replay."""
+    """The rank is about to make a process group with others, or goes live with one after a replay."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ class Note:
 
 @dataclass(frozen=True)
 class NotProved:
-    """What can change in the script, and is in no record; takes the place of what was reported before.
+    """What may change in the script, and is in no record; replaces the previous report.
 
-    names   in words: "cache (sqlite3.Connection): it is in a file"
+    names   e.g. "cache (sqlite3.Connection): it is in a file"
     """
 
     names: tuple[str, ...]
@@ -109,7 +109,7 @@ class ScriptError:
     error         in one line
     traceback     to be printed by the agent, since a script mostly fails in all ranks alike; "": the rank prints it
     detail        the same, for the event log
-    device_fault  what it says of the device (`DeviceFault`); "": nothing
+    device_fault  the `DeviceFault` that it means; "": none
     """
 
     error: str
@@ -132,7 +132,7 @@ class Faulted:
 
 @dataclass(frozen=True)
 class ModulesOfTorch:
-    """What a standby should have of torch, after the first step of the node's first rank.
+    """What a standby should import of torch, after the first step of the node's first rank.
 
     modules  names, in the order of their imports
     files    of the user, to be compiled
@@ -144,7 +144,7 @@ class ModulesOfTorch:
 
 @dataclass(frozen=True)
 class Imported:
-    """What else a rank has imported by its first step.
+    """The other modules that a rank has imported by its first step.
 
     modules    (name, file, changes of the environment before its import) each; the file is "" for what a standby must
                not import; None deletes a variable
@@ -157,9 +157,9 @@ class Imported:
 
 @dataclass(frozen=True)
 class Ready:
-    """A standby has imported all that it was to.
+    """A standby has imported its modules.
 
-    is_copyable  no thread and no device is in the way of a fork
+    is_copyable  it can be forked: one thread, no device in use
     refused      modules that it should not have imported, and why
     """
 
@@ -179,7 +179,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class Put:
-    """A value for all other ranks, mostly how to connect to this one; the agent passes it on.
+    """A value for all other ranks, mostly an address; the agent forwards it.
 
     value  bytes, in base64
     """
@@ -194,11 +194,11 @@ class Put:
 
 @dataclass(frozen=True)
 class GroupJournal:
-    """What a rank has issued in one process group since the boundary before last.
+    """What a rank has issued in one process group since the newest boundary.
 
     ranks    members of the group
     issued   signature of each collective: op, shapes and dtypes; oldest first
-    results  numbers, in `issued`, of those of which only the result is left
+    results  indices in `issued` of those of which only the result is left
     """
 
     ranks: list[int]
@@ -208,10 +208,10 @@ class GroupJournal:
 
 @dataclass(frozen=True)
 class Broken:
-    """An operation has failed, and no fault has been heard of.
+    """An operation has failed, and no fault has been reported.
 
     after_s       since it failed
-    device_fault  what the device says of it; "" if it is none of a device's
+    device_fault  name of the device fault that it means; "" if none
     """
 
     generation: int
@@ -238,9 +238,9 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replacement has come to its boundary, and waits for the tensors.
+    """A replacement has reached its boundary, and waits for the tensors.
 
-    setup_s   from the start of the replay to its first step; None: it has begun at the first one
+    setup_s   from the start of the replay to the script's first step; None: it began at the first one
     """
 
     generation: int
@@ -250,7 +250,7 @@ class Replayed:
 
 @dataclass(frozen=True)
 class StateSent:
-    """The source has sent its state to all that wait for it; `digest` is of what it has sent."""
+    """The source has sent its state to all receivers; `digest` is of what it has sent."""
 
     generation: int
     digest: str
@@ -285,7 +285,7 @@ class Reissued:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """This rank must not go on: what it does or holds is not what it should be.
+    """This rank must not continue: what it does or holds is wrong.
 
     detail   a traceback, "" if there is none
     """
@@ -297,9 +297,9 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Compared:
-    """What of a replacement was compared with the lost rank.
+    """The comparison of a replacement with the lost rank.
 
-    equal       what was found equal, in words
+    equal       what was equal
     not_proved  what could not be compared
     """
 
@@ -309,12 +309,12 @@ class Compared:
 
 @dataclass(frozen=True)
 class DeviceReady:
-    """The device takes orders again.
+    """The device works again.
 
     device         its kind
-    communicators  what has become of them: "resumed", "rebuilt" or "made"
-    calls          how often each method of a communicator was called
-    counters       what else the device counts
+    communicators  "resumed", "rebuilt" or "made"
+    calls          number of calls of each method of a communicator
+    counters       the device's other counters
     """
 
     generation: int
@@ -329,11 +329,11 @@ class DeviceReady:
 
 @dataclass(frozen=True)
 class Held:
-    """Digests of what a rank trains, before it commits a step.
+    """Digests of a rank's trained tensors, before it commits a step.
 
-    is_full  gradients and optimizer state, too
-    held     key of each parameter -> digests of its weights and of the rest; "" if not asked for
-    names    key -> what the script calls it, as far as that is known
+    is_full  including gradients and optimizer state
+    held     key of each parameter -> digests of its weights and of the rest; "" if not requested
+    names    key -> the script's name for it, if known
     """
 
     boundary: int
@@ -351,8 +351,8 @@ class SteppedAside:
 class NanFound:
     """There is a NaN before a step.
 
-    where   in words: which collective or gradient
-    is_own  in what this rank gave, and not in what has come out of an all-reduce
+    where   the collective or gradient
+    is_own  it is in this rank's input, not only in the result of an all-reduce
     """
 
     step: int
@@ -365,14 +365,14 @@ class NanFound:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has written of the state that replicas share out among them.
+    """One rank's share of the replicated state, which it has written.
 
     share        its number; the first one also has the fields that only one rank fills
     bytes        of its file
     xxh3         of its file; "" in memory
-    header_xxh3  of `header` without what the ranks do not hold alike: must be the same in all
+    header_xxh3  of `header` without what differs between ranks: must be the same in all
     digests      key of each parameter -> digest of its weights and optimizer state
-    apart        hash of which parameters the rank knows to differ between ranks
+    apart        hash of the parameters that the rank knows to differ between ranks
     header       of each parameter [dtype, shape, its state], see `replicated.describe`; empty if another share has it
     model        variable -> name in its state_dict -> (file, key)
     held         of each sharded tensor [name, [[rank, shape, offsets, sizes]]]
@@ -391,7 +391,7 @@ class Share:
 
 @dataclass(frozen=True)
 class SnapshotSize:
-    """About how much each rank will copy for a snapshot, after the first step."""
+    """An estimate of the bytes that each rank will copy for a snapshot, after the first step."""
 
     bytes: int
 
@@ -400,11 +400,11 @@ class SnapshotSize:
 class SnapshotTaken:
     """A rank has copied its part of a snapshot into shared memory, or could not.
 
-    number         that the agent has asked for
-    why_not        "" if it is there
-    share          None if it is not
+    number         of the requested snapshot
+    why_not        "" if it was taken
+    share          None if it was not
     records_bytes  of its own records
-    took_s         to copy all
+    took_s         for the copy
     """
 
     number: int
@@ -419,9 +419,9 @@ class SnapshotTaken:
 class Dumped:
     """A rank has written its share of a checkpoint, or could not.
 
-    why_not     "" if it is there
+    why_not     "" if it was written
     is_handled  the script handles a signal that ends jobs, and may save by itself
-    share       None if it is not there
+    share       None if it was not written
     """
 
     generation: int
@@ -439,7 +439,7 @@ class FaultStruck:
 
     number  of the fault
     phase   in which
-    detail  what it has come to
+    detail  what it has done
     """
 
     number: int
@@ -462,14 +462,14 @@ class FaultFailed:
 
 @dataclass(frozen=True)
 class ReplicasDeclared:
-    """Which ranks hold the same (tft_set_optimizer_replica)."""
+    """The groups of ranks that hold the same state (tft_set_optimizer_replica)."""
 
     groups: list[DeclaredReplicas]
 
 
 @dataclass(frozen=True)
 class DeclaredReplicas:
-    """So many whole copies of one state lie in these ranks, `shift` places from each other (0: one after the other)."""
+    """These ranks hold `copies` copies of one state, `shift` places apart (0: one after the other)."""
 
     ranks: list[int]
     copies: int
@@ -485,7 +485,7 @@ class DataParallelDeclared:
 
 @dataclass(frozen=True)
 class ElasticDeclared:
-    """This rank can train on in a smaller group."""
+    """This rank can continue in a smaller group."""
 
 
 @dataclass(frozen=True)
@@ -495,10 +495,10 @@ class SchedulerRegistered:
 
 @dataclass(frozen=True)
 class SchedulerAsked:
-    """The scheduler asks for something.
+    """A request of the scheduler.
 
-    what       one of MindIO's words, as "stop" or "hot switch"
-    ranks      which it is about -> kind of fault
+    what       one of MindIO's words, e.g. "stop" or "hot switch"
+    ranks      the ranks concerned -> kind of fault
     timeout_s  how long ranks wait in a pause; None: as configured
     params     JSON for the handlers; "": as MindCluster gives it
     """
@@ -518,9 +518,9 @@ class Paused:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rank that is to be repaired is ready for it.
+    """A rank is ready to be repaired.
 
-    part     what it needs: value of a RepairType
+    part     its need: value of a RepairType
     journal  its groups
     """
 

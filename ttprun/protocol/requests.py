@@ -1,6 +1,6 @@
-"""What other commands ask of a running job by its control socket, beside the token of the run: one class a request.
+"""Requests of other commands to a running job by its control socket, sent with the run's token: one class per request.
 
-Begin with `agent/requests.py`, where they are answered.
+`agent/requests.py` answers them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SaveNow:
 
 @dataclass(frozen=True)
 class Recall:
-    """Have the ranks that are away train again."""
+    """Let the ranks that are away train again."""
 
 
 Request = InjectFault | SaveNow | Recall

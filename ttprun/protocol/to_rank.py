@@ -1,8 +1,8 @@
-"""What the agent orders of a rank, or lets it know: one class a message. `Order` is any of them.
+"""What the agent sends to a rank: one class per message. `Order` is any of them.
 
-A rank takes them in `rank/replay/recovery.py`, one with a framework of its own in `rank/framework/recovery.py`, and one
-that has not imported torch yet in `rank/bootstrap/presence.py`. Two more come from other ranks, and are passed on
-unchanged: `from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`.
+A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/recovery.py`, and before it has
+imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
+`from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ttprun.protocol import from_rank
 
 @dataclass(frozen=True)
 class Options:
-    """What of the configuration a rank must know; names that `config.py` has too mean the same.
+    """The part of the configuration that a rank needs; names in `config.py` mean the same.
 
-    keeps_state           all ranks may have to go back to what each has recorded
-    own_state             the same for the two places where a rank that is alone keeps its state; empty: it keeps none
+    keeps_state           all ranks may have to resume from their records
+    own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
     shelves               for each place of a snapshot, paths for this rank's records and for its share
-    snapshot_every_steps  0: when the agent asks for one
-    nan_limit_s           how long a NaN in its own gradient keeps a rank from its step; None: it is only reported
+    snapshot_every_steps  0: when the agent requests one
+    nan_limit_s           how long a NaN in its own gradient blocks a rank's step; None: it is only reported
     is_replaced           a lost rank gets a new process
     may_rerun             the script may be run again in the same process
     prints_traceback      stderr goes to a file of the rank's own
@@ -52,7 +52,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Fault:
-    """An injected fault waits in this rank for its moment; the agent may send the same number twice.
+    """An injected fault for this rank; the agent may send the same number twice.
 
     fault   as `chaos.faults.parse_fault` reads it
     """
@@ -63,12 +63,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Welcome:
-    """The first message to a process: who it is. With it come the descriptors of the board, its recorder and its stack.
+    """The first message to a process: its identity. With it come the descriptors of board, recorder and stack file.
 
-    is_replacement  the process takes a lost rank's place, and waits for `Replay` or `Resume` before it runs the script
-    had_torch       a process in whose place this one is had imported torch
-    arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank is no Python
-    faults          that wait in this rank
+    is_replacement  the process replaces a lost one, and waits for `Replay` or `Resume` before it runs the script
+    had_torch       the replaced process had imported torch
+    arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank does not run Python
+    faults          injected ones for this rank
     env             environment, for a standby that becomes a rank
     """
 
@@ -88,7 +88,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Heard:
-    """The agent has taken `Faulted`: what it sends from now on is meant for the next run of the script."""
+    """The agent has received `Faulted`: its later messages are meant for the next run of the script."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class Preload:
-    """Import the plan of the first descriptor that comes with this, and note in the second what runs; then `Ready`.
+    """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
 
-    follow   names of modules whose loops are followed in it
+    follow   names of modules whose loops are followed
     """
 
     follow: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Preload:
 
 @dataclass(frozen=True)
 class Copy:
-    """Fork a copy that listens on the descriptor that comes with this; the answer is `Copied`."""
+    """Fork a copy that listens on the attached descriptor; the answer is `Copied`."""
 
 
 # In training.
@@ -132,7 +132,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class NotAlike:
-    """Parameters that not all ranks hold alike.
+    """Parameters that differ between ranks.
 
     owners  key of each -> by rank, the lowest rank that has always held the same
     """
@@ -142,26 +142,26 @@ class NotAlike:
 
 @dataclass(frozen=True)
 class LookAt:
-    """Report digests of all that is trained before this boundary."""
+    """Report digests of all trained tensors before this boundary."""
 
     boundary: int
 
 
 @dataclass(frozen=True)
 class StandAside:
-    """Wait after the next boundary, to be replaced: the weights differ from those of all replicas."""
+    """Wait after the next boundary, to be replaced: this rank's weights differ from those of all replicas."""
 
 
-# In a recovery. Each begins with the generation to which it belongs; an order of an older one is void.
+# In a recovery. The first field is the generation; an order of an older one is void.
 
 
 @dataclass(frozen=True)
 class Freeze:
     """Quiesce before the next commit, break all connections; the answer is `Frozen`.
 
-    survivors    local ranks that are asked
+    survivors    local ranks that get this order
     lost         ranks
-    repair_type  what the stop handler of a framework is given; "" without one
+    repair_type  for the stop handler of a framework; "" without one
     """
 
     generation: int
@@ -172,10 +172,10 @@ class Freeze:
 
 @dataclass(frozen=True)
 class Adapt:
-    """From which ranks of another run a rank takes over.
+    """The ranks of another run from which a rank resumes.
 
     world_size  of that run
-    donor       path of the records of the rank whose place it takes
+    donor       path of the records of the rank that this one continues
     other       path of another rank's, to compare; "": there was none
     """
 
@@ -188,7 +188,7 @@ class Adapt:
 class Replay:
     """Run the script in replay up to this boundary; the answer is `Replayed`.
 
-    skip_lines  lines to stdout and to stderr that are out already
+    skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
     """
 
@@ -200,7 +200,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class SendState:
-    """Send weights and optimizer state to so many receivers, within `limit_s`; the answer is `StateSent`.
+    """Send weights and optimizer state to `receivers` ranks within `limit_s`; the answer is `StateSent`.
 
     name   of the socket in the run's directory
     """
@@ -239,9 +239,9 @@ class LoadState:
 class Dump:
     """Write a share of a checkpoint; the answer is `Dumped`.
 
-    path     of the file to be written
+    path     of the file
     share    its number
-    of       how many there are
+    of       number of shares
     owners   as in NotAlike
     writers  ranks that write a share, in the order of the shares
     """
@@ -259,7 +259,7 @@ class Resume:
     """Connect, issue the journal again, and train; the answers are `Rebuilt` and `Reissued`.
 
     expected    by group, the signatures of the collectives that a replacement must issue
-    given       (group, number of a collective, the rank that gives its result to the others)
+    given       (group, number of a collective, the rank that broadcasts its result)
     skip_lines  as in Replay
     """
 
@@ -270,16 +270,16 @@ class Resume:
     skip_lines: tuple[int, int] = (0, 0)
 
 
-# To a framework with callbacks (--mindio), in place of Replay, SendState and FetchState, Dump, and Resume.
+# To a framework with callbacks (--mindio), instead of Replay, SendState and FetchState, Dump, and Resume.
 
 
 @dataclass(frozen=True)
 class Size:
-    """How many ranks a recovery leads to.
+    """The group after a recovery.
 
     away           ranks that do not train
-    ranks          all that do; empty: all there are
-    data_parallel  group of this rank that is left; empty: as before
+    ranks          all that do; empty: the whole world
+    data_parallel  this rank's remaining group; empty: as before
     params         JSON for the handlers of a downgrade or upgrade
     """
 
@@ -305,7 +305,7 @@ class Prepare:
 
 @dataclass(frozen=True)
 class RepairPart:
-    """What one rank does in a repair: MindIO's repair_info.
+    """One rank's part in a repair: MindIO's repair_info.
 
     repair_type    value of a RepairType
     type           kinds of state
@@ -322,7 +322,7 @@ class RepairPart:
 
 @dataclass(frozen=True)
 class Repair:
-    """Rebuild groups, and repair; the answer is `Repaired` of the lost ranks, `StateSent` of the others.
+    """Rebuild groups, and repair; the answer is `Repaired` from lost ranks, `StateSent` from the others.
 
     groups  names of those to connect, in this order
     """
@@ -371,7 +371,7 @@ class Save:
 
 @dataclass(frozen=True)
 class Rename:
-    """Have the framework make a checkpoint of what all have saved; the answer is `Renamed`."""
+    """Have the framework finish the checkpoint that all have saved; the answer is `Renamed`."""
 
     generation: int
     step: int
@@ -379,7 +379,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class FailMemory:
-    """The scheduler says that memory of this rank's device has failed."""
+    """The scheduler reports that memory of this rank's device has failed."""
 
     generation: int
 
@@ -392,7 +392,7 @@ class SchedulerCall:
     arguments: list[Any]
 
 
-# What the recovery thread of a rank carries out.
+# Handled by the recovery thread of a rank.
 OfRecovery = Freeze | Replay | SendState | FetchState | LoadState | Dump | Resume
 OfFramework = Prepare | Repair | Rollback | Save | Rename
 OfStandby = WarmUp | Preload | Copy | Welcome

@@ -5,7 +5,7 @@
 
 Files, lowest floor first: `shards`, `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an
 incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their
-own); `machine` (the table). Beside them stand `hangs` (which rank hangs), `cost` (what a loss would cost) and
+own); `machine` (the table). Separate from these are `hangs` (which rank hangs), `cost` (what a loss would cost) and
 `replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
 """
 

@@ -1,11 +1,11 @@
-"""Ranks that train without a process group, each for itself: a fault of one is no affair of the others.
+"""Ranks that train without a process group, each for itself: a fault of one does not concern the others.
 
 Each of them is a job of its own (`Job.alone`), in which all other ranks are away; the same machine decides for it. It
-needs nobody: it goes back to what it has left of its newest step, else to an older state of its own, else it begins
-anew. The others are not stopped. The job's generation numbers connections, so it stays as it is; that of a job of its
-own numbers its attempts. What such a job cannot answer any more (a restart, the end) is done to all.
+resumes from its own state of the newest step, else from an older one, else it starts again. The others are not stopped.
+The whole job's generation counts connections and does not change; that of the rank's own job counts its attempts. What
+the rank's own job cannot do (a restart, the end) is done to all.
 
-As soon as a rank makes a process group with others, its faults are theirs too. Begin with `domain_of`.
+As soon as a rank makes a process group with others, its faults concern them too. Begin with `domain_of`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _RUNGS = frozenset({"replace", "rewind", "restart"})
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A rank that is on its own, and the event that is its own affair.
+    """A rank that is alone, and an event that concerns it only.
 
     whole   the job
-    own     that of the rank
-    event   as the rank's own job understands it
+    own     the rank's own job
+    event   with the own job's generation
     """
 
     whole: Job
@@ -55,7 +55,7 @@ class Domain:
     rank: int
 
     def take_back(self, own: Job, actions: tuple[Action, ...]) -> Result:
-        """The whole job, once the rank's own one has answered."""
+        """The whole job, after the rank's own one has answered."""
         if own == self.own and not actions:
             return self.whole, ()
         job = self.whole.with_members(own.members[self.rank])
@@ -65,16 +65,16 @@ class Domain:
             incident_count=own.incident_count,
             openings=own.openings,
         )
-        told = tuple(self._as_told(action) for action in actions if not isinstance(action, FinishJob))
+        orders = tuple(self._as_order(action) for action in actions if not isinstance(action, FinishJob))
         if any(isinstance(action, RestartGroup | FailJob) for action in actions):
             after = replace(job, phase=own.phase, phase_since_s=own.phase_since_s, incident=own.incident)
-            return give_up_repairs(job, after, told, self.rank)
+            return give_up_repairs(job, after, orders, self.rank)
         if len(job.finished) == len(job.members):
-            return replace(job, phase=Phase.DONE), (*told, FinishJob())
-        return job, told
+            return replace(job, phase=Phase.DONE), (*orders, FinishJob())
+        return job, orders
 
-    def _as_told(self, action: Action) -> Action:
-        """An order of the rank's own job, for the agent."""
+    def _as_order(self, action: Action) -> Action:
+        """An action of the rank's own job, as an order of the whole job."""
         if isinstance(action, SetDeadline):
             return replace(action, rank=self.rank)
         if isinstance(action, SpawnRank | Replay | LoadState | Resume):
@@ -85,7 +85,7 @@ class Domain:
 
 
 def domain_of(job: Job, event: Event) -> Domain | None:
-    """The rank whose own affair an event is; None if it is one of the whole job."""
+    """The rank that an event concerns alone; None if it concerns the whole job."""
     rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed) else None
     if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):
         return None
@@ -96,18 +96,18 @@ def domain_of(job: Job, event: Event) -> Domain | None:
 
 
 def is_alone(job: Job, rank: int) -> bool:
-    """Whether a fault of this rank is no affair of others now: there are none, or it trains without a group."""
+    """Whether a fault of this rank concerns no other now: it is the only rank, or trains without a group."""
     own = job.alone.get(rank)
     if job.settings.is_alone or (own is not None and own.phase not in _AT_REST):
         return True
     ties = job.members[rank].ties
-    # Others may have begun to make a group: it is none before this rank has come to it.
+    # Others may have begun to make a group: it does not concern this rank before it has joined.
     is_apart = ties is Ties.ALONE or (ties is Ties.UNKNOWN and job.are_alone)
     return job.phase is Phase.RUNNING and is_apart and not job.unprotected_reason
 
 
 def as_own(job: Job, rank: int) -> Job:
-    """The job of one rank, which counts incidents together with the others."""
+    """The job of one rank, which shares the count of incidents with the others."""
     own = job.alone.get(rank)
     if own is None:
         settings = replace(job.settings, is_alone=True, rungs=job.settings.rungs & _RUNGS)
@@ -126,7 +126,7 @@ def _as_heard(job: Job, own: Job, event: Event) -> Event:
 
 
 def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause: int | None = None) -> Result:
-    """The answer; if all ranks are one job's from now on, repairs of single ranks that are under way are given up.
+    """The answer; if the whole job leaves RUNNING, repairs of single ranks are given up.
 
     cause   the rank whose own repair has led to it
     """
@@ -143,15 +143,12 @@ def give_up_repairs(before: Job, after: Job, actions: tuple[Action, ...], cause:
 
 
 def on_trains_alone(job: Job, event: RankTrainsAlone) -> Result:
-    """The rank needs no other one, unless some rank still has a process group."""
+    """The rank is independent, unless some rank still has a process group."""
     return job.with_member(event.rank, ties=Ties.ALONE), ()
 
 
 def on_joined(job: Job, event: RankJoined) -> Result:
-    """The rank is one of a group; what was its own affair is the whole job's from now on.
-
-    If it is still being repaired alone, that is brought to its end.
-    """
+    """The rank is one of a group: after its own repair, if one is open, its faults concern the whole job."""
     job = job.with_member(event.rank, ties=Ties.JOINED, has_joined=True)
     own = job.alone.get(event.rank)
     if own is None or own.phase not in _AT_REST:

@@ -73,7 +73,7 @@ def on_holds_alone(job: Job, event: RankHoldsAlone) -> Result:
 
 
 def on_holds_alone_in_repair(job: Job, event: RankHoldsAlone) -> Result:
-    """A repair from another rank cannot be completed; a way back to a snapshot, or new connections, can."""
+    """A repair from another rank cannot be completed; a rewind or a reconnect can."""
     job, _ = on_holds_alone(job, event)
     if job.lost and job.rewind_to is None:
         return restart_group(job, event.at_s, job.unreplicated_reason)
@@ -81,19 +81,19 @@ def on_holds_alone_in_repair(job: Job, event: RankHoldsAlone) -> Result:
 
 
 def on_compared(job: Job, event: RanksCompared) -> Result:
-    """It is known who is a replica of whom, or known better."""
+    """Store which ranks are replicas of each other, by the newest comparison."""
     return replace(job, replicas=event.replicas), ()
 
 
 def on_compared_in_repair(job: Job, event: RanksCompared) -> Result:
-    """The repair goes on only if each lost rank still has a source."""
+    """The repair continues only if each lost rank still has a source."""
     job, _ = on_compared(job, event)
     why_not = why_no_source(job, job.lost, job.standing) if job.rewind_to is None else ""
     return restart_group(job, event.at_s, why_not) if why_not else (job, ())
 
 
 def on_hindered(job: Job, event: RankHindered) -> Result:
-    """Where a rank stands now cannot be replayed, or can be again. A repair that is under way has begun elsewhere."""
+    """A rank's current boundary cannot be replayed, or can be again; an open repair is of an earlier one."""
     return job.with_member(event.rank, hindrance=event.reason), ()
 
 
@@ -134,9 +134,9 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
 
 
 def on_faulted(job: Job, event: RankFaulted) -> Result:
-    """The script of a rank has ended, and its process could run it again; a second time in one repair it may not.
+    """The script of a rank has ended, and its process could run it again, once in a repair.
 
-    If the error comes back in a new process too, it is no transient one.
+    An error that comes back in a new process is not transient.
     """
     member = job.members[event.rank]
     if member.life is Life.LOST and not member.is_rerun and is_known(job, event):
@@ -147,7 +147,7 @@ def on_faulted(job: Job, event: RankFaulted) -> Result:
 
 
 def is_known(job: Job, event: Loss) -> bool:
-    """Whether this very fault has opened an incident before, or the present one."""
+    """Whether the same fault has opened this incident or an earlier one."""
     return Fault(rank=event.rank, kind=event.kind, boundary=event.boundary) in job.faults
 
 
@@ -159,7 +159,7 @@ def fail_for_good(job: Job, event: Loss) -> Result:
 
 
 def may_rerun(job: Job, rank: int) -> bool:
-    """Whether a process that outlives a fault of its script is kept, to run it again."""
+    """Whether a process that survives a fault of its script is kept, to run it again."""
     return "rerun" in job.settings.rungs and job.members[rank].life is Life.LIVE
 
 
@@ -197,7 +197,7 @@ def on_started_while_draining(job: Job, event: RankStarted) -> Result:
 
 
 def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
-    """Who has not finished by now waits for a lost rank."""
+    """The ranks that have not finished in time wait for a lost rank: restart the group."""
     if event.name != DEADLINE_NAMES[Phase.DRAINING]:
         return unchanged(job, event)
     waited_s = event.at_s - job.phase_since_s
@@ -206,19 +206,19 @@ def on_drain_deadline(job: Job, event: DeadlinePassed) -> Result:
 
 
 def on_mismatch_in_running(job: Job, event: MismatchFound) -> Result:
-    """Ranks that should be alike are not, and which is right is not known."""
+    """Replicas differ, and it is not known which is right."""
     fault = f"rank {event.rank} found a mismatch ({event.reason})"
     job = open_incident(job, event.at_s, event.kind, fault, detect_s=0.0).with_incident(ranks=(event.rank,))
     return restart_group(job, event.at_s, "the state of the ranks cannot be trusted", is_trusted=False)
 
 
 def on_stop(job: Job, event: StopAsked) -> Result:
-    """The job ends, whatever goes on."""
+    """The job ends, in any phase."""
     return fail_job(job, event.at_s, event.reason, is_fault=False)
 
 
 def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
-    """All ranks are fresh: nothing that was known of the old ones holds any more."""
+    """All processes are new: forget what was known about the old ones."""
     reason = reason_of(job, "the agent restarted the whole group")
     if job.phase is Phase.RESTARTING and job.incident is not None:
         reason = job.incident.reason
@@ -246,10 +246,10 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
 def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     """A rank is lost: replace it, or say why not. The order of the questions matters.
 
-    is_costly   it costs an attempt also where other losses of survivors cost none: a deadline has passed
+    is_costly   it counts as an attempt even where other losses of survivors do not: a deadline has passed
 
-    An exception before the first step condemns the script only if nothing else has happened: survivors that are still
-    making their process group raise one when a peer is lost.
+    An exception before the first step ends the job only if it is the first fault: survivors that are still making their
+    process group raise one when a peer is lost.
     """
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
     is_going_back = job.rewind_to is not None and not {*job.survivors} - {event.rank}
@@ -295,17 +295,17 @@ def why_not_protected(job: Job, needs_process: bool = True) -> str:
 
 
 def why_not_replayed(job: Job, event: Loss) -> str:
-    """Why no replay would come to where a rank stood that is lost now; "" if one may, or need not."""
+    """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
     if job.settings.is_alone and job.snapshot is not None:
         return ""
     return job.members[event.rank].hindrance if event.boundary > 0 and job.rewind_to is None else ""
 
 
 def why_it_does_not_help(job: Job) -> str:
-    """Why the fault that has just opened an incident must not be answered like those before it; "" if it may.
+    """Why the fault that has just opened an incident must not be repaired again; "" if it may.
 
-    The same fault of the same rank that comes back at the same boundary will come back once more, after a restart of
-    the group too; and a budget of incidents keeps a job from limping on for days.
+    The same fault of the same rank at the same boundary will come back, after a restart of the group too; and the limit
+    of incidents ends a job that would fail again and again for days.
     """
     newest = job.faults[-1]
     times = job.faults.count(newest)
@@ -316,7 +316,7 @@ def why_it_does_not_help(job: Job) -> str:
 
 
 def note_fault(job: Job, event: Loss) -> Job:
-    """The rank is lost; its incident is opened, or the open one has one fault more."""
+    """The rank is lost: open an incident, or add the fault to the open one."""
     if isinstance(event, RankFaulted) and may_rerun(job, event.rank):
         job = job.with_member(event.rank, life=Life.LOST, is_rerun=True, has_orders=False)
     else:
@@ -337,7 +337,7 @@ def note_fault(job: Job, event: Loss) -> Job:
 
 
 def let_others_finish(job: Job, event: RankExited) -> Result:
-    """The group is about to be built again, and a rank has finished without waiting for it."""
+    """The group is about to be connected again, and a rank has finished without waiting for that."""
     job = mark_finished(job, event)
     if job.incident is None and job.survivors:
         fault = f"rank {event.rank} finished while all waited for a checkpoint"
@@ -346,5 +346,5 @@ def let_others_finish(job: Job, event: RankExited) -> Result:
 
 
 def mark_finished(job: Job, event: RankExited) -> Job:
-    """The rank's script has come to its end."""
+    """The rank's script has reached its end."""
     return job.with_member(event.rank, pid=None, life=Life.FINISHED)

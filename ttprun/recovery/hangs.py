@@ -1,12 +1,12 @@
-"""Who hangs: observations of the ranks in, verdicts out. No clock, no input or output.
+"""Which rank hangs: observations of the ranks in, verdicts out. No clock, no input or output.
 
-Ranks wait for each other in collectives and in front of their optimizer steps. So when nothing moves, the guilty one is
-not who waits, but who has not come: the rank that is least far (`Sight.place`). How long it may stay away depends on
-what it does meanwhile (`Way`): a process that is stopped, or whose main thread neither runs bytecode nor uses the
-processor, gets `hang_limit_s`; one that works gets `busy_limit_s`, since validation, a checkpoint or a long computation
-on one rank looks just like that. A process that is stopped is guilty even if nobody waits for it yet.
+Ranks wait for each other in collectives and before their optimizer steps. So when nothing moves, the suspect is the
+rank that is missing there: the one with the least progress (`Sight.place`). How long it may be missing depends on what
+it does (`Way`): a process that is stopped, or whose main thread neither runs bytecode nor uses the CPU, gets
+`hang_limit_s`; one that works gets `busy_limit_s`, since validation, a checkpoint or a long computation on one rank
+looks the same. A stopped process is a suspect even if no rank waits for it yet.
 
-If all ranks stand in the same collective and nothing moves, no rank is guilty, but the connection (`Stalled`).
+If all ranks are in the same collective and nothing moves, the connection is the suspect (`Stalled`).
 
 Read `Watch.look` first, then `hang_limits.py`.
 """
@@ -21,15 +21,15 @@ from ttprun.recovery.hang_limits import SETUP_LIMIT_S, Limits
 from ttprun.recovery.sights import IN_COLLECTIVE, Doing, Sight, Track
 
 FORGOTTEN_PULSE_S = 3.0  # the pulse comes every second
-LOOK_AWAY_S = 2.0  # longer between two looks, and the agent was itself held up
+LOOK_AWAY_S = 2.0  # a longer time between two looks means that the agent itself was blocked
 STRAGGLER_TIMES = 5.0
 STRAGGLER_LEAST_S = 2.0
 
 
 class Way(StrEnum):
-    """How a rank does not get on. One in COLLECTIVE may still compute: DDP waits for its all-reduces later.
+    """Why a rank makes no progress. One in COLLECTIVE may still compute: DDP waits for its all-reduces later.
 
-    One that is WAITING does not, though its main thread answers heartbeats: it runs the loop in which it waits.
+    One that is WAITING does not, though its main thread answers heartbeats: it runs our waiting loop.
     """
 
     STOPPED = "its process was stopped by a signal"
@@ -41,10 +41,10 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hung:
-    """A rank does not get on, and is known to be what the others wait for.
+    """A rank makes no progress, and the others wait for it.
 
-    for_s     since it last got on
-    awaited   a rank that waits for it; None if nobody does yet
+    for_s     since its last progress
+    awaited   a rank that waits for it; None if none does yet
     """
 
     sight: Sight
@@ -56,17 +56,17 @@ class Hung:
     @property
     def reason(self) -> str:
         """For an operator."""
-        told = f"{self.way}; it is {self.sight.where}, and has made no progress for {self.for_s:.1f} s"
+        state = f"{self.way}; it is {self.sight.where}, and has made no progress for {self.for_s:.1f} s"
         if self.awaited is None:
-            return told
-        left_out = self.sight.is_waiting and self.sight.meetings < self.awaited.meetings
-        how = ", which it has skipped" if left_out else ""
-        return f"{told}, while rank {self.awaited.rank} waits {self.awaited.where}{how}"
+            return state
+        has_skipped = self.sight.is_waiting and self.sight.meetings < self.awaited.meetings
+        how = ", which it has skipped" if has_skipped else ""
+        return f"{state}, while rank {self.awaited.rank} waits {self.awaited.where}{how}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """All ranks stand in the same collective, and nothing moves."""
+    """All ranks are in the same collective, and nothing moves."""
 
     boundary: int
     where: str
@@ -80,7 +80,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """A rank holds up the others for much longer than a step takes; it may yet come."""
+    """A rank delays the others for much longer than a step takes."""
 
     sight: Sight
     took_s: float
@@ -99,7 +99,7 @@ Verdict = Hung | Stalled | Straggler
 class Watch:
     """Watches the ranks of one group.
 
-    hang_s   what the user has set as limit; None: learnt
+    hang_s   the user's limit; None: learnt
     """
 
     def __init__(self, hang_s: float | None) -> None:
@@ -114,7 +114,7 @@ class Watch:
         """Judge the ranks while all train.
 
         sights    of the ranks that live and have not finished, in any order
-        is_alone  it is one, for which nobody will ever wait
+        is_alone  it is one rank, for which no other will ever wait
         returns   ranks that hang, or a stalled connection, else stragglers; the agent acts on each at once
         """
         self._note(at_s, sights)
@@ -127,9 +127,9 @@ class Watch:
     def look_at_repair(
         self, at_s: float, sights: Sequence[Sight], replaying: Sequence[int] = ()
     ) -> tuple[Verdict, ...]:
-        """Judge the ranks during a recovery, in which their places say nothing; deadlines find whom this does not.
+        """Judge the ranks during a recovery, without their places; deadlines find the rest.
 
-        replaying   ranks that must get on by themselves now: they wait for nobody
+        replaying   ranks that wait for no other now
         """
         self._note(at_s, sights)
         self._stepped_at_s = None
@@ -151,14 +151,14 @@ class Watch:
         return self.stopped(at_s) + held + idle
 
     def begin_anew(self, at_s: float) -> None:
-        """A recovery has ended: nobody has been waited for yet."""
+        """A recovery has ended: restart all measurements."""
         for track in self._tracks.values():
             track.progressed_at_s = track.worked_at_s = at_s
         self._stepped_at_s = None
 
     @staticmethod
     def is_silent(sight: Sight, at_s: float) -> bool:
-        """No thread of the process has got the GIL for a while."""
+        """Whether no thread of the process has got the GIL for a while."""
         return at_s - sight.pulse_at_s > FORGOTTEN_PULSE_S
 
     def stopped(self, at_s: float) -> tuple[Hung, ...]:
@@ -171,12 +171,12 @@ class Watch:
         )
 
     def laggards(self) -> tuple[Sight, ...]:
-        """Ranks that are less far than others; () if all are equally far. One that is done with its group is none."""
+        """The ranks with the least progress, without finished ones; () if all have the same."""
         tracks = self._laggards()
         return tuple(track.sight for track in tracks)
 
     def why_absent(self, at_s: float, rank: int) -> Hung:
-        """A laggard whose absence has become a fault before its limit: the script's own time-out has passed."""
+        """A laggard that has become a fault before its limit: the script's own time-out has passed."""
         track = self._tracks[rank]
         way = self._way(at_s, track)
         return self._hung(at_s, track, way, at_s - track.progressed_at_s, self._ahead_of(track))
@@ -211,7 +211,7 @@ class Watch:
         self._stepped_at_s = at_s
 
     def _laggards(self) -> tuple[Track, ...]:
-        # A process whose hooks have not said anything yet cannot be placed.
+        # The place of a process whose hooks have not reported is unknown.
         placed = [track for track in self._tracks.values() if track.sight.pulse_at_s]
         farthest = max((track.sight.place for track in placed), default=None)
         working = [track for track in placed if track.sight.doing is not Doing.FINISHED]
@@ -219,11 +219,11 @@ class Watch:
         if least == farthest:
             return ()
         lagging = [track for track in working if track.sight.place == least]
-        # In a group of a part of the ranks one may wait for the other: who does not wait is then the one to come.
+        # In a group of some of the ranks one may wait for another: then the one that does not wait is the suspect.
         return tuple(track for track in lagging if not track.sight.is_waiting) or tuple(lagging)
 
     def _ahead_of(self, laggard: Track) -> Sight | None:
-        """Who has waited longest for it."""
+        """The rank that has waited longest for it."""
         ahead = [
             track
             for track in self._tracks.values()
@@ -244,7 +244,7 @@ class Watch:
         found = []
         for track in self._laggards():
             awaited = self._ahead_of(track)
-            # One that leaves out a collective before the first step may be one that does not step with the others.
+            # A rank that skips a collective before the first step may be one that does not step with the others.
             if awaited is None or (track.sight.is_waiting and track.sight.boundary == 0):
                 continue
             awaited_s = at_s - self._tracks[awaited.rank].progressed_at_s
@@ -252,7 +252,7 @@ class Watch:
             busy_s = min(awaited_s, at_s - track.progressed_at_s)
             idle_s = busy_s if way is Way.ASTRAY else min(awaited_s, at_s - track.worked_at_s)
             limit_s = self.limits.hang_limit_s(track.sight, awaited)
-            if track.sight.doing is Doing.WAITING:  # for data that others may still send it: a slow network is no fault
+            if track.sight.doing is Doing.WAITING:  # for data in transfer: a slow network is not a fault
                 limit_s = max(limit_s, self.limits.stall_limit_s(track.sight.boundary))
             if way is not Way.BUSY and idle_s > limit_s:
                 found.append(self._hung(at_s, track, way, limit_s, awaited))
@@ -261,9 +261,9 @@ class Watch:
         return tuple(found)
 
     def _at_rest(self, at_s: float) -> tuple[Hung, ...]:
-        """A rank for which nobody waits, and which has done nothing for long; one that works may go on for ever.
+        """A rank for which no other waits, and which has been idle for long; one that works is left alone.
 
-        Unless the user has set a limit it is a long one: it costs nobody anything if it is found late.
+        Without a limit of the user it is a long one, as a late finding costs the other ranks nothing.
         """
         found = []
         for track in self._tracks.values():

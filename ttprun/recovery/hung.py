@@ -1,7 +1,7 @@
-"""Handlers of what does not end by itself: ranks that hang or diverge, deadlines that pass, connections that break.
+"""Handlers for ranks that hang or diverge, deadlines that pass, and connections that break.
 
-A process that is there but does not answer is worth no more than one that has ended: it is killed, and its rank is lost
-like any other. Read `who_is_guilty` first: whom a wait is blamed on.
+A process that does not answer is treated like one that has ended: it is killed, and its rank is lost. Read
+`who_is_guilty` first.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from ttprun.recovery.resize import give_up_replacing
 
 
 def on_hung(job: Job, event: RankHung) -> Result:
-    """A rank hangs, and the agent has seen which."""
+    """The agent has found a rank that hangs."""
     return lose(job, (event,))
 
 
 def on_diverged(job: Job, event: RankDiverged) -> Result:
-    """A rank trains with other weights than the rest: its process is of no use any more."""
+    """A rank trains with other weights than the majority: its process is replaced."""
     return lose(job, (event,))
 
 
 def on_deadline(job: Job, event: DeadlinePassed) -> Result:
-    """The phase has taken too long, if it is the present phase's deadline: who held it up is replaced.
+    """The phase has taken too long, if it is the current phase's deadline: the ranks that held it up are replaced.
 
-    If nobody would be left to repair from, the group is restarted: to kill them all first would tell the operator less.
-    So it is if a rank has not got its first process yet: that is on its way, and a second one must not be asked for.
+    If no rank would be left to repair from, the group is restarted instead; also if a rank has not got its first
+    process yet, since a second one must not be requested.
     """
     if event.name != DEADLINE_NAMES[job.phase]:
         return unchanged(job, event)
-    if job.ending is not None:  # only to end by themselves have all gone on
+    if job.ending is not None:  # all have resumed only to end by themselves
         return end_job(job, event.at_s)
     took_s = event.at_s - job.phase_since_s
     guilty = who_is_guilty(job, event.silent)
@@ -77,11 +77,11 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
 
 
 def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the ranks that have not answered, those that keep the others from answering.
+    """Of the ranks that have not answered, those that block the others.
 
-    The agent's word counts first. Without it the replacements are blamed: they can be had again, and a survivor that
-    hangs will not answer when it is told to freeze again. While all freeze, only survivors are waited for; while all
-    resume, nobody's journal gets through before the last one is connected.
+    The ranks that the agent found silent come first. Otherwise the replacements are blamed: they can be replaced again,
+    and a survivor that hangs will not answer the next freeze either. During a freeze, only survivors are waited for;
+    during a resume, ranks that are not connected block the journals of all.
     """
     wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
     unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
@@ -93,14 +93,14 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def where_the_job_stands(job: Job) -> int:
-    """The boundary at which the survivors stand; before they have said so, that of the fault which began it all."""
+    """The survivors' boundary; before they have reported it, that of the first fault."""
     if job.source is not None:
         return job.source.boundary
     return job.faults[-1].boundary if job.faults else 0
 
 
 def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = False) -> Result:
-    """Kill processes that hang, all in one incident, and answer for them as for any lost rank."""
+    """Kill processes that hang, all in one incident, and treat them as lost ranks."""
     kills = tuple(KillRank(event.rank, event.sentence) for event in hung if event.pid is not None)
     *others, last = hung
     for other in others:
@@ -110,11 +110,10 @@ def lose(job: Job, hung: tuple[RankHung | RankDiverged, ...], is_costly: bool = 
 
 
 def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
-    """RUNNING: nobody died and nobody hangs, so all connect anew; if that has not helped before, the group restarts.
+    """RUNNING: no rank died or hangs, so all reconnect; if that has not helped before, the group restarts.
 
-    If it is a rank's device that has told of it, that rank is tried in a new process before.
-
-    A job that cannot be repaired is left alone: the script gets the error of its backend, as under torchrun.
+    If a rank's device has reported the error, that rank gets a new process first. A job that cannot be repaired is left
+    alone: the script gets its backend's error, as under torchrun.
     """
     if job.finished or why_not_protected(job):
         return unchanged(job, event)
@@ -138,7 +137,7 @@ def on_connection_broken(job: Job, event: ConnectionBroken) -> Result:
 
 
 def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
-    """A rank's device does not find its links again: in a new process it makes all of them anew."""
+    """A rank's device cannot restore its links: the rank gets a new process, which makes new ones."""
     lost = RankExited(
         at_s=event.at_s,
         rank=member.rank,
@@ -155,9 +154,9 @@ def lose_to_device(job: Job, event: ConnectionBroken, member: Member) -> Result:
 
 
 def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
-    """RESUMING: the new connections have broken too; another attempt, if one is left.
+    """RESUMING: the new connections have broken too: another attempt, if one is left.
 
-    If it is a rank's device that does not find its links again, that rank is tried in a new process.
+    If a rank's device cannot restore its links, that rank gets a new process.
     """
     if event.rank is not None and job.incident is not None and not job.finished and "replace" in job.settings.rungs:
         return lose_to_device(job, event, job.members[event.rank])
@@ -165,9 +164,9 @@ def on_connection_broken_again(job: Job, event: ConnectionBroken) -> Result:
 
 
 def on_mismatch(job: Job, event: MismatchFound) -> Result:
-    """A check has failed: a new process would find the same, unless what an older run has left behind is to blame.
+    """A check has failed: a new process would fail too, unless this one's earlier run of the script is to blame.
 
-    If it is one of a replacement, that is given up.
+    If the check is a replacement's, the replacement is given up.
     """
     member = job.members[event.rank]
     if member.life is Life.LOST and not member.is_rerun:
@@ -182,11 +181,11 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
 def try_again(job: Job, at_s: float, fault: str, what_for: str) -> Result:
     """Another attempt, if one is left, though no process has been lost.
 
-    fault      a sentence that goes on from "then"
-    what_for   goes on from "attempts to"
+    fault      completes "..., then"
+    what_for   completes "attempts to"
     """
     attempt = 1
-    if job.incident is None:  # it was only for a checkpoint that all stood still
+    if job.incident is None:  # all were frozen only for a checkpoint
         job = open_incident(job, at_s, "connection", fault, detect_s=0.0)
     else:
         attempt += job.incident.attempt

@@ -1,4 +1,4 @@
-"""The incident: one fault and all that follows from it, as the operator and the event log see it."""
+"""The incident: one fault and what follows from it, for the operator and the event log."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ Outcome = Literal["open", "recovered", "restarted", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incident:
-    """What is known about an incident so far. Durations are None where it did not come so far.
+    """What is known about an incident so far. Durations of phases that it has not reached are None.
 
-    Those from `freeze_s` to `reissue_s` are of the last attempt, but for `spawn_s`: the slowest start of all attempts.
+    Those from `freeze_s` to `reissue_s` are of the last attempt; `spawn_s` is the slowest start of all attempts.
 
-    id            1 for the job's first incident; 0: it is none, a new launch goes on from a checkpoint (kind "resume")
+    id            1 for the job's first incident; 0: not an incident, a new launch resumes from a checkpoint ("resume")
     kind          of the first fault: "signal 9", "exit 3", "exception", "hang", "connection", "mismatch", a fault of a
-                  device; "planned": healthy ranks were to be replaced; "upgrade": ranks that were away were called
-                  back; "checkpoint": it could not be gone on from one; "resume": see `id`
-    ranks         ranks that were lost, in the order of their loss, each once; or the rank that found a mismatch
-    rung          the way out that is tried: connect anew, run the script again in the same processes, replace the
-                  ranks, go back to a snapshot, train on with fewer ranks (or with all of them again), restart the
-                  group, or end the job
+                  device; "planned": healthy ranks are to be replaced; "upgrade": ranks that were away are called
+                  back; "checkpoint": resuming from one has failed; "resume": see `id`
+    ranks         lost ranks, in the order of their loss, each once; or the rank that found a mismatch
+    rung          the way out that is tried: reconnect, run the script again in the same processes, replace the ranks,
+                  rewind to a snapshot, resize to fewer ranks (or to all of them again), restart the group, or fail
     outcome       "open" until it has ended
     reason        the faults, a sentence; after a fallback, why it was taken and then the faults
     phase         phase of the job when this was written
     generation    of the job when this was written
     attempt       1 .. max_attempts
-    boundary      at which the survivors stand; None before they have agreed
-    steps_lost    optimizer steps that must be run again by all; None if not known
+    boundary      of the survivors; None before they have agreed
+    steps_lost    optimizer steps that all must run again; None if unknown
     opened_at_s   when the agent saw the first fault
-    detect_s      from the first death to the agent's seeing it
-    freeze_s      until the last survivor stood still
-    spawn_s       from asking for a process to its start
+    detect_s      from the first death until the agent saw it
+    freeze_s      until the last survivor was quiesced
+    spawn_s       from the request for a process to its start
     replay_s      until the last replacement had replayed
     transfer_s    until the last replacement had its state
     rebuild_s     until all ranks were connected
-    reissue_s     from there until all journals were through
+    reissue_s     from there until all journals were issued again
     total_s       from the first death to the end of the incident
     """
 

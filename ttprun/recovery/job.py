@@ -1,7 +1,6 @@
-"""The job as the machine sees it: settings, ranks, phase, open incident. Frozen data, no decisions.
+"""The machine's state: settings, ranks, phase, open incident. Frozen data, no decisions.
 
-A repair keeps no record of its own: what has been done of it is what each `Member` has answered so far.
-Read `Phase`, `Member` and `Job` first.
+The progress of a repair is in what each `Member` has answered so far. Read `Phase`, `Member` and `Job` first.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, Saved, Up
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
-NOBODY = -1  # the rank of a fault that is no rank's own
+NOBODY = -1  # the rank of a fault that belongs to no rank
 RUNGS = frozenset({"reconnect", "rerun", "replace", "rewind", "resize", "restart", "persist"})
 WINDOW_S = 3600.0
 
 
 class Phase(StrEnum):
-    """What is going on in the job."""
+    """The phase of the job."""
 
     RUNNING = "RUNNING"  # ranks train, or have finished
-    FREEZING = "FREEZING"  # survivors come to a stand, replacements start
+    FREEZING = "FREEZING"  # survivors quiesce, replacements start
     REPLAYING = "REPLAYING"  # replacements run the script up to the boundary
     TRANSFERRING = "TRANSFERRING"  # the source sends its state, or all load that of a snapshot
     RESUMING = "RESUMING"  # all connect, and issue their journals
@@ -36,7 +35,7 @@ class Phase(StrEnum):
 
 
 class Ties(Enum):
-    """What a rank has to do with the others."""
+    """A rank's connection with the others."""
 
     UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
     JOINED = "joined"  # it has made a process group with others
@@ -44,44 +43,44 @@ class Ties(Enum):
 
 
 class Life(Enum):
-    """What a rank is worth."""
+    """The state of a rank."""
 
     LIVE = "live"  # a full member of the group: it may be a survivor and a source
-    LOST = "lost"  # a fault ended its process or its script; whoever takes its place has not caught up yet
-    FINISHED = "finished"  # its script has come to the end
-    AWAY = "away"  # it has no process, and the others train on without it
+    LOST = "lost"  # a fault ended its process or its script; its replacement has not caught up yet
+    FINISHED = "finished"  # its script has reached its end
+    AWAY = "away"  # it has no process, and the others train without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long each phase of a recovery may take, in seconds; who has not answered by then is taken for hung."""
+    """How long each phase of a recovery may take, in seconds; ranks that have not answered by then count as hung."""
 
     freeze_s: float = 60.0
     replay_s: float = 600.0
     transfer_s: float = 300.0
-    resume_s: float = 300.0  # at boundary 0 replay_s more: the replacement must start up first
+    resume_s: float = 300.0  # at boundary 0 replay_s more: the replacement must start first
     drain_s: float = 300.0
-    halt_s: float = 10.0  # to quiesce for a checkpoint, before who does not is abandoned
+    halt_s: float = 10.0  # to quiesce for a checkpoint
     persist_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user and the agent have decided beforehand.
+    """The settings of the user and the agent.
 
-    world_size           number of ranks, >= 1
-    is_alone             the one rank of this job that is not away needs no other one
-    rungs                ways of recovery that may be used; the others are passed over
-    max_attempts         attempts per incident; survivors that die while all freeze cost none
-    max_same_faults      times that the same fault of one rank at one boundary is answered by a replacement
-    max_reconnects       times that connections which break at one boundary are built again
-    max_incidents_per_hour  incidents of one kind within WINDOW_S that are answered; None: any number
-    max_restarts         whole-group restarts; None: any number
-    max_rewinds          times that all go back to one snapshot for the same kind of fault at the same boundary
-    saves_before_restart  what living ranks save is what a restarted script begins with: a framework's own checkpoint
-    begins_anew          a new launch that can go on from no checkpoint runs the script from its top; False: it ends
-    same_command_goes_on  what this job saves is found by the next launch of the same command
-    are_replicas_declared  a framework says who holds the same, and finds the sources itself: nothing is compared
+    world_size            number of ranks, >= 1
+    is_alone              the one rank of this job that is not away is independent of others
+    rungs                 ways of recovery that may be used
+    max_attempts          attempts per incident; survivors that die while all freeze cost none
+    max_same_faults       times that the same fault of one rank at one boundary is repaired
+    max_reconnects        times that connections that break at one boundary are made again
+    max_incidents_per_hour  incidents of one kind within WINDOW_S that are repaired; None: any number
+    max_restarts          whole-group restarts; None: any number
+    max_rewinds           rewinds to one snapshot for the same kind of fault at the same boundary
+    saves_before_restart  a restarted script loads what living ranks save: a framework's own checkpoint
+    begins_anew           a new launch that cannot resume from any checkpoint runs the script from its top; False: ends
+    same_command_goes_on  the next launch of the same command finds what this job saves
+    are_replicas_declared  a framework declares the replicas, and finds the sources itself: nothing is compared
     """
 
     world_size: int
@@ -102,23 +101,20 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One rank: its process, and what it has answered in the present attempt.
+    """One rank: its process, and its answers in the current attempt.
 
-    pid                 present process; None if there is none, or if it has been killed by us
-    is_rerun            lost, but the process has outlived the fault: it runs the script again, and takes its own place
-    is_protected        its hooks have said hello
-    ties                what it has to do with the others now
+    pid                 current process; None if there is none, or if we have killed it
+    is_rerun            lost, but the process has survived the fault: it runs the script again as its own replacement
+    is_protected        its hooks have reported
+    ties                its connection with the others now
     has_joined          it has had a process group with others
-    hindrance           why the boundary at which it stands cannot be replayed, "" if it can; of a lost rank, where it
-                        stood last
-    spawn_asked_at_s    when a process was asked for that has not started yet
-    has_orders          a replacement that has been told where to go; a new attempt needs a new process
-    elastic             what it has declared, if it can train on in a smaller group
+    hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
+    spawn_asked_at_s    when a process was requested that has not started yet
+    has_orders          a replacement that has its orders; a new attempt needs a new process
+    elastic             its declaration, if it can continue in a smaller group
     frozen              answer to Freeze
     sent_digest         digest of StateSent; the source only
     repaired_digest     digest of RankRepaired; replacements only
-
-    A rank that is rerun is a replacement like any other, but for its process.
     """
 
     rank: int
@@ -141,11 +137,11 @@ class Member:
 
     @property
     def needs_process(self) -> bool:
-        """Lost, and its place must be taken by a new process: one that has had orders may stand anywhere."""
+        """Whether it is lost and needs a new process: one that has had orders may be anywhere in the script."""
         return self.life is Life.LOST and (self.pid is None or self.has_orders)
 
     def as_lost(self, at_s: float) -> Member:
-        """The place of a rank whose process was asked for at that time."""
+        """The lost rank, whose new process was requested at that time."""
         place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
         return replace(place, ties=self.ties, has_joined=self.has_joined)
 
@@ -167,7 +163,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """The fault that opened an incident, as far as it can come back: who (or NOBODY), how and where."""
+    """The fault that opened an incident, to recognize it if it comes back: rank (or NOBODY), kind and boundary."""
 
     rank: int
     kind: str
@@ -188,12 +184,12 @@ class Ending:
 
     reason          for the operator
     has_progress    False: the same fault comes back again and again
-    is_fault        False: the user or the scheduler has asked for it
+    is_fault        False: the user or the scheduler ends it
     rung            of the open incident, "" to leave it
-    is_restart      the job goes on with new ranks, which run the script from its top
-    goes_on         the job goes on from the newest saved state, if there is one
-    is_replayable   False: a replay of the script has come out otherwise, so nobody should go on from what is saved
-    why             if it goes on: the reason without what keeps the job from a restart
+    is_restart      the group is restarted, and runs the script from its top
+    goes_on         the job resumes from the newest saved state, if there is one
+    is_replayable   False: a replay of the script has differed, so nothing should resume from the saved state
+    why             if it resumes: the reason, without why a restart is impossible
     """
 
     reason: str
@@ -210,28 +206,27 @@ class Ending:
 class Job:
     """Everything that the decisions depend on. Made by `new_job`, changed by `machine.advance` alone.
 
-    generation           of the communicators; in a recovery, that which is being made
+    generation           of the communicators; in a recovery, that of the new ones
     members              one per rank, in order
-    alone                of ranks that train without a process group: each as a job of its own, see `alone.py`
-    phase_since_s        when the phase, or the present attempt in it, began
-    incident             the open one, None while all is well
+    alone                jobs of ranks that train without a process group, see `alone.py`
+    phase_since_s        when the phase, or the current attempt in it, began
+    incident             the open one, or None
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
     unreplicated_reason  why no rank can be repaired from another one; "" if they can
     replicas             which ranks hold the same, as far as they have been compared
-    faults               that opened incidents at the newest boundary, to see one that comes back
+    faults               that opened incidents at the newest boundary, to recognize one that comes back
     openings             of incidents within WINDOW_S
-    rewinds              what has sent all ranks back to the present snapshot so far
-    snapshot             boundary of the newest complete snapshot; None if there is none to go back to
-    saved                checkpoints on disk to which all can go back, the one to try first first
-    rewind_to            boundary to which all go back, or from which a new launch goes on; 0: all begin anew; None:
-                         nobody goes back
-    rewind_place         directory of the checkpoint that holds it; "": it is the snapshot, or there is none
-    is_resumed           the present rewind is that of a new launch
-    went_back_to         boundary of the saved state from which this job has gone on last; None: from none yet
-    stood_at             boundary at which the survivors stood still to write what they hold
-    persists_at          boundary at which a checkpoint is being written; None: nobody writes yet
-    ending               what ends the job, or its ranks, once its state is written; None: they go on
+    rewinds              the causes of rewinds to the current snapshot so far
+    snapshot             boundary of the newest complete snapshot; None if there is none
+    saved                checkpoints on disk from which all can resume, in the order of preference
+    rewind_to            boundary of the stored state from which all resume; 0: from the script's top; None: no rewind
+    rewind_place         directory of the checkpoint with that state; "": the snapshot, or none
+    is_resumed           the current rewind is that of a new launch
+    went_back_to         boundary of the saved state from which this job last resumed; None: none yet
+    stood_at             boundary at which the survivors quiesced to write their state
+    persists_at          boundary at which a checkpoint is being written; None: not writing yet
+    ending               what ends the job, or its processes, after its state is written; None: they resume
     restarts             of the whole group so far
     story                newest events that changed something, for errors of our own
     """
@@ -269,28 +264,28 @@ class Job:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks whose place a whole process has not taken yet."""
+        """Ranks whose replacement has not caught up yet."""
         return self.ranks_that_are(Life.LOST)
 
     @property
     def finished(self) -> tuple[int, ...]:
-        """Ranks whose script has come to its end."""
+        """Ranks whose script has reached its end."""
         return self.ranks_that_are(Life.FINISHED)
 
     @property
     def away(self) -> tuple[int, ...]:
-        """Ranks without which the others train on."""
+        """Ranks without which the others train."""
         return self.ranks_that_are(Life.AWAY)
 
     @property
     def are_alone(self) -> bool:
-        """Some rank takes its steps without a process group, and no rank has one now: each is on its own."""
+        """Whether some rank takes its steps without a process group, and no rank has one now."""
         ties = [member.ties for member in self.members]
         return Ties.ALONE in ties and Ties.JOINED not in ties
 
     @property
     def is_upgrading(self) -> bool:
-        """The ranks that were away are on their way back."""
+        """Whether the ranks that were away are being started again."""
         return self.incident is not None and self.incident.kind == UpgradeAsked.kind and not self.away
 
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
@@ -299,7 +294,7 @@ class Job:
 
     @property
     def hindrance(self) -> str:
-        """Why no replay can come to where the ranks stand, as the first rank to say so puts it; "" if one can."""
+        """Why no replay can reach the current boundary, by the lowest rank that reports a reason; "" if one can."""
         return next((member.hindrance for member in self.members if member.hindrance), "")
 
     @property
@@ -309,14 +304,14 @@ class Job:
 
     @property
     def target(self) -> int | None:
-        """The boundary at which all will go on: that of the snapshot, or where the survivors stand; None: not known."""
+        """The boundary at which all will resume: that of the stored state, or the survivors'; None: unknown."""
         if self.rewind_to is not None:
             return self.rewind_to
         return None if self.source is None else self.source.boundary
 
     @property
     def source(self) -> RankFrozen | None:
-        """Answer of the lowest survivor that stands still: its boundary is the one to resume from."""
+        """The answer of the lowest quiesced survivor, at whose boundary all resume."""
         return next((member.frozen for member in self.members if member.frozen is not None), None)
 
     @property
@@ -325,7 +320,7 @@ class Job:
         return tuple(member.rank for member in self.members if member.frozen is not None)
 
     def source_of(self, rank: int) -> int | None:
-        """The lowest survivor that stands still and holds all that a lost rank held; None: nobody does."""
+        """The lowest quiesced survivor that holds the state of a lost rank; None if there is none."""
         if self.settings.are_replicas_declared:
             return next(iter(self.standing), None)
         if self.replicas.why_no_source(rank, self.standing):
@@ -333,7 +328,7 @@ class Job:
         return self.replicas.peers(rank, self.standing)[0]
 
     def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """These ranks, those that hold the same together."""
+        """These ranks, grouped by replicated state."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in ranks:
             found.setdefault(self.replicas.of(rank), []).append(rank)
@@ -354,14 +349,14 @@ class Job:
 
 
 def new_job(settings: Settings) -> Job:
-    """A job whose ranks are about to be started: a RankStarted for each is expected."""
+    """A job whose ranks are about to start: a RankStarted is expected for each."""
     if settings.world_size < 1:
         raise ValueError(f"world_size is {settings.world_size}; a job has at least one rank")
     return Job(settings=settings, members=fresh_members(settings))
 
 
 def fresh_members(settings: Settings) -> tuple[Member, ...]:
-    """Members none of which has a process yet."""
+    """Members without processes."""
     return tuple(Member(rank=rank) for rank in range(settings.world_size))
 
 

@@ -1,7 +1,7 @@
-"""The ways out of an incident: another attempt to replace or reconnect, back to a snapshot, restart, draining, the end.
+"""The rungs: another attempt to replace or reconnect, rewind, restart, draining, the end.
 
-Each takes the job as it is, decides nothing, and returns the job in its new phase with the actions that bring it there.
-Every way down has a reason for the operator: why it is taken, and what it began with.
+Each function takes the job, and returns it in its new phase with the actions that this needs. Every lower rung has a
+reason for the operator: why it is taken, and the first fault.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ DEADLINE_NAMES = {
     Phase.PERSISTING: "persist",
     Phase.DRAINING: "drain",
 }
-RESUME = "resume"  # kind of what is no incident: a new launch goes on from a checkpoint
-HALT = "halt"  # the deadline for standing still, with which PERSISTING begins
-# What an attempt has measured, and the next one measures anew.
+RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which is not an incident
+HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
+# What each attempt measures.
 UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
 
 
 def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
     """The job with a new incident, in which no rank is lost yet.
 
-    fault   a sentence that completes "the cause:"
+    fault   completes "the cause:"
     """
     job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s))
     return count_as_incident(job, at_s, kind)
 
 
 def open_resume(job: Job, at_s: float, why: str) -> Job:
-    """The job on its way back to a checkpoint, as a new launch: no incident, unless a rank is lost on the way."""
+    """A new launch that resumes from a checkpoint: not an incident, unless a rank is lost meanwhile."""
     return replace(job, incident=_new_incident(job, at_s, RESUME, why, detect_s=0.0))
 
 
 def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
-    """The job whose open incident has got its number, and counts against the limits."""
+    """Number the open incident, and count it against the limits."""
     recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
     openings = (*recent, Opening(at_s=at_s, kind=kind))
     number = job.incident_count + 1
@@ -81,7 +81,7 @@ def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float)
 
 
 def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
-    """Begin a phase; the open incident is recorded as it then stands, and closed if its outcome is no longer open."""
+    """Begin a phase; the open incident is recorded, and closed if its outcome is no longer open."""
     job = replace(job, phase=phase, phase_since_s=at_s)
     if job.incident is None:
         return job, actions
@@ -188,7 +188,7 @@ def restart_group(
 
 
 def why_not_alone(job: Job) -> str:
-    """Why a lost rank that needs no other one is not repaired alone, if nothing else speaks against it."""
+    """Why a lost rank that is alone cannot be repaired, if there is no other reason."""
     if job.snapshot is not None:
         return f"going back to its step {job.snapshot} is switched off (rungs)"
     if any(member.has_joined for member in job.replacements):
@@ -197,10 +197,10 @@ def why_not_alone(job: Job) -> str:
 
 
 def may_begin_anew(job: Job) -> bool:
-    """Whether a lost rank that needs no other one can run the script from its top, while the others train on.
+    """Whether a lost rank that is alone can run the script from its top, while the others continue.
 
-    One that has ever met others in a process group would wait there for ranks that do not come again. A rank without
-    others has nobody who would be disturbed by a restart of them all: unless it had no step, it is one.
+    A rank that was in a process group would wait there for the others. If it is the only rank of the job and has taken
+    a step, that is a restart of the group instead.
     """
     if not job.settings.is_alone or not job.lost:
         return False
@@ -228,7 +228,7 @@ def steps_reached(job: Job) -> int:
 
 
 def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
-    """Going back to a stored state has failed: it is not tried again; the next older one is, or the script's top."""
+    """Resuming from a stored state has failed: use the next older one, or the script's top."""
     boundary, place = job.rewind_to, job.rewind_place
     job = replace(job, rewind_to=None, rewind_place="")
     if not boundary:
@@ -239,16 +239,16 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
     note = NoteUnusable(place, why, is_refusal)
     job = replace(job, saved=tuple(one for one in job.saved if one.place != place))
     why = f"the run cannot resume from the checkpoint of step {boundary}: {why}"
-    told = why if job.is_resumed or job.incident is None else f"{job.incident.reason}; {why}"
+    whole = why if job.is_resumed or job.incident is None else f"{job.incident.reason}; {why}"
     if not is_refusal:
         why = f"{why}; its state is still saved: {place}"
         job, actions = fail_job(job, at_s, why, rung="fail")
     elif job.saved:
         to = job.saved[0]
-        job, actions = go_back(job, at_s, to, f"{told}; all resume from the one of step {to.boundary}")
+        job, actions = go_back(job, at_s, to, f"{whole}; all resume from the one of step {to.boundary}")
     elif job.is_resumed and job.settings.begins_anew:
         to = Saved(0, place="")
-        job, actions = go_back(job, at_s, to, f"{told}; no other can be used, so the script starts anew")
+        job, actions = go_back(job, at_s, to, f"{whole}; no other can be used, so the script starts anew")
     elif job.is_resumed:
         job, actions = fail_job(
             job, at_s, f"{why}; --resume auto takes another, --resume off starts anew", has_progress=False, rung="fail"
@@ -259,11 +259,11 @@ def leave_way_back(job: Job, at_s: float, why: str, is_refusal: bool) -> Result:
 
 
 def leave_group(job: Job, at_s: float, why: str, is_trusted: bool = True, is_replayable: bool = True) -> Result:
-    """Rung "restart": from the state that is saved now, or was before; else from the top; else the job ends.
+    """Rung "restart": from the state saved now or earlier; otherwise from the top; otherwise the job ends.
 
-    Going on from a saved state is not counted as a restart, but ends when it brings no progress, or by the limit for
-    incidents of one kind. If a restarted script begins with what the ranks save by themselves, they save it first.
-    Whoever has switched off both "restart" and "persist" wants the scheduler to start the job again, or nobody.
+    Resuming from a saved state is not counted as a restart, but ends if it brings no progress, or by the limit for
+    incidents of one kind. If the script itself resumes from a framework's checkpoint, that is saved first. With
+    "restart" and "persist" switched off, the job ends.
     """
     has_progress, settings = True, job.settings
     ending_rung = "restart" if "restart" in settings.rungs else "fail"
@@ -297,13 +297,13 @@ def why_no_restart(job: Job) -> str:
 
 
 def may_go_on_from_saved_state(job: Job) -> bool:
-    """Whether all ranks may get new processes that go on from a checkpoint on disk."""
+    """Whether all ranks may get new processes that resume from a checkpoint on disk."""
     is_switched_on = {"restart", "persist"} <= job.settings.rungs and not job.settings.saves_before_restart
     return is_switched_on and not job.finished and not job.hindrance
 
 
 def why_too_many_incidents(job: Job) -> str:
-    """Why an incident of the open one's kind is one too many; "" if it is not."""
+    """Why there were too many incidents of the open one's kind; "" if there were not."""
     limit = job.settings.max_incidents_per_hour
     kind = job.incident.kind if job.incident is not None else ""
     alike = sum(opening.kind == kind for opening in job.openings)
@@ -313,7 +313,7 @@ def why_too_many_incidents(job: Job) -> str:
 
 
 def may_rewind(job: Job) -> bool:
-    """Whether all ranks can go back to a snapshot."""
+    """Whether all ranks can rewind to a snapshot."""
     if job.snapshot is None or job.unprotected_reason or job.finished:
         return False
     is_free = job.settings.is_alone and job.snapshot >= steps_reached(job)
@@ -321,12 +321,12 @@ def may_rewind(job: Job) -> bool:
 
 
 def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
-    """All ranks go back to a stored state; with boundary 0 they begin anew.
+    """All ranks resume from a stored state; with boundary 0 they start from the top.
 
     why   for the operator
     """
     job = replace(job.with_incident(reason=why), rewind_to=to.boundary, rewind_place=to.place, ending=None)
-    if to.place or not to.boundary:  # whatever kept the old processes from it, these are new ones
+    if to.place or not to.boundary:  # the reason held for the old processes
         job = replace(job, unprotected_reason="")
     if to.place and not job.is_resumed:
         job = replace(job, went_back_to=to.boundary)
@@ -334,7 +334,7 @@ def go_back(job: Job, at_s: float, to: Saved, why: str) -> Result:
 
 
 def why_no_rewind(job: Job) -> str:
-    """Why going back to the snapshot once more would not help; "" if it may."""
+    """Why another rewind to the snapshot would not help; "" if it may."""
     cause = what_sends_back(job)
     times = job.rewinds.count(cause)
     if times < job.settings.max_rewinds:
@@ -343,17 +343,17 @@ def why_no_rewind(job: Job) -> str:
 
 
 def what_sends_back(job: Job) -> Fault:
-    """The kind of the open incident, and where the job stood; of some faults only the snapshot's place is known."""
+    """The kind of the open incident, with the boundary of its newest fault, or else of the snapshot."""
     kind = "" if job.incident is None else job.incident.kind
     places = [past.boundary for past in job.faults if past.kind == kind]
     return Fault(rank=NOBODY, kind=kind, boundary=places[-1] if places else job.snapshot or 0)
 
 
 def begin_rewind(job: Job, at_s: float) -> Result:
-    """Rung "rewind": every rank gets a new process, which replays up to the boundary of what is stored.
+    """Rung "rewind": every rank gets a new process, which replays up to the stored boundary.
 
-    Rung "restart" if that is a checkpoint which this job has saved because it could not go on otherwise; "replace" if a
-    rank that needs no other one goes back to where it stood.
+    Rung "restart" if that is a checkpoint that this job has saved because nothing else was possible; "replace" if a
+    rank that is alone returns to its newest step.
     """
     boundary = job.rewind_to
     assert boundary is not None
@@ -377,17 +377,17 @@ def begin_rewind(job: Job, at_s: float) -> Result:
 
 
 def finish_job(job: Job, at_s: float) -> Result:
-    """All scripts have come to their end."""
+    """All scripts have reached their end."""
     return enter(job, Phase.DONE, at_s, (FinishJob(),), outcome="recovered", steps_lost=0)
 
 
 def fail_job(
     job: Job, at_s: float, why: str, has_progress: bool = True, rung: str = "", is_fault: bool = True
 ) -> Result:
-    """Nothing is left to try, or nothing should be: the job ends, after its state has been written if that is possible.
+    """The job ends, after its state has been written if that is possible.
 
     rung       of the open incident, "" to leave it
-    is_fault   False: it ends because somebody has asked
+    is_fault   False: the user or the scheduler ends it
     """
     ending = Ending(reason=reason_of(job, why), has_progress=has_progress, is_fault=is_fault, rung=rung)
     job = replace(job, ending=ending)
@@ -395,7 +395,7 @@ def fail_job(
 
 
 def end_job(job: Job, at_s: float) -> Result:
-    """The job, or its present group of ranks, ends as `job.ending` says; or all go on from the newest saved state."""
+    """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
     if ending.goes_on and job.saved and not job.finished:
@@ -414,7 +414,7 @@ def end_job(job: Job, at_s: float) -> Result:
 
 
 def may_persist(job: Job) -> bool:
-    """Whether living ranks hold a state that a later launch can go on from."""
+    """Whether living ranks hold state from which a later launch can resume."""
     return not why_not_saved(job)
 
 
@@ -437,10 +437,7 @@ def why_not_saved(job: Job) -> str:
 
 
 def begin_persisting(job: Job, at_s: float) -> Result:
-    """Rung "persist": the living ranks quiesce, and then write what they hold.
-
-    If the job goes on afterwards no rank is lost; if it ends, the places of lost ranks are not taken any more.
-    """
+    """Rung "persist": the living ranks quiesce, and then write their state; replacements are killed."""
     job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None, rewind_place="")
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
@@ -452,9 +449,9 @@ def begin_persisting(job: Job, at_s: float) -> Result:
 
 
 def reason_of(job: Job, why: str) -> str:
-    """Why a rung is left, then why the one before it was, back to what the incident began with.
+    """Why a rung is left, followed by the reasons before it, back to the first fault.
 
-    why   "" if there is nothing to add to that
+    why   "" if there is nothing to add
     """
     if job.incident is None:
         return why

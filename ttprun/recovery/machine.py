@@ -1,9 +1,9 @@
 """The machine: `advance(job, event) -> (job, actions)`.
 
-TRANSITIONS says for each phase and each event which handler answers, and to which phases that can lead. Pairs that
-change nothing are written down too, with the reason; a pair that is not there is a bug of ours and raises.
+TRANSITIONS gives for each phase and event the handler, and the phases to which it can lead. Pairs that change nothing
+are listed too, with the reason; a missing pair is our bug, and raises.
 
-A rank that trains without a process group is a job of its own, for which the same table decides: `alone.py`.
+A rank that trains without a process group is a job of its own with the same table: `alone.py`.
 
 Read TRANSITIONS first, then `faults.answer_fault`.
 """

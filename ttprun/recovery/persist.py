@@ -1,9 +1,9 @@
-"""Handlers of what becomes of a job's state beside its ranks: snapshots, checkpoints, and going on from one.
+"""Handlers for saved state: snapshots, checkpoints, and resuming from one.
 
-PERSISTING: all living ranks quiesce at one boundary, as for a repair; then each writes a part of what they hold,
-and the agent makes a checkpoint of it. If the job goes on they connect anew and issue their journals, as if a link had
-broken; so a checkpoint can be had at any moment. If the job ends because somebody has asked, and the script handles the
-signal that tells it so, it goes on all the same, to do what it does then.
+PERSISTING: all living ranks quiesce at one boundary, as for a repair; then each writes a part of the state, and the
+agent makes a checkpoint of the parts. If the job continues, they reconnect and issue their journals, as after a broken
+link, so a checkpoint is possible at any moment. If the user ends the job and the script handles the signal, they resume
+too, so that the script can act on it.
 """
 
 from __future__ import annotations
@@ -50,18 +50,15 @@ from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors
 
 
 def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
-    """There is a newer snapshot to go back to, unless nothing could be replayed up to it."""
-    if job.hindrance and not job.settings.is_alone:  # one that is alone keeps only what a replay can come to
+    """There is a newer snapshot to rewind to, unless no replay could reach it."""
+    if job.hindrance and not job.settings.is_alone:  # a rank that is alone keeps only what a replay can reach
         return job, ()
     rewinds = job.rewinds if event.boundary == job.snapshot else ()
     return replace(job, snapshot=event.boundary, rewinds=rewinds), ()
 
 
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
-    """A new launch goes on from a checkpoint: its ranks start like those of a job that goes back to a snapshot.
-
-    Their processes are already on their way, so none is asked for.
-    """
+    """A new launch resumes from a checkpoint: its ranks start as in a rewind, but their processes are being started."""
     newest = event.saved[0]
     members = tuple(replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s) for member in job.members)
     job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
@@ -70,13 +67,13 @@ def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
 
 
 def on_checkpoint_asked(job: Job, event: CheckpointAsked) -> Result:
-    """The user wants a checkpoint now."""
+    """The user requests a checkpoint now."""
     why_not = why_not_saved(job)
     return giving_up(job, why_not, unchanged(job, event)) if why_not else begin_persisting(job, event.at_s)
 
 
 def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
-    """A rank stands still; once all do, they write."""
+    """A rank is quiesced; when all are, they write."""
     member = job.members[event.rank]
     if member.life is not Life.LIVE or member.frozen is not None or job.persists_at is not None:
         return unchanged(job, event)
@@ -95,7 +92,7 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
 
 
 def on_persisted(job: Job, event: StatePersisted) -> Result:
-    """The checkpoint is written, or it could not be, which the agent itself has said."""
+    """The checkpoint is written, or it could not be, by the agent's report."""
     is_usable = bool(event.place) and not event.why_unusable
     if is_usable and job.persists_at is not None and not job.settings.saves_before_restart:
         job = replace(job, saved=(Saved(job.persists_at, event.place), *job.saved))
@@ -110,9 +107,9 @@ def on_persisted(job: Job, event: StatePersisted) -> Result:
 
 
 def what_was_saved(job: Job, event: StatePersisted) -> str:
-    """What can become of the checkpoint that was written, for the operator."""
+    """How the checkpoint can be used, for the operator."""
     if event.why_unusable:
-        return f"what the ranks hold was saved, but no run can resume from it ({event.why_unusable}): {event.place}"
+        return f"the ranks' state was saved, but no run can resume from it ({event.why_unusable}): {event.place}"
     if job.ending is not None and not job.ending.is_replayable:
         return f"its state was saved, but a replay of this script differs from the run, so none resumes: {event.place}"
     if job.ending is not None and job.ending.is_restart:
@@ -128,12 +125,12 @@ def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
 
 
 def give_up(job: Job, at_s: float, why_not: str) -> Result:
-    """No checkpoint can be written: the job ends, or all go on from where they stand."""
+    """No checkpoint can be written: the job ends, or all resume."""
     return giving_up(job, why_not, go_on(job, at_s, why_not))
 
 
 def giving_up(job: Job, why_not: str, answer: Result) -> Result:
-    """The answer, and who has asked for a checkpoint hears why there is none; a job that ends has last words."""
+    """The answer, with the reason for the user who requested the checkpoint; a job that ends reports it at its end."""
     if job.ending is not None:
         return answer
     after, actions = answer
@@ -141,10 +138,10 @@ def giving_up(job: Job, why_not: str, answer: Result) -> Result:
 
 
 def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) -> Result:
-    """Nothing is written any more: the job ends, or all go on from where they stand.
+    """Writing is over: the job ends, or all resume.
 
     why_not      why no checkpoint was written; "" if it was
-    is_handled   the script has something to do when it is told to end
+    is_handled   the script handles the signal that ends it
     """
     if job.ending is not None and why_not:
         note = f"{job.ending.reason}; no checkpoint was written: {why_not}"
@@ -159,7 +156,7 @@ def go_on(job: Job, at_s: float, why_not: str = "", is_handled: bool = False) ->
 
 
 def on_exit_to_persist(job: Job, event: RankExited) -> Result:
-    """One rank less: if the job ends the others write without it, else it comes first."""
+    """A rank is lost: if the job ends, the others write without it, otherwise it is repaired first."""
     if event.is_finish:
         why_not = f"rank {event.rank} has finished"
         if job.ending is None:
@@ -182,7 +179,7 @@ def on_faulted_to_persist(job: Job, event: RankFaulted) -> Result:
 
 
 def on_started_to_persist(job: Job, event: RankStarted) -> Result:
-    """A replacement that was still being started: its place is not taken any more, if the job ends."""
+    """A replacement that was still being started: it is not needed any more, if the job ends."""
     job = note_process(job, event)
     if job.members[event.rank].life is not Life.LOST:
         return job, ()
@@ -190,9 +187,9 @@ def on_started_to_persist(job: Job, event: RankStarted) -> Result:
 
 
 def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
-    """Who is not quiesced by now will not be: if the job ends the others write without it.
+    """A rank is not quiesced in time: if the job ends, the others write without it.
 
-    Else it is an incident: all connections have been cut, so nobody can go on before all have stood still.
+    Otherwise it is an incident: connections are cut, and no rank can resume before all are quiesced.
     """
     if event.name == DEADLINE_NAMES[Phase.PERSISTING]:
         return give_up(job, event.at_s, f"it took more than {event.at_s - job.phase_since_s:.0f} s")
@@ -214,14 +211,14 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
 
 
 def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
-    """The checkpoint that is being written is the job's last one."""
+    """The job ends after the checkpoint that is being written."""
     if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on):
         return unchanged(job, event)
     return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
 
 
 def unless_ending(handler: Callable[[Job, Any], Result]) -> Callable[[Job, Any], Result]:
-    """Answers what goes wrong as all go on; if they do so only to end by themselves, nothing is repaired for that."""
+    """A handler of faults while all resume; if they do so only to end by themselves, the job ends instead."""
 
     def answer(job: Job, event: Event) -> Result:
         return handler(job, event) if job.ending is None else end_job(job, event.at_s)

@@ -1,8 +1,7 @@
-"""Handlers of a repair that goes well, phase by phase, and of the checks that may stop it.
+"""Handlers of a repair's phases, and of the checks that may stop it.
 
-FREEZING -> REPLAYING -> TRANSFERRING -> RESUMING -> RUNNING; from boundary 0, and if no rank is lost, straight to
-RESUMING. A function `end_...`
-looks at what the ranks have answered, and goes on to the next phase once nothing is missing.
+FREEZING -> REPLAYING -> TRANSFERRING -> RESUMING -> RUNNING; from boundary 0, or if no rank is lost, directly to
+RESUMING. A function `end_...` begins the next phase if all ranks have answered.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ def note_process(job: Job, event: RankStarted) -> Job:
 
 
 def on_started(job: Job, event: RankStarted) -> Result:
-    """A rank has a process, and nothing waits for it."""
+    """A rank has a process, for which nothing waits."""
     return note_process(job, event), ()
 
 
 def on_started_in_freezing(job: Job, event: RankStarted) -> Result:
-    """A replacement is there; at boundary 0 it may be the last one that was waited for."""
+    """A replacement has started; at boundary 0 it may be the last one that was missing."""
     return end_freezing(note_process(job, event), event.at_s)
 
 
 def on_frozen(job: Job, event: RankFrozen) -> Result:
-    """A survivor stands still; its first answer counts."""
+    """A survivor is quiesced; its first answer counts."""
     member = job.members[event.rank]
     if member.life is not Life.LIVE or member.frozen is not None:
         return unchanged(job, event)
@@ -73,11 +72,10 @@ def on_frozen(job: Job, event: RankFrozen) -> Result:
 
 
 def end_freezing(job: Job, at_s: float) -> Result:
-    """Once all survivors are quiesced: replay, or at boundary 0 run the replacements live from the top.
+    """If all survivors are quiesced: replay, or at boundary 0 run the replacements live from the top.
 
-    If no rank is lost there is nothing to repair but the connections.
-
-    A Resume is sent to all at once, so at boundary 0 every replacement must have a process first.
+    If no rank is lost, only the connections are repaired. At boundary 0 every replacement must have a process first,
+    since Resume is sent to all at once.
     """
     source = job.source
     if source is None or is_anyone_moving(job):
@@ -96,12 +94,12 @@ def end_freezing(job: Job, at_s: float) -> Result:
 
 
 def is_anyone_moving(job: Job) -> bool:
-    """Some survivor has not said yet that it stands still."""
+    """Whether some survivor is not quiesced yet."""
     return any(job.members[rank].frozen is None for rank in job.survivors)
 
 
 def why_survivors_disagree(job: Job) -> str:
-    """Why no repair can start from where the survivors stand; "" if they agree."""
+    """Why the survivors' states allow no repair; "" if they agree."""
     frozen = [member.frozen for member in job.members if member.frozen is not None]
     if len({answer.boundary for answer in frozen}) > 1:
         places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
@@ -116,7 +114,7 @@ def why_survivors_disagree(job: Job) -> str:
 
 
 def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
-    """Tell the replacements that have a process, and have not been told yet, up to where to replay."""
+    """Order the replacements that have a process and no orders yet to replay."""
     target = job.target
     ready = tuple(member for member in job.replacements if member.pid is not None and not member.has_orders)
     if target is None:
@@ -127,7 +125,7 @@ def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
 
 
 def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
-    """A replacement is there, and the boundary is known; if all begin anew, the last one was waited for."""
+    """A replacement has started, and the boundary is known; if all start from the top, resume after the last one."""
     job = note_process(job, event)
     if job.rewind_to != 0:
         return order_replays(job)
@@ -137,7 +135,7 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
 
 
 def on_replayed(job: Job, event: RankReplayed) -> Result:
-    """A replacement has come to the boundary; after the last one the sources send, or all load a snapshot."""
+    """A replacement has reached the boundary; after the last one the sources send, or all load a snapshot."""
     target = job.target
     member = job.members[event.rank]
     if target is None or member.life is not Life.LOST or not member.has_orders:
@@ -154,7 +152,7 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
 
 
 def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState, ...]:
-    """Each source sends to the lost ranks that hold what it holds; without one all load the snapshot."""
+    """Each source sends to the lost ranks of which it is a replica; in a rewind all load the snapshot."""
     if job.rewind_to is not None:
         return (LoadState(job.lost, job.generation, target),)
     sending = sources_of(job)
@@ -186,7 +184,7 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 
 
 def end_transferring(job: Job, at_s: float) -> Result:
-    """Once the state is sent and loaded everywhere, and is the same everywhere: all resume."""
+    """If the state is sent, loaded and equal everywhere: all resume."""
     source = job.source
     if job.rewind_to is not None:
         return end_loading(job, at_s, job.rewind_to)
@@ -204,7 +202,7 @@ def end_transferring(job: Job, at_s: float) -> Result:
 
 
 def why_not_as_sent(job: Job, source: int) -> str:
-    """What is wrong with what a source has sent, or with what has been loaded of it; "" if nothing is."""
+    """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not."""
     member, sending = job.members[source], sources_of(job)
     sent = member.sent_digest or "none"
     if member.frozen is not None and not is_as_frozen(job, source):
@@ -216,18 +214,18 @@ def why_not_as_sent(job: Job, source: int) -> str:
 
 
 def is_as_frozen(job: Job, source: int) -> bool:
-    """Whether a source has sent what it held when it stood still."""
+    """Whether a source has sent its frozen state."""
     member = job.members[source]
     return member.frozen is None or member.sent_digest == member.frozen.digest
 
 
 def stands_at(job: Job, source: RankFrozen) -> int:
-    """The boundary from which all go on: the source's, or that of a checkpoint which all have loaded."""
+    """The boundary from which all resume: the source's, or that of a checkpoint that all have loaded."""
     return source.boundary if job.incident is None or job.incident.boundary is None else job.incident.boundary
 
 
 def end_loading(job: Job, at_s: float, boundary: int) -> Result:
-    """Once all have loaded the state of a snapshot, and hold the same: all resume."""
+    """If all have loaded a snapshot, and replicas have equal state: all resume."""
     if any(member.repaired_digest is None for member in job.replacements):
         return job, ()
     for ranks in job.alike(job.lost):
@@ -260,7 +258,7 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 
 def end_resuming(job: Job, at_s: float) -> Result:
-    """Once all ranks that have not finished are connected and have caught up: the job runs again, or ends at last."""
+    """If all ranks that have not finished are connected and have caught up: the job runs again, or ends as ordered."""
     working = [member for member in job.members if member.life in (Life.LIVE, Life.LOST)]
     if not all(member.has_rebuilt for member in working):
         return job, ()
@@ -280,7 +278,7 @@ def end_resuming(job: Job, at_s: float) -> Result:
 
 
 def steps_lost_by_rewinding(job: Job) -> int:
-    """Optimizer steps that were complete when the fault came, and lie behind the snapshot, or behind a checkpoint."""
+    """Optimizer steps that were complete at the fault, and are after the snapshot or checkpoint."""
     if job.rewind_to is None:
         return 0 if job.source is None else job.source.boundary - stands_at(job, job.source)
     if job.is_resumed:
@@ -300,13 +298,13 @@ def is_source(job: Job, rank: int) -> bool:
 
 
 def missing_from(job: Job) -> str:
-    """What the present phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
+    """What the current phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
     missing = ((member.rank, what_is_missing(job, member)) for member in job.members)
     return ", ".join(f"rank {rank} {what}" for rank, what in missing if what)
 
 
 def what_is_missing(job: Job, member: Member) -> str:
-    """What the present phase waits for from one rank; "" if for nothing."""
+    """What the current phase waits for from one rank; "" if nothing."""
     is_replacement = member.life is Life.LOST
     if member.life is Life.AWAY:
         return ""
