@@ -41,7 +41,7 @@ def test_help_of_run_shows_torchruns_options_and_ours(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "command", ["status", "inject-fault", "recall", "drill", "checkpoints", "doctor", "explain", "guide"]
+    "command", ["status", "inject-fault", "recall", "check", "drill", "checkpoints", "doctor", "explain", "guide"]
 )
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([command, "--help"])

@@ -16,6 +16,7 @@ from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
 from ttprun.protocol import to_rank
 from ttprun.protocol.channel import Message
+from ttprun.rank import moments
 from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session, current
 
@@ -142,7 +143,7 @@ def reached_collective(op: str, inputs: Any) -> bool:
     session = current()
     if not waiting or session is None:
         return False
-    phase = _phase_of_collective(session, op)
+    phase = phase_of_collective(session, op)
     for armed in (*_due(session, phase), *_due(session, "collective")):
         if armed.fault.kind == "nan" and damage.put_nan(session, armed, phase, op, inputs):
             _take(armed)
@@ -155,7 +156,8 @@ def reached_collective(op: str, inputs: Any) -> bool:
     return False
 
 
-def _phase_of_collective(session: Session, op: str) -> str:
+def phase_of_collective(session: Session, op: str) -> str:
+    """Which phase a collective shows; "collective" if none but itself."""
     import torch
 
     if torch._C._current_graph_task_id() != -1:  # autograd is at work
@@ -178,13 +180,13 @@ def _watch_modules() -> None:
     from ttprun.rank.position.torch_compile import unless_traced
 
     def before_forward(module: Any, args: Any) -> None:
-        reached("forward" if module.training else "validation")
+        moments.reached("forward" if module.training else "validation")
 
     register_module_forward_pre_hook(unless_traced(before_forward))
     backward = torch.autograd.backward
 
     def then_reached(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        reached("backward")  # only if no collective in it was the moment
+        moments.reached("backward")  # only if no collective in it was the moment
 
     torch.autograd.backward = then_reached

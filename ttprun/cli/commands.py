@@ -8,6 +8,7 @@ COMMANDS = {
     "status": ("ttprun.cli.status", "status"),
     "inject-fault": ("ttprun.cli.inject_fault", "inject_fault"),
     "recall": ("ttprun.cli.recall", "recall"),
+    "check": ("ttprun.cli.check", "check"),
     "drill": ("ttprun.cli.drill", "drill"),
     "checkpoints": ("ttprun.cli.checkpoints", "app"),
     "checkpoint": ("ttprun.cli.checkpoints", "app"),  # as in `ttprun checkpoint now`
@@ -15,3 +16,5 @@ COMMANDS = {
     "explain": ("ttprun.cli.explain", "explain"),
     "guide": ("ttprun.cli.guide", "guide"),
 }
+# Commands that take a launch's command line, which typer cannot: they parse their words themselves.
+LAUNCHING = ("check",)

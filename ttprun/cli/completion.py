@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from ttprun.cli.commands import COMMANDS
+from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.config import FILE_ONLY, OF_TORCHRUN, Config, option_name
 
 
@@ -22,7 +22,7 @@ def build_app() -> typer.Typer:
     app.callback()(_options_of_a_run())
     app.command("run")(_options_of_a_run())
     for name, (module, function) in COMMANDS.items():
-        command = getattr(import_module(module), function)
+        command = _options_of_a_run() if name in LAUNCHING else getattr(import_module(module), function)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:

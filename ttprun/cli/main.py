@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ttprun import __version__
-from ttprun.cli.commands import COMMANDS
+from ttprun.cli.commands import COMMANDS, LAUNCHING
 from ttprun.errors import ConfigError
 
 USAGE_ERROR = 2
@@ -34,6 +34,7 @@ examples:
   ttprun --config job.yaml --standbys 2 train.py               settings from a file, one of them overridden
   ttprun --allow-faults --nproc-per-node 3 train.py            then, in another terminal:
   ttprun inject-fault kill --rank 1 --phase backward           kill rank 1 in the next backward pass
+  ttprun check --nproc-per-node 4 train.py --lr 0.1            is this script recovered? some steps, with kills
   ttprun drill configs/drills/one_kill.yaml                    rehearse it, compared with an undisturbed run
   ttprun status --watch                                        see how it recovers
 
@@ -42,6 +43,7 @@ commands:
   status         ranks, generation and incidents of a run
   inject-fault   cause a fault in a run that was started with --allow-faults
   recall         call back ranks that have left, so that they train again (--mindio)
+  check          try your script first: some steps with ranks killed, compared with an undisturbed run
   drill          rehearse: compare a script under faults with an undisturbed run
   checkpoint now save a running job, and wait until it is saved
   checkpoints    list, show and verify what a run has saved; export a model for load_state_dict
@@ -78,8 +80,12 @@ def main(argv: list[str] | None = None) -> int:
         if sys.platform != "linux":
             raise ConfigError("ttprun runs on Linux only", "use torchrun here")
         if arguments[0] in COMMANDS:
-            module, function = COMMANDS[arguments[0]]
-            return run_command(arguments[0], getattr(import_module(module), function), arguments[1:])
+            module, name = COMMANDS[arguments[0]]
+            function = getattr(import_module(module), name)
+            if arguments[0] in LAUNCHING:
+                code: int = function(arguments[1:])
+                return code
+            return run_command(arguments[0], function, arguments[1:])
         return run_script(arguments[1:] if arguments[0] == "run" else arguments)
     except ConfigError as error:
         print(f"ttprun: error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +23,12 @@ from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
 
 GRACE_S = 45.0
+_LOOK_EVERY_S = 0.5
 _PR_SET_PDEATHSIG = 1
 # torchrun's options that say where ranks meet.
 _PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
 # Left by an outer launcher: each would change what a twin does.
-_FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
+FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
 
 @dataclass(frozen=True)
@@ -56,19 +59,40 @@ def run_twin(scenario: Scenario, folder: Path, kind: Literal["disturbed", "torch
     folder.mkdir(parents=True)
     run_dir = None if kind == "torchrun" else folder / "run"
     words = launcher_words(scenario, folder, kind)
+    return run_launcher(
+        words, folder, scenario.directory or folder, _environment(scenario, kind), scenario.limit_s, run_dir
+    )
+
+
+def run_launcher(
+    words: list[str],
+    folder: Path,
+    directory: str | Path,
+    environment: Mapping[str, str],
+    limit_s: float,
+    run_dir: Path | None,
+    is_hopeless: Callable[[], str] = lambda: "",
+) -> Twin:
+    """Run a launcher to its end, at most `limit_s` seconds, and gather what it has left.
+
+    words        its command; its ranks' logs go to logs/ in `folder`
+    directory    where it runs
+    run_dir      of ttprun, None under torchrun
+    is_hopeless  asked every half second: why it need not be waited for any longer, "" to go on
+    """
     started = time.monotonic()
     with open(folder / "launcher.log", "wb") as log:
         process = subprocess.Popen(
             words,
-            cwd=scenario.directory or folder,
-            env=_environment(scenario, kind),
+            cwd=directory,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )
-    problem = _wait(process, scenario.limit_s)
+    problem = _wait(process, limit_s, is_hopeless)
     status = None
     events: list[dict[str, Any]] = []
     if run_dir is not None and (run_dir / "status.json").exists():
@@ -97,7 +121,7 @@ def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
 
 
 def _environment(scenario: Scenario, kind: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not _FOREIGN.match(name)}
+    clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
     environment = clean | scenario.environment
     if kind == "torchrun":  # else sets of texts come in another order than under ttprun
         environment[text_hashes.VARIABLE] = text_hashes.seed_for(environment)
@@ -109,12 +133,16 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float) -> str:
+def _wait(process: subprocess.Popen[bytes], limit_s: float, is_hopeless: Callable[[], str]) -> str:
     """Wait for the end; one that takes too long is ended. An interruption of ours ends it too."""
+    ends_s = time.monotonic() + limit_s
     try:
-        process.wait(limit_s)
-        return ""
-    except subprocess.TimeoutExpired:
+        while time.monotonic() < ends_s:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(_LOOK_EVERY_S, max(0.0, ends_s - time.monotonic())))
+                return ""
+            if why := is_hopeless():
+                return why
         return f"it did not end within {limit_s:.0f} s"
     finally:
         if process.poll() is None:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ttprun.chaos import strikes
+from ttprun.chaos import observer, strikes
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
 from ttprun.elastic_resume.adapted import Adapted
@@ -61,7 +61,7 @@ def install(presence: Presence) -> None:
     if options.simulates_npu:
         registry.simulate(SimulatedNpu())
     if options.allow_faults:
-        moments.listener = strikes
+        moments.listener = observer.ordered(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults)
     if options.may_rerun:
         reset.note_beginning()

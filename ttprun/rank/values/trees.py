@@ -339,12 +339,16 @@ class Comparison:
         return bool(one == other)
 
     def _is_same_module(self, first: list[Any], last: list[Any]) -> bool:
-        if first[2] != last[2] or first[3] != last[3]:
+        one, other = unpack(first[3]), unpack(last[3])
+        here, there = one.pop("attributes"), other.pop("attributes")
+        if first[2] != last[2] or one != other:
             return False
-        count = len(unpack(first[3])["tensors"])
+        count = len(one["tensors"])
         blobs = zip(self.first.blobs[first[5] :][:count], self.last.blobs[last[5] :][:count], strict=True)
-        if any(one != other for one, other in blobs):
+        if any(mine != theirs for mine, theirs in blobs):
             return False
-        return first[4].keys() == last[4].keys() and all(
-            self.are_same_named(nodes, last[4][path]) for path, nodes in first[4].items()
+        # Whether an attribute was seen to change, and so stands apart, differs from process to process.
+        return here.keys() == there.keys() and all(
+            self.are_same_named(here[path] | first[4].get(path, {}), there[path] | last[4].get(path, {}))
+            for path in here
         )

@@ -1,0 +1,1 @@
+"""Checks: which moments, where a run writes, and what a kill came to."""

@@ -1,0 +1,81 @@
+"""`ttprun check` on real scripts: one that is recovered exactly, and one that is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, environment
+
+LIMIT_S = 400.0
+
+
+def check(folder: Path, script: str, *words: str, options: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+    """Check a test script in a working folder of its own; returns the exit code and the report."""
+    folder.mkdir()
+    shutil.copy(SCRIPTS / script, folder / script)
+    done = subprocess.run(
+        [sys.executable, "-m", "ttprun", "check", "--json", *options, "--nproc-per-node", "2", script, *words],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    assert [path.name for path in folder.iterdir()] == [script], "the check has written into the user's folder"
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_script_that_is_recovered_is_found_exact_at_each_moment(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "plain_tensors.py")
+
+    assert report["problem"] == ""
+    assert report["differences"] == []
+    assert {(row["result"], row["rung"]) for row in report["rows"]} == {("exact", "replace")}
+    assert {row["rank"] for row in report["rows"]} == {0, 1}
+    assert {row["phase"] for row in report["rows"]} == {
+        "setup", "backward", "collective", "before_step", "in_step", "after_step",
+    }  # fmt: skip
+    assert code == 0
+
+
+def test_a_script_that_cannot_be_replayed_is_refused_with_the_reason_and_the_cure(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "second_time.py", "--kind", "gradients", options=("--steps", "5"))
+
+    refused = [row for row in report["rows"] if row["result"] == "refused"]
+    assert any("carries gradients across an optimizer step" in row["detail"] for row in refused), report
+    assert any("zero the gradients" in row["cure"] for row in refused), report
+    assert code == 1
+
+
+@pytest.mark.parametrize("script", ["epochs_dataloader.py", "trainer_class.py", "while_true_get_batch.py"])
+def test_scripts_with_loaders_and_classes_are_found_exact(tmp_path: Path, script: str) -> None:
+    code, report = check(tmp_path / "project", script)
+
+    assert report["differences"] == [], report
+    assert {row["result"] for row in report["rows"]} == {"exact"}, report
+    assert code == 0
+
+
+def test_a_script_that_differs_from_itself_is_not_called_exact(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "unreplayable.py")
+
+    assert "exact" not in {row["result"] for row in report["rows"]}, report
+    assert "cannot be compared with itself" in report["problem"], report
+    assert code == 1
+
+
+def test_a_script_that_fails_by_itself_is_a_problem(tmp_path: Path) -> None:
+    code, report = check(tmp_path / "project", "plain_tensors.py", "--no-such-option")
+
+    assert "fails by itself" in report["problem"]
+    assert any("unrecognized arguments" in line for line in report["tail"]), report
+    assert code == 1

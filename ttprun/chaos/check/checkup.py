@@ -1,0 +1,167 @@
+"""A whole check: the undisturbed run, the kills, what differs. Begin with `check_script`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttprun.chaos.check.notes import Difference
+from ttprun.chaos.check.plan import WISHES, Moment, plan
+from ttprun.chaos.check.trial import Checked, Trial, Trials
+from ttprun.chaos.check.verdict import Compared, Row, blamed, compare, refused, rows_of
+from ttprun.chaos.faults import Fault
+
+MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
+_TAIL_LINES = 12
+
+
+@dataclass
+class Report:
+    """What a check has shown.
+
+    rows           one a kill
+    missed         phases that the script did not come to in these steps
+    differences    at the end, where no single kill can be blamed
+    by_itself      what differs between two undisturbed runs, and is not compared for that
+    not_proved     what can change and is in no record
+    problem        why nothing could be checked, or not all; "" if all was
+    tail           of the launcher's log, if there is a problem
+    steps          that were run
+    took_s         seconds of all launches
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    by_itself: list[str] = field(default_factory=list)
+    not_proved: list[str] = field(default_factory=list)
+    problem: str = ""
+    tail: list[str] = field(default_factory=list)
+    steps: int = 0
+    took_s: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every kill was recovered from exactly."""
+        return (
+            bool(self.rows)
+            and not (self.problem or self.differences)
+            and all(row.result == "exact" for row in self.rows)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for programs."""
+        told = asdict(self)
+        told["differences"] = [{"what": one.what, "detail": one.detail} for one in self.differences]
+        return {"exact": self.is_exact, **told}
+
+
+def check_script(checked: Checked, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]) -> Report:
+    """Run all launches, one after the other. Each takes at most the limit.
+
+    place    an empty folder for what they leave
+    say      is told what is being done
+    so_far   is told how far a launch is
+    """
+    return _Checkup(checked, place, say, so_far).run()
+
+
+class _Checkup:
+    def __init__(
+        self, checked: Checked, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]
+    ) -> None:
+        self._checked, self._say, self._so_far = checked, say, so_far
+        self._trials = Trials(checked, place)
+        self._report = Report(steps=checked.steps)
+        self._compared: list[Compared] = []
+
+    def run(self) -> Report:
+        """All of it."""
+        report = self._report
+        undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
+        self._look_for_problem(undisturbed, "undisturbed")
+        if report.problem:
+            return report
+        seen = {rank: self._trained(found.moments) for rank, found in undisturbed.notes.items()}
+        launches, report.missed = plan(seen, self._checked.steps)
+        if not launches:
+            report.problem = "it takes too few optimizer steps: there is no moment to kill a rank at"
+            return report
+        self._kill(launches, undisturbed)
+        if any(compared.all for compared in self._compared):
+            self._look_at_what_differs(undisturbed)
+        return report
+
+    def _trained(self, moments: set[Moment]) -> set[Moment]:
+        return {(phase, step) for phase, step in moments if step < self._checked.steps}
+
+    def _launch(self, name: str, faults: list[Fault], what: str) -> Trial:
+        steps = self._checked.steps
+        self._say(f"{what} ...")
+        trial = self._trials.run(name, faults, lambda step: self._so_far(f"step {min(step, steps)} of {steps}"))
+        self._report.took_s += trial.twin.took_s
+        status = trial.twin.status
+        for text in status.not_proved if status is not None else ():
+            if (told := trial.as_users(text)) not in self._report.not_proved:
+                self._report.not_proved.append(told)
+        return trial
+
+    def _look_for_problem(self, trial: Trial, what: str) -> None:
+        twin, report = trial.twin, self._report
+        if twin.problem:
+            report.problem = f"the {what} run: {twin.problem}"
+        elif twin.exit_code != 0:
+            report.problem = f"the {what} run fails by itself, with exit code {twin.exit_code}"
+        elif not any(rank.digests for rank in trial.notes.values()):
+            why = trial.protection if trial.protection.startswith("off") else "it has taken no optimizer step"
+            report.problem = f"the {what} run has ended, and ttprun has seen no optimizer step: {trial.as_users(why)}"
+        if report.problem:
+            log = (twin.folder / "launcher.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            report.tail = [trial.as_users(line) for line in log[-_TAIL_LINES:]]
+
+    def _kill(self, launches: list[list[Fault]], undisturbed: Trial) -> None:
+        """Launch after launch, till each kill has struck: one that ends the job leaves the rest to another launch."""
+        report, waiting = self._report, list(launches)
+        faults = [fault for kills in launches for fault in kills]
+        why_off = undisturbed.as_users(undisturbed.protection)
+        if why_off.startswith("off"):  # the same for all: one is enough to see what it comes to
+            waiting = [[next((fault for fault in faults if fault.phase == "backward"), faults[-1])]]
+            report.rows = [refused(fault, "refused", why_off) for fault in faults if fault not in waiting[0]]
+        number = ended = 0
+        while waiting and ended < MOST_ENDED and not report.problem:
+            number, kills = number + 1, waiting.pop(0)
+            what = f"{self._checked.steps} steps, a rank killed at {len(kills)} moment{'s'[: len(kills) > 1]}"
+            trial = self._launch(f"killed-{number}", kills, what)
+            rows, left = rows_of(trial, kills)
+            compared = compare(trial, undisturbed)
+            self._compared.append(compared)
+            report.rows += blamed(rows, compared.by_step)
+            report.differences += compared.at_end
+            if trial.twin.problem:
+                report.problem = f"the run with kills: {trial.twin.problem}"
+            if left and (len(left) == len(kills) or trial.twin.exit_code == 0):
+                report.rows += [refused(fault, "not tried", "the run has not come to it again") for fault in left]
+            elif left:
+                waiting.insert(0, left)
+            ended += trial.twin.exit_code != 0
+        why = report.problem or f"{ended} runs have ended at a kill: cure that first, and check again"
+        report.rows += [refused(fault, "not tried", why) for kills in waiting for fault in kills]
+        order = [phase for phase, _, _ in WISHES]
+        report.rows.sort(key=lambda row: (order.index(row.phase), row.step))
+
+    def _look_at_what_differs(self, undisturbed: Trial) -> None:
+        """Something differs: whatever also differs between two undisturbed runs is not ttprun's doing."""
+        report = self._report
+        again = self._launch("again", [], "something differs: undisturbed once more, to see what differs by itself")
+        by_itself = compare(again, undisturbed)
+        known = {one.what for one in by_itself.all}
+        report.by_itself = [f"{one.what} ({one.detail})" for one in by_itself.all]
+        report.differences = [one for one in report.differences if one.what not in known]
+        if by_itself.by_step:
+            first = by_itself.by_step[0]
+            report.problem = (
+                f"the script cannot be compared with itself: {first.what} differ between two runs without any fault, "
+                f"{first.detail}; seed whatever it draws (also default_rng(), time, os.urandom)"
+            )

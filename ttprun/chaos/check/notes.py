@@ -1,0 +1,103 @@
+"""What the ranks of a checked run have noted (chaos/observer.py), and where two runs differ in it.
+
+Begin with `read_notes`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttprun.chaos.check.plan import Moment
+
+WEIGHTS, RANDOM = "weights or optimizer state", "random numbers"
+
+
+@dataclass
+class OfRank:
+    """What one rank has noted.
+
+    moments   that it has come to
+    digests   boundary -> digests of what is trained, and of the random generators
+    record    the last one, (head, blobs); None if it has not come to its last step, or is not recorded
+    """
+
+    moments: set[Moment] = field(default_factory=set)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    record: tuple[bytes, bytes] | None = None
+
+
+Notes = dict[int, OfRank]
+
+
+def read_notes(folder: Path) -> Notes:
+    """All ranks' notes; of a boundary that a rank has passed twice, the later ones."""
+    found: Notes = {}
+    for path in sorted(folder.glob("rank*.jsonl")):
+        rank = OfRank()
+        for line in path.read_text(encoding="utf-8").splitlines():
+            note: dict[str, Any] = json.loads(line)
+            if "moment" in note:
+                rank.moments.add((note["moment"], note["step"]))
+            else:
+                rank.digests[note["boundary"]] = {WEIGHTS: note["trained"], RANDOM: note["random"]}
+        head, blobs = path.with_suffix(".head"), path.with_suffix(".blobs")
+        if head.exists() and blobs.exists():
+            rank.record = head.read_bytes(), blobs.read_bytes()
+        found[int(path.stem.removeprefix("rank"))] = rank
+    return found
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """Something that is not as in the undisturbed run.
+
+    boundary   at which it was seen first; a large number: it was seen at the end
+    what       "weights or optimizer state of rank 1", "file out/log.txt", "variable loss of train.py", ...
+    """
+
+    boundary: int
+    what: str
+    detail: str = field(default="", compare=False)
+
+
+AT_END = 1 << 62
+
+
+def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[Difference]:
+    """The first boundary of each rank at which what it trains, or its random numbers, differ."""
+    found = []
+    for rank, expected in undisturbed.items():
+        got = disturbed.get(rank, OfRank())
+        for what in (WEIGHTS, RANDOM):
+            both = sorted(got.digests.keys() & expected.digests.keys())
+            first = next((at for at in both if got.digests[at][what] != expected.digests[at][what]), None)
+            if first is not None:
+                found.append(Difference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
+    return sorted(found)
+
+
+def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[Difference]:
+    """The user's variables whose values differ in the ranks' last records."""
+    from ttprun.rank.records.record import Record
+    from ttprun.rank.values.trees import Comparison, Tree
+
+    found = []
+    for rank, expected in undisturbed.items():
+        got = disturbed.get(rank, OfRank())
+        if expected.record is None or got.record is None:
+            continue
+        first, last = (Record.of(*record) for record in (expected.record, got.record))
+        one, other = Tree(first.fields, first.blobs), Tree(last.fields, last.blobs)
+        if first["place"] != last["place"]:
+            found.append(Difference(AT_END, f"place in the script of rank {rank}"))
+            continue
+        compared = Comparison(one, other)
+        for (file, function, line), here, there in zip(first["place"], one.variables, other.variables, strict=True):
+            for name in sorted(here.keys() | there.keys()):
+                if name not in here or name not in there or not compared.is_same(here[name], there[name]):
+                    where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
+                    found.append(Difference(AT_END, f"variable '{name}' of rank {rank}", where))
+    return found

@@ -1,0 +1,174 @@
+"""What each kill of a check came to: a row a kill, with the reason and the cure where it is not exact.
+
+Begin with `rows_of`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ttprun.chaos.check.notes import AT_END, Difference, Notes, differences_by_step, differing_variables
+from ttprun.chaos.check.trial import Trial
+from ttprun.chaos.drill.compare import compare_files, compare_lines
+from ttprun.chaos.drill.pairing import Injection, pair
+from ttprun.chaos.faults import Fault
+
+Result = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
+WITHOUT_LOSS = ("reconnect", "rerun", "replace")
+_PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
+_ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
+# What a reason says -> what to do about it, where the reason does not say so itself. The first that is found.
+CURES: tuple[tuple[str, str], ...] = (
+    ("another batch|other samples", "let dataset and sampler give the same each time the script begins"),
+    ("carries gradients across", "zero the gradients before or after each step"),
+    ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
+    ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
+    ("loss number|input of a collective", "keep what the step depends on in variables or in objects with state_dict"),
+    (
+        "issues '|has shape|not by the place|has not come|comes to",
+        "let the set-up do the same each time the script begins, whatever an earlier run has left (files, time, names)",
+    ),
+)  # fmt: skip
+_CURE_OTHERWISE = "see 'ttprun guide limits'; --max-restarts N starts all ranks again, as under torchrun"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kill.
+
+    result   exact: replaced with no step lost, and all that was compared is the same
+    detail   what it came to, a sentence; the reason where it is not exact
+    place    file:line, or the variable, "" if the reason names none
+    cure     what to do about it; "" if nothing is to be done
+    """
+
+    phase: str
+    step: int
+    rank: int
+    result: Result
+    detail: str
+    rung: str | None = None
+    steps_lost: int | None = None
+    took_s: float | None = None
+    place: str = ""
+    cure: str = ""
+
+
+def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[Row], list[Fault]]:
+    """A row for each kill that struck, in order, and the kills that did not since the run ended before."""
+    struck = {one.fault: one for one in pair(trial.twin.events) if not one.failure}
+    rows, left = [], []
+    for fault in faults:
+        one = struck.get(str(fault))
+        if one is None:
+            left.append(fault)
+        else:
+            rows.append(_row(trial, fault, one))
+    return rows, left
+
+
+def _row(trial: Trial, fault: Fault, one: Injection) -> Row:
+    row = _new(fault, "refused", "the kill struck, and ttprun did not notice")
+    incidents = trial.twin.status.incidents if trial.twin.status is not None else ()
+    incident = next((known for known in incidents if known.id == one.incident), None)
+    if incident is None:
+        return row
+    row = replace(row, rung=incident.rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
+    if incident.outcome == "recovered" and incident.rung in WITHOUT_LOSS and not incident.steps_lost:
+        return replace(row, result="exact", detail="")
+    reason = trial.as_users(essence(incident.reason))
+    is_over = incident.outcome not in ("recovered", "restarted")
+    return _explained(replace(row, result="refused" if is_over else "by a weaker rung", detail=reason))
+
+
+def essence(reason: str) -> str:
+    """Why a rank was not replaced, of an incident's reason: without the kill, and what became of the job then."""
+    why = re.split(r"; (?:no restart is left|no other way|the cause:|its state was saved|no checkpoint)", reason)[0]
+    mismatch = re.fullmatch(r"(?:rank \d+ found a mismatch|the replay was refused) \((.*)\)", why, re.DOTALL)
+    return mismatch[1] if mismatch else why
+
+
+def refused(fault: Fault, result: Result, reason: str) -> Row:
+    """A row for a kill that was not tried."""
+    return _explained(_new(fault, result, reason))
+
+
+def _new(fault: Fault, result: Result, detail: str) -> Row:
+    return Row(fault.phase or "", fault.step or 0, fault.rank or 0, result, detail)
+
+
+def _explained(row: Row) -> Row:
+    """With the place that the reason names, and what to do."""
+    place = _PLACE.search(row.detail)
+    cure = next((cure for pattern, cure in CURES if re.search(pattern, row.detail)), _CURE_OTHERWISE)
+    return replace(row, place=place[0] if place else "", cure=cure)
+
+
+def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
+    """The rows, where what differs after a step is laid at the door of the last kill before it."""
+    changed = list(rows)
+    for one in found:
+        before = [at for at, row in enumerate(changed) if row.step < one.boundary and row.result != "not tried"]
+        if one.boundary == AT_END or not before:
+            continue
+        row = changed[before[-1]]
+        if row.result != "differs":
+            told = f"{one.what} differ from the undisturbed run's {one.detail}"
+            cure = "this is a bug of ttprun, or the script computes something else each time: please report it"
+            changed[before[-1]] = replace(row, result="differs", detail=told, cure=cure)
+    return changed
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How two runs of the same script compare.
+
+    by_step   differences in what is trained, and in random numbers
+    at_end    in variables, output and files
+    count     things at the end that were compared
+    """
+
+    by_step: list[Difference]
+    at_end: list[Difference]
+    count: int = 0
+
+    @property
+    def all(self) -> list[Difference]:
+        """All differences."""
+        return [*self.by_step, *self.at_end]
+
+
+def compare(disturbed: Trial, undisturbed: Trial) -> Compared:
+    """Compare all that two trials have left; a run that was begun again has said and written things twice."""
+    by_step = differences_by_step(disturbed.notes, undisturbed.notes)
+    status = disturbed.twin.status
+    is_whole = disturbed.twin.exit_code == 0 and status is not None
+    if not is_whole or status is None or any(one.rung not in WITHOUT_LOSS for one in status.incidents):
+        return Compared(by_step, [])
+    at_end = [
+        replace(one, detail=undisturbed.as_users(one.detail))
+        for one in differing_variables(disturbed.notes, undisturbed.notes)
+    ]
+    names = sorted({*disturbed.changed, *undisturbed.changed})
+    for name in names:
+        one = compare_files(name, disturbed.kept, undisturbed.kept)
+        if not one.is_identical:
+            at_end.append(Difference(AT_END, f"file {name}", one.detail))
+    ranks = sorted(disturbed.twin.output.keys() | undisturbed.twin.output.keys())
+    for rank in ranks:
+        lines = compare_lines(rank, lines_of(disturbed, rank), lines_of(undisturbed, rank))
+        if not lines.is_identical:
+            at_end.append(Difference(AT_END, lines.what, lines.detail))
+    return Compared(by_step, at_end, len(names) + len(ranks) + _variables(undisturbed.notes))
+
+
+def lines_of(trial: Trial, rank: int) -> list[str]:
+    """What the script printed in a rank."""
+    return [line for line in trial.twin.output.get(rank, []) if not line.startswith(_ANNOUNCED)]
+
+
+def _variables(notes: Notes) -> int:
+    return sum(rank.record is not None for rank in notes.values())
