@@ -141,6 +141,8 @@ class _Checkup:
             report.differences += compared.at_end
             if trial.twin.problem:
                 report.problem = f"the run with kills: {trial.twin.problem}"
+            elif trial.twin.exit_code and all(row.result == "exact" for row in rows):
+                report.problem = f"the run with kills has ended with exit code {trial.twin.exit_code}"
             if left and (len(left) == len(kills) or trial.twin.exit_code == 0):
                 report.rows += [refused(fault, "not tried", "the run has not come to it again") for fault in left]
             elif left:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from ttprun.chaos.check.notes import AT_END, Difference, Notes, differences_by_step, differing_variables
 from ttprun.chaos.check.trial import Trial
 from ttprun.chaos.drill.compare import compare_files, compare_lines
-from ttprun.chaos.drill.pairing import Injection, pair
+from ttprun.chaos.drill.pairing import pair
 from ttprun.chaos.faults import Fault
+from ttprun.observe.status import IncidentStatus
 
 Result = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
@@ -22,7 +24,7 @@ _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
 _ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 # What a reason says -> what to do about it, where the reason does not say so itself. The first that is found.
 CURES: tuple[tuple[str, str], ...] = (
-    ("another batch|other samples", "let dataset and sampler give the same each time the script begins"),
+    ("another batch|other samples|batch of a DataLoader number", "let dataset and sampler give the same each time the script begins"),
     ("carries gradients across", "zero the gradients before or after each step"),
     ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
     ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
@@ -60,28 +62,37 @@ class Row:
 def rows_of(trial: Trial, faults: Sequence[Fault]) -> tuple[list[Row], list[Fault]]:
     """A row for each kill that struck, in order, and the kills that did not since the run ended before."""
     struck = {one.fault: one for one in pair(trial.twin.events) if not one.failure}
+    incidents = trial.twin.status.incidents if trial.twin.status is not None else ()
+    opened = {one.incident for one in struck.values()}
     rows, left = [], []
     for fault in faults:
         one = struck.get(str(fault))
         if one is None:
             left.append(fault)
-        else:
-            rows.append(_row(trial, fault, one))
+            continue
+        at = next((at for at, known in enumerate(incidents) if known.id == one.incident), None)
+        if at is None:
+            rows.append(_new(fault, "refused", "the kill struck, and ttprun did not notice"))
+            continue
+        # What is found wrong soon after a repair is an incident of its own, which no kill has opened.
+        later = takewhile(lambda known: known.id not in opened, incidents[at + 1 :])
+        rows.append(_row(trial, fault, [incidents[at], *later]))
     return rows, left
 
 
-def _row(trial: Trial, fault: Fault, one: Injection) -> Row:
-    row = _new(fault, "refused", "the kill struck, and ttprun did not notice")
-    incidents = trial.twin.status.incidents if trial.twin.status is not None else ()
-    incident = next((known for known in incidents if known.id == one.incident), None)
-    if incident is None:
+def _row(trial: Trial, fault: Fault, incidents: list[IncidentStatus]) -> Row:
+    """A row for a kill and what followed from it."""
+    incident = next((one for one in incidents if not _is_without_loss(one)), incidents[0])
+    row = replace(_new(fault, "exact", ""), rung=incident.rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
+    if _is_without_loss(incident):
         return row
-    row = replace(row, rung=incident.rung, steps_lost=incident.steps_lost, took_s=incident.total_s)
-    if incident.outcome == "recovered" and incident.rung in WITHOUT_LOSS and not incident.steps_lost:
-        return replace(row, result="exact", detail="")
     reason = trial.as_users(essence(incident.reason))
     is_over = incident.outcome not in ("recovered", "restarted")
     return _explained(replace(row, result="refused" if is_over else "by a weaker rung", detail=reason))
+
+
+def _is_without_loss(incident: IncidentStatus) -> bool:
+    return incident.outcome == "recovered" and incident.rung in WITHOUT_LOSS and not incident.steps_lost
 
 
 def essence(reason: str) -> str:
@@ -115,7 +126,7 @@ def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
         if one.boundary == AT_END or not before:
             continue
         row = changed[before[-1]]
-        if row.result != "differs":
+        if row.result == "exact":  # else there is a better reason
             told = f"{one.what} differ from the undisturbed run's {one.detail}"
             cure = "this is a bug of ttprun, or the script computes something else each time: please report it"
             changed[before[-1]] = replace(row, result="differs", detail=told, cure=cure)

@@ -1,0 +1,60 @@
+"""Which row a kill gets, from what its run has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ttprun.chaos.check.trial import Trial
+from ttprun.chaos.check.verdict import rows_of
+from ttprun.chaos.drill.twins import Twin
+from ttprun.chaos.faults import Fault
+from ttprun.observe.status import IncidentStatus, RunStatus
+
+FIRST, SECOND = (Fault("kill", rank=1, step=step, phase="backward") for step in (2, 4))
+
+
+def events_of(*faults: Fault) -> list[dict[str, object]]:
+    """Each fault strikes, is noticed, and its incident is over within a second."""
+    found: list[dict[str, object]] = []
+    for number, fault in enumerate(faults, 1):
+        at_s, pid = 10.0 * number, 100 + number
+        told = {"fault": str(fault), "kind": "kill", "rank": 1, "phase": "backward", "step": fault.step}
+        found.append({"event": "fault_injected", "number": number, "pid": pid, "at_s": at_s, **told})
+        found.append({"event": "rank_exited", "rank": 1, "pid": pid, "code": None, "at_s": at_s + 0.01})
+        incident = {"event": "incident", "id": 2 * number - 1, "ranks": [1], "opened_at_s": at_s, "at_s": at_s + 1}
+        found.append({**incident, "rung": "replace", "outcome": "recovered", "total_s": 1.0})
+    return found
+
+
+def trial(faults: list[Fault], *incidents: IncidentStatus) -> Trial:
+    told = {"run_id": "r", "state": "done", "generation": 1, "world_size": 2, "agent_pid": 1}
+    status = RunStatus(**told, started_at="", updated_at="", incidents=incidents)  # type: ignore[arg-type]
+    twin = Twin(Path(), 0, 1.0, {}, status=status, events=events_of(*faults))
+    return Trial(twin, {}, Path(), [], lambda text: text.replace("/copy/", ""))
+
+
+def incident(number: int, rung: str = "replace", outcome: str = "recovered", reason: str = "") -> IncidentStatus:
+    return IncidentStatus(number, "signal 9", (1,), rung, outcome, reason, steps_lost=0, total_s=1.0)
+
+
+def test_a_replaced_rank_is_exact_and_a_kill_that_has_not_struck_is_left() -> None:
+    rows, left = rows_of(trial([FIRST], incident(1)), [FIRST, SECOND])
+
+    assert [(row.result, row.rung, row.steps_lost) for row in rows] == [("exact", "replace", 0)]
+    assert left == [SECOND]
+
+
+def test_what_is_found_wrong_after_a_repair_is_laid_at_its_kills_door() -> None:
+    mismatch = incident(2, "restart", "failed", "rank 1 found a mismatch (a loop in /copy/train.py:7); the cause: it")
+
+    rows, _ = rows_of(trial([FIRST], incident(1), mismatch), [FIRST])
+
+    assert [(row.result, row.detail, row.place) for row in rows] == [("refused", "a loop in train.py:7", "train.py:7")]
+
+
+def test_a_later_kills_incident_is_not_an_earlier_ones() -> None:
+    restarted = incident(3, "restart", "restarted", "weights differ")
+
+    rows, _ = rows_of(trial([FIRST, SECOND], incident(1), restarted), [FIRST, SECOND])
+
+    assert [row.result for row in rows] == ["exact", "by a weaker rung"]
