@@ -24,7 +24,10 @@ _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
 _ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 # What a reason says -> what to do about it, where the reason does not say so itself. The first that is found.
 CURES: tuple[tuple[str, str], ...] = (
-    ("another batch|other samples|batch of a DataLoader number", "let dataset and sampler give the same each time the script begins"),
+    (
+        "another batch|other samples|batch of a DataLoader number",
+        "let dataset and sampler give the same each time the script begins",
+    ),
     ("carries gradients across", "zero the gradients before or after each step"),
     ("other random states", "draw from a generator that the script seeds, or keeps in a variable"),
     ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
