@@ -10,11 +10,13 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "ttprun"
 # What each part may import of ttprun, beside its own modules.
 FLOORS = {
+    "frameworks": set(),
     "recovery": set(),
     "device": set(),
     "observe": {"errors"},
     "protocol": set(),
-    "rank": {"chaos", "device", "elastic_resume", "errors", "protocol", "state", "text_hashes", "torch_versions"},
+    "rank": {"chaos", "device", "elastic_resume", "errors", "frameworks", "protocol", "state"}
+    | {"text_hashes", "torch_versions"},
     "elastic_resume": {"agent", "errors", "protocol", "rank", "state"},
     "chaos": {"agent", "config", "device", "errors", "observe", "protocol", "rank", "text_hashes"},
     "shim": {"rank"},

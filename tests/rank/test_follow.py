@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
+from ttprun import frameworks
+from ttprun.rank.data import loaders
 from ttprun.rank.position import ast_transform, compiled_cache, loops, whose
+from ttprun.rank.values import objects
 
 LOOP = "def fit(run):\n    for step in range(3):\n        run(step)\n"
 
@@ -180,3 +184,27 @@ def test_where_nothing_can_be_kept_each_process_compiles_by_itself(
     code = ast_transform.compile_named(LOOP.encode(), str(tmp_path / "trainer.py"))
 
     assert code.co_filename == str(tmp_path / "trainer.py")
+
+
+def test_what_a_framework_makes_in_its_steps_for_others_is_left_to_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler:
+        pass
+
+    monkeypatch.setitem(frameworks.LEFT_OUT, f"{__name__}:{Handler.__qualname__}", "eval_dataloader")
+
+    assert "eval_dataloader" in objects.left_out(type("OfUser", (Handler,), {}))
+
+
+def test_a_loader_that_is_made_in_the_steps_has_the_name_that_the_lost_ranks_would_have() -> None:
+    init = loaders.wrap_init(DataLoader.__init__)
+    loader = DataLoader.__new__(DataLoader)
+    loaders.forget()
+    init(loader, [1])
+    ((place, count),) = loaders.made().items()
+
+    loaders.count_on({place: count + 3})
+    loaders.count_on(loaders.made())  # it is said at two boundaries
+    init(loader, [1])
+
+    assert loader._ttprun_name == [place, count + 4]
+    loaders.forget()

@@ -50,6 +50,16 @@ def wrap_init(original: Any) -> Any:
     return init
 
 
+def made() -> dict[str, int]:
+    """How many loaders were made at each place of the script."""
+    return dict(_made)
+
+
+def count_on(from_: dict[str, int]) -> None:
+    """Loaders that are made from now on are named as in a process that had made so many; see `made`."""
+    dict.update(_made, from_)  # a Counter's own would add them up
+
+
 def wrap_iter(original: Any) -> Any:
     """DataLoader.__iter__: note the state with which the iterator is made; in a replay, restore it first."""
 

@@ -7,7 +7,7 @@ whose effects are muted       `has_muted_effects`
 
 A file is the user's if it is the script, lies below the script's directory or below a directory of `user_paths`, and is
 no installed package. The user's code is in all four. A module that the configuration names under `follow`, or that
-`frameworks.py` knows, is in the first three like the user's own; its whole package has its effects muted, since a
+`ttprun.frameworks` knows, is in the first three like the user's own; its whole package has its effects muted, since a
 framework writes its logs and checkpoints from all over its package.
 """
 
@@ -19,7 +19,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 
-from ttprun.rank.position import frameworks
+from ttprun import frameworks
 
 _INSTALLED = tuple(
     path.rstrip(os.sep) + os.sep
@@ -34,7 +34,7 @@ _INSTALLED = tuple(
     if path
 )
 _user_directories: list[str] = []
-_named: set[str] = set(frameworks.MODULES)
+_named: set[str] = set(frameworks.FOLLOW)
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
 _known: dict[str, bool] = {}

@@ -295,6 +295,7 @@ class Replay:
         if restore.mismatches:
             self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
         random_state.restore(record["rng"])
+        loaders.count_on(record.fields.get("loaders_made", {}))
         return restore, returned
 
     def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:

@@ -312,6 +312,7 @@ def describe(
         "stepped": stepped.counts,
         "rng": random_state.capture(),
         "loaders": loaders.records(),
+        "loaders_made": loaders.made(),
         "results": session.results.begin_step(boundary),
         "rebuilt": optimizer_registry.rebuilt(),
         "files": files.positions(),

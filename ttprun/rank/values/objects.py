@@ -12,6 +12,7 @@ from collections.abc import Callable
 from operator import is_
 from typing import Any
 
+from ttprun import frameworks
 from ttprun.rank.position.whose import is_state
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
@@ -95,6 +96,7 @@ def left_out(kind: type) -> frozenset[str]:
     known = _left_out.get(kind)
     if known is None:
         names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
+        names += [frozenset(frameworks.LEFT_OUT.get(name_of(base), "").split()) for base in kind.__mro__]
         known = _left_out[kind] = frozenset().union(*names, () if is_of_user(kind) else PROCESS_LOCAL)
     return known
 

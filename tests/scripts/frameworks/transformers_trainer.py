@@ -1,0 +1,177 @@
+"""A tiny GPT-2 trained by transformers.Trainer, on text that is made on the spot; the arguments add what people use."""
+
+import argparse
+import hashlib
+import json
+import random
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--accumulate", type=int, default=1)
+parser.add_argument("--evaluate", action="store_true")
+parser.add_argument("--save", action="store_true")
+parser.add_argument("--best", action="store_true")
+parser.add_argument("--callback", action="store_true")
+parser.add_argument("--early-stopping", action="store_true")
+parser.add_argument("--group-by-length", action="store_true")
+parser.add_argument("--iterable", action="store_true")
+parser.add_argument("--datasets", action="store_true")
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--max-steps", type=int, default=-1)
+parser.add_argument("--metrics", action="store_true")
+args = parser.parse_args()
+
+set_seed(1)
+VOCABULARY = 64
+
+
+def sentences(count, seed):
+    generator = random.Random(seed)
+    return [[generator.randrange(3, VOCABULARY) for _ in range(generator.randrange(6, 17))] for _ in range(count)]
+
+
+class Sentences(Dataset):
+    def __init__(self, count, seed):
+        self.sentences = sentences(count, seed)
+
+    def __len__(self):
+        return len(self.sentences)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.sentences[index], "labels": self.sentences[index]}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for words in sentences(40, 1):
+            yield {"input_ids": words, "labels": words}
+
+
+def from_datasets(count, seed):
+    from datasets import Dataset as ArrowDataset
+
+    raw = ArrowDataset.from_dict({"words": sentences(count, seed)})
+    return raw.map(lambda row: {"input_ids": row["words"], "labels": row["words"]}, remove_columns=["words"])
+
+
+def collate(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    padded = {"input_ids": 0, "labels": -100}
+    found = {
+        name: torch.tensor([list(row[name]) + [filler] * (longest - len(row[name])) for row in rows])
+        for name, filler in padded.items()
+    }
+    found["attention_mask"] = (found["labels"] != -100).long()
+    return found
+
+
+class Averaged(TrainerCallback):
+    """Keeps a moving average of the loss, and a list that grows."""
+
+    def __init__(self):
+        self.average = 0.0
+        self.seen = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.average = 0.9 * self.average + 0.1 * float(logs["loss"])
+            self.seen.append((state.global_step, self.average))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 7 == 0:
+            control.should_log = True
+
+
+def accuracy(prediction):
+    found = prediction.predictions[:, :-1].argmax(-1)
+    labels = prediction.label_ids[:, 1:]
+    mask = labels != -100
+    return {"accuracy": float((found == labels)[mask].mean())}
+
+
+model = GPT2LMHeadModel(
+    GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+)
+arguments = TrainingArguments(
+    output_dir="checkpoints",
+    per_device_train_batch_size=2,
+    per_device_eval_batch_size=2,
+    gradient_accumulation_steps=args.accumulate,
+    learning_rate=1e-3,
+    num_train_epochs=2,
+    max_steps=args.max_steps,
+    warmup_steps=3,
+    logging_steps=2,
+    eval_strategy="steps" if args.evaluate else "no",
+    eval_steps=4,
+    save_strategy="steps" if args.save else "no",
+    save_steps=4,
+    save_total_limit=2,
+    load_best_model_at_end=args.best,
+    metric_for_best_model="eval_loss" if args.best or args.early_stopping else None,
+    **({"train_sampling_strategy": "group_by_length"} if args.group_by_length else {}),
+    dataloader_num_workers=args.workers,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
+    seed=7,
+)
+callbacks = []
+average = Averaged()
+if args.callback:
+    callbacks.append(average)
+if args.early_stopping:
+    callbacks.append(EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=0.05))
+if args.iterable:
+    train = Stream()
+else:
+    train = from_datasets(40, 1) if args.datasets else Sentences(40, 1)
+trainer = Trainer(
+    model=model,
+    args=arguments,
+    train_dataset=train,
+    eval_dataset=Sentences(10, 2),
+    data_collator=collate,
+    callbacks=callbacks,
+    compute_metrics=accuracy if args.metrics else None,
+)
+result = trainer.train(resume_from_checkpoint=args.resume or None)
+
+rank = trainer.args.process_index
+history = [
+    {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
+    for entry in trainer.state.log_history
+]
+
+
+def plain(value):
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def digest(value):
+    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
+
+
+print(f"rank {rank} steps {trainer.state.global_step} loss {result.training_loss!r}")
+print(f"rank {rank} average {average.average!r} of {len(average.seen)}")
+print(f"rank {rank} sha256 model {digest(model.state_dict())}")
+print(f"rank {rank} sha256 optimizer {digest(trainer.optimizer.state_dict())}")
+print(f"rank {rank} sha256 scheduler {digest(trainer.lr_scheduler.state_dict())}")
+print(f"rank {rank} sha256 history {hashlib.sha256(json.dumps(history, sort_keys=True).encode()).hexdigest()}")

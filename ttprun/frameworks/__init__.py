@@ -1,0 +1,15 @@
+"""Known frameworks with a training loop in them: one file each, data alone.
+
+A file's FOLLOW names the modules that count as the user's own: files, not whole packages, where that will do, since
+each followed module is compiled anew once, and what it holds is looked at in each step. A name that is not installed
+costs nothing. LEFT_OUT names attributes that are left to the replay, by the full name of their class; the reason stands
+beside each.
+"""
+
+from __future__ import annotations
+
+from ttprun.frameworks import accelerate, transformers
+
+_KNOWN = (accelerate, transformers)
+FOLLOW = frozenset(name for one in _KNOWN for name in one.FOLLOW.split())
+LEFT_OUT: dict[str, str] = {name: attributes for one in _KNOWN for name, attributes in one.LEFT_OUT.items()}
