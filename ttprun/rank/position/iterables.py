@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import gc
-import inspect
 import io
 import itertools
 from collections.abc import Iterable, Iterator
@@ -98,10 +97,3 @@ def _is_first_round(items: Any) -> bool:
     return isinstance(items, itertools.cycle) and any(
         isinstance(one, GeneratorType | _BaseDataLoaderIter) or _is_of_user(one) for one in _iterators_in(items)
     )
-
-
-def on_stack(generator: GeneratorType[Any, Any, Any]) -> list[Any]:
-    """The iterators that a suspended generator runs over where no variable holds them, but for its followed loops."""
-    held = (one for one in gc.get_referents(generator) if hasattr(type(one), "__next__"))
-    known = {id(value) for value in (*inspect.getgeneratorlocals(generator).values(), generator.gi_yieldfrom)}
-    return [one for one in held if id(one) not in known and getattr(one, "gi_code", None) is not Loop._follow.__code__]

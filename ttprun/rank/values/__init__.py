@@ -6,7 +6,7 @@ The rule of all: what is neither restored, nor reproduced by the replay and comp
 name.
 """
 
-from ttprun.rank.values import callables, kinds, large, modules, named, objects, snapshot, unchanged
+from ttprun.rank.values import kinds, large, named, unchanged
 from ttprun.rank.values.histories import is_awaited
 from ttprun.rank.values.large import fingerprint
 from ttprun.rank.values.named import names_of as names_not_proved
@@ -34,22 +34,10 @@ def let_go() -> None:
     """Nothing that the script has dropped is kept alive by what is remembered of it."""
     begin_boundary()
     begin_boundary()
-    snapshot._scopes.clear()
 
 
 def forget() -> None:
     """The run of the script is over: nothing is kept of its values."""
-    let_go()
+    unchanged.forget()
     large.forget()
     named.forget()
-    for kept in (
-        callables._named,
-        callables._classes,
-        modules._made,
-        objects._of_user,
-        objects._slots,
-        objects._dictionaries,
-        objects._left_out,
-        objects._forms,
-    ):
-        kept.clear()

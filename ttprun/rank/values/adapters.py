@@ -58,14 +58,11 @@ def _points_elsewhere(kind: Any) -> bool:
     """Whether a type of C's holds addresses, which mean nothing in another process."""
     if issubclass(kind, ctypes.Array):
         return _points_elsewhere(kind._type_)
-    if issubclass(kind, ctypes.Structure | ctypes.Union):
-        fields = [field[1] for base in kind.__mro__ for field in vars(base).get("_fields_", ())]
-        return any(map(_points_elsewhere, fields))
     return not issubclass(kind, ctypes._SimpleCData) or kind._type_ in "zZPO"
 
 
 class _Memory:
-    """Numbers, arrays and structures of C: their bytes."""
+    """Numbers and arrays of C: their bytes."""
 
     def record(self, value: Any) -> Any:
         value = value.get_obj() if isinstance(value, SynchronizedBase) else value
@@ -83,7 +80,7 @@ class _Memory:
 
 
 class _Configuration:
-    """omegaconf's configurations: the values that have been set in them."""
+    """omegaconf's configurations: the values that have been set in them, which only the set-up does."""
 
     def record(self, value: Any) -> Any:
         held = vars(value)["_content"] if "_content" in vars(value) else vars(value)["_val"]
@@ -94,19 +91,8 @@ class _Configuration:
         return self.record(held) if "_metadata" in getattr(held, "__dict__", ()) else held
 
     def restore(self, value: Any, state: Any) -> None:
-        scope = vars(value)
-        held = scope.get("_content")
-        if "_metadata" in getattr(held, "__dict__", ()):
-            self.restore(held, state)
-            return
-        if type(held) is not type(state) or type(held) not in (dict, list):
-            scope["_content" if "_content" in scope else "_val"] = state
-            return
-        names = list(held) if type(held) is dict else list(range(len(held)))
-        if names != (list(state) if type(state) is dict else list(range(len(state)))):
-            raise ValueError("keys have been added or taken away")
-        for name in names:
-            self.restore(held[name], state[name])
+        if self.record(value) != state:
+            raise ValueError("it was changed in a step")
 
 
 TABLE: dict[str, Adapter] = {
@@ -115,8 +101,6 @@ TABLE: dict[str, Adapter] = {
     "multiprocessing.sharedctypes:SynchronizedBase": _Memory(),
     "_ctypes:_SimpleCData": _Memory(),
     "_ctypes:Array": _Memory(),
-    "_ctypes:Structure": _Memory(),
-    "_ctypes:Union": _Memory(),
     "omegaconf.dictconfig:DictConfig": _Configuration(),
     "omegaconf.listconfig:ListConfig": _Configuration(),
 }

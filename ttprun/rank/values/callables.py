@@ -18,28 +18,28 @@ from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unchanged import Remembered
 
 _NO_STATE = frozenset({"__wrapped__", "__isabstractmethod__"})
 _DESCRIPTORS = (
     types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType, types.GetSetDescriptorType,
     types.WrapperDescriptorType, types.MethodDescriptorType, functools.cached_property, functools.partialmethod,
 )  # fmt: skip
-_named: dict[Any, list[Any]] = {}
+_named: Remembered[tuple[Any, list[Any]]] = Remembered()
 
 
 def record_named(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A function or class that carries no state: found under its name, or compared by it."""
     node = _named.get(id(value))
     if node is not None and node[0] is value:
-        found: list[Any] = node[1]
-        return found
+        return node[1]
     try:
         name = name_of(value)
         found = [Tag.PLAIN, "global", name] if look_up(name) is value else [Tag.SAME, name_of(type(value)), name]
     except (AttributeError, TypeError):
         return [Tag.SAME, name_of(type(value)), getattr(value, "__name__", "")]
     if found[0] is Tag.PLAIN:
-        _named[id(value)] = [value, found]
+        _named.keep(id(value), (value, found))
     return found
 
 
@@ -184,7 +184,7 @@ def _unbound(item: Any) -> Any:
 
 
 # Class: (all that its dictionary holds, the nodes of its attributes if none of them can change by itself)
-_classes: dict[type, tuple[list[Any], dict[str, Any]]] = {}
+_classes: Remembered[tuple[list[Any], dict[str, Any]]] = Remembered()
 
 
 def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
@@ -198,12 +198,11 @@ def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
         if not attributes:
             return _without_attributes(snapshot, value, depth)
         return [Tag.CLASS, snapshot.number(value), name_of(value), attributes]
-    _classes.pop(value, None)
     found = class_attributes(value)
     number = snapshot.number(value) if found else 0
     attributes = snapshot.attributes(found, depth)
     if all(map(is_settled, attributes.values())):
-        _classes[value] = (held, attributes)
+        _classes.keep(value, (held, attributes))
     return [Tag.CLASS, number, name_of(value), attributes] if found else _without_attributes(snapshot, value, depth)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
+from ttprun.rank.values.unchanged import of_types
 
 _MOST_NODES = 256
 _KEPT = "_raw_saved_"
-_names: dict[type, list[str]] = {}
 _has_hooks = False
 
 
@@ -54,14 +54,15 @@ def is_awaited(tensor: torch.Tensor) -> bool:
     return is_kept
 
 
+@of_types
+def _names_of_kept(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith(_KEPT)]
+
+
 def _keeps(node: Any) -> bool | None:
     """Whether a node of the graph still keeps something, which is freed all at once; None if it never did."""
-    kind = type(node)
-    names = _names.get(kind)
-    if names is None:
-        names = _names[kind] = [name for name in dir(kind) if name.startswith(_KEPT)]
     keeps = None
-    for name in names:
+    for name in _names_of_kept(type(node)):
         try:
             value = getattr(node, name)
         except Exception:  # a torch.autograd.Function raises when it is freed; of any other kind nothing is known

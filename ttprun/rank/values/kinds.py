@@ -152,7 +152,6 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.SAME: restore.restore_same,
     Tag.NOT_PROVED: not_proved.restore_not_proved,
     Tag.EFFECT: streams.restore_effect,
-    Tag.DEEP: restore.restore_deep,
     Tag.REFUSED: restore.restore_refused,
     Tag.REFERENCE: restore.restore_reference,
     Tag.PLAIN: plain.restore_plain,

@@ -7,6 +7,7 @@ begins with its byte order or a bracket, one of torch with a letter.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy
@@ -20,15 +21,11 @@ from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import forget_gradient
 from ttprun.rank.weights.tensor_bytes import plain
 
-_dtype_names: dict[torch.dtype, str] = {}
 
-
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name in `torch`."""
-    name = _dtype_names.get(dtype)
-    if name is None:
-        name = _dtype_names[dtype] = str(dtype).removeprefix("torch.")
-    return name
+    return str(dtype).removeprefix("torch.")
 
 
 def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Tensor:

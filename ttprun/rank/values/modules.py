@@ -21,7 +21,7 @@ from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import ARE_TOLD, Remembered, Unchanged, version_of
+from ttprun.rank.values.unchanged import ARE_TOLD, Remembered, Unchanged, of_types, version_of
 from ttprun.rank.values.unrecorded import forget_gradient
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import plain
@@ -56,22 +56,17 @@ def _is_of(module: torch.nn.Module, packages: tuple[str, ...]) -> bool:
     return where.startswith(packages)
 
 
-_made: dict[type, frozenset[str]] = {}
-
-
-def _made_by_itself(module: torch.nn.Module) -> frozenset[str]:
+@of_types
+def _made_by_itself(kind: type) -> frozenset[str]:
     """Names of the attributes that the code of a library's module sets."""
-    kind = type(module)
-    if kind not in _made:
-        _made[kind] = frozenset(
-            step.argval
-            for base in kind.__mro__
-            for function in vars(base).values()
-            if isinstance(function, types.FunctionType)
-            for step in dis.get_instructions(function)
-            if step.opname == "STORE_ATTR"
-        )
-    return _made[kind]
+    return frozenset(
+        step.argval
+        for base in kind.__mro__
+        for function in vars(base).values()
+        if isinstance(function, types.FunctionType)
+        for step in dis.get_instructions(function)
+        if step.opname == "STORE_ATTR"
+    )
 
 
 class _Layout:
@@ -147,7 +142,7 @@ class _Layout:
         """Nodes of the settled attributes; notes where they and the others are."""
         own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
         names = ["training"] if _is_of(part, _WRAPPERS) else own
-        made = _made_by_itself(part) if _is_of(part, _CONSTANT) else ()
+        made = _made_by_itself(type(part)) if _is_of(part, _CONSTANT) else ()
         lively = self.lively.get(path, set())
         found, moving = {}, []
         for name in names:

@@ -23,7 +23,6 @@ class Tag(enum.StrEnum):
     SAME = "="  # reproduced by the replay and compared: [tag, type, what else must be equal]
     NOT_PROVED = "?"  # can change, and is not recorded: [tag, type, why]; see not_proved.py
     EFFECT = "~"  # only goes out; compared by type: [tag, type]
-    DEEP = "."  # what is nested deeply: [tag, packed node]
     REFUSED = "!"  # cannot be recorded: [tag, why]
     REFERENCE = "r"  # an object seen before: [tag, number]
     PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py

@@ -17,6 +17,7 @@ from ttprun.rank.position.whose import is_state
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
+from ttprun.rank.values.unchanged import of_types
 
 # Attributes that mean something in their own process only.
 _PROCESS_LOCAL = """
@@ -25,42 +26,37 @@ _PROCESS_LOCAL = """
 """
 PROCESS_LOCAL = frozenset(_PROCESS_LOCAL.split())
 _OF_DICTIONARIES = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_of_user: dict[type, bool] = {}
-_slots: dict[type, dict[str, Any]] = {}
-_dictionaries: dict[type, Callable[[Any], dict[str, Any]] | None] = {}
 
 
+@of_types
 def is_of_user(kind: type) -> bool:
     """Whether a class is defined in the user's code."""
-    known = _of_user.get(kind)
-    if known is None:
-        known = _of_user[kind] = is_state(kind)
-    return known
+    return is_state(kind)
 
 
+@of_types
 def slots_of(kind: type) -> dict[str, Any]:
     """The slots of a class and its bases, by name."""
-    known = _slots.get(kind)
-    if known is None:
-        known = _slots[kind] = {
-            name: item
-            for base in reversed(kind.__mro__)
-            for name, item in vars(base).items()
-            if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and "__slots__" in vars(base)
-        }
-    return known
+    return {
+        name: item
+        for base in reversed(kind.__mro__)
+        for name, item in vars(base).items()
+        if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and "__slots__" in vars(base)
+    }
+
+
+@of_types
+def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
+    if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
+        return lambda one: threading.local.__getattribute__(one, "__dict__")
+    found = (vars(base).get("__dict__") for base in kind.__mro__)
+    known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
+    return None if known is None else known.__get__
 
 
 def dictionary_of(value: Any) -> dict[str, Any] | None:
     """The dictionary of an object's attributes itself; no code of its class's is run for it, nor of a proxy's."""
-    kind = type(value)
-    if kind not in _dictionaries:
-        found = (vars(base).get("__dict__") for base in kind.__mro__)
-        known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
-        _dictionaries[kind] = None if known is None else known.__get__
-        if issubclass(kind, threading.local):  # each thread has another one, of which the class does not tell
-            _dictionaries[kind] = lambda one: threading.local.__getattribute__(one, "__dict__")
-    get = _dictionaries[kind]
+    get = _dictionary_getter(type(value))
     return None if get is None else get(value)
 
 
@@ -81,9 +77,6 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 # Of objects of these classes some attributes are left to the replay; see `leave_out`.
 _LEFT_OUT: list[tuple[type, frozenset[str]]] = []
-_left_out: dict[type, frozenset[str]] = {}
-# Of each class that was met: its name, whether its objects have no slots, what is left out of them.
-_forms: dict[type, tuple[str, bool, frozenset[str]]] = {}
 
 
 def leave_out(base: type, names: str) -> None:
@@ -91,24 +84,24 @@ def leave_out(base: type, names: str) -> None:
     _LEFT_OUT.append((base, frozenset(names.split())))
 
 
+@of_types
 def left_out(kind: type) -> frozenset[str]:
     """Names of the attributes that are left to the replay."""
-    known = _left_out.get(kind)
-    if known is None:
-        names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
-        names += [frozenset(frameworks.LEFT_OUT.get(name_of(base), "").split()) for base in kind.__mro__]
-        known = _left_out[kind] = frozenset().union(*names, () if is_of_user(kind) else PROCESS_LOCAL)
-    return known
+    names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
+    names += [frozenset(frameworks.LEFT_OUT.get(name_of(base), "").split()) for base in kind.__mro__]
+    return frozenset().union(*names, () if is_of_user(kind) else PROCESS_LOCAL)
+
+
+@of_types
+def _form(kind: type) -> tuple[str, bool, frozenset[str]]:
+    """(name, whether its objects have no slots, what is left out of them) of a class."""
+    return name_of(kind), not slots_of(kind), left_out(kind)
 
 
 def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """An object with attributes."""
     number = snapshot.number(value)
-    kind = type(value)
-    form = _forms.get(kind)
-    if form is None:
-        form = _forms[kind] = (name_of(kind), not slots_of(kind), left_out(kind))
-    name, is_without_slots, without = form
+    name, is_without_slots, without = _form(type(value))
     if is_without_slots and (held := dictionary_of(value)) is not None:
         return [Tag.OBJECT, number, name, snapshot.lasting_attributes(held, depth, without)]
     return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]

@@ -165,11 +165,6 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     return live
 
 
-def restore_deep(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What was packed by itself."""
-    return restore.value(live, unpack(node[1]), name)
-
-
 def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What the lost rank could not record."""
     return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}")

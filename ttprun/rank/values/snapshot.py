@@ -45,8 +45,7 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
 
 
 MAX_OBJECTS = 200_000  # a second's walk
-_MAX_CHUNKS = 10
-_FRAMES = 20_000  # that a walk as deep as can be takes, at most
+_FRAMES = 2_000  # that a walk as deep as can be takes, at most
 # Of loops, and of what torch.compile puts beside the functions that it has compiled.
 _HIDDEN_PREFIXES = (
     loops.VARIABLE_PREFIX,
@@ -117,7 +116,7 @@ class _Scope:
         self.rest = [name for name in self._names if name not in self.fixed and not is_hidden(name)]
 
 
-_scopes: dict[Hashable, _Scope] = {}
+_scopes: Remembered[_Scope] = Remembered()
 _attributes_of = attrgetter("__dict__")
 # By the id of an object's dictionary: (names that have no node, nodes of the others, all settled, the dictionary).
 _attributes: Remembered[tuple[frozenset[str], dict[str, Any], Unchanged]] = Remembered()
@@ -149,7 +148,6 @@ class Snapshot:
         self.followed = set(followed)
         self.blobs: list[torch.Tensor] = []
         self.not_proved: list[str] = []
-        self._chunks = 0  # that are open now, of MAX_DEPTH levels each
         self.computed: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
@@ -169,7 +167,8 @@ class Snapshot:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
         known = _scopes.get(key)
         if known is None or known.stepped is not self.stepped:
-            known = _scopes[key] = _Scope(self.stepped, scope if is_lasting else None)
+            known = _Scope(self.stepped, scope if is_lasting else None)
+            _scopes.keep(key, known)
         known.look_at(scope)
         found = {}
         for name in known.rest:
@@ -226,20 +225,12 @@ class Snapshot:
             return [Tag.REFERENCE, known]
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
             return self._not_proved(kind, f"it comes behind the {MAX_OBJECTS:,} objects that are recorded at each step")
+        if depth > MAX_DEPTH:
+            return self._not_proved(kind, f"it is nested more than {MAX_DEPTH} deep")
         try:
-            return handler(self, value, depth) if depth <= MAX_DEPTH else self._deep(handler, value)
+            return handler(self, value, depth)
         except Exception as error:  # of a thread that changes it just now, say: the others can be recorded
             return [Tag.REFUSED, f"raised {type(error).__name__} when it was read"]
-
-    def _deep(self, handler: Handler, value: Any) -> Any:
-        """What is nested deeply is packed by itself: msgpack's own depth is limited."""
-        if self._chunks == _MAX_CHUNKS:
-            return self._not_proved(type(value), f"it is nested more than {_MAX_CHUNKS * MAX_DEPTH:,} deep")
-        self._chunks += 1
-        try:
-            return [Tag.DEEP, pack(handler(self, value, 0))]
-        finally:
-            self._chunks -= 1
 
     def _not_proved(self, kind: type, why: str) -> list[Any]:
         self.not_proved.append(name_of(kind))

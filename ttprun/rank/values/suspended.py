@@ -1,18 +1,20 @@
 """Generators that are suspended between two items: their variables are part of the script's state.
 
-[tag, number, function, place, variables, yields from]. Its place is told by the instruction, and inside of its `for`
-loops by the loops that are followed. A loop that is not followed hides its position: such a generator is refused,
-unless a loop runs over the generator itself: in a replay that asks for the items before its own.
+[tag, number, function, place, variables, yields from]. Its place is its instruction, and inside of its `for` loops the
+positions of those, if they are followed. In other code, and in a generator expression, a loop hides its position. Such
+a generator is refused once it has begun, unless a loop runs over it: a replay asks for the items before its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
 
 from ttprun.rank.position import iterables, loops
 from ttprun.rank.position.frames import variables_of
+from ttprun.rank.position.whose import follows_loops
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, told
 from ttprun.rank.values.snapshot import Snapshot
@@ -28,6 +30,11 @@ def _stands_at(value: types.GeneratorType[Any, Any, Any]) -> list[int]:
     return [] if frame is None else [frame.f_lasti, *(loop.position for loop in loops.of_frame(frame))]
 
 
+def _hides_position(value: types.GeneratorType[Any, Any, Any]) -> bool:
+    is_followed = follows_loops(value.gi_code.co_filename) and value.gi_code.co_name != "<genexpr>"
+    return not is_followed and inspect.getgeneratorstate(value) != inspect.GEN_CREATED
+
+
 def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, Any], depth: int) -> Any:
     """A generator, of the user's or of a library's."""
     frame = value.gi_frame
@@ -38,11 +45,10 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
         return [Tag.SUSPENDED, number, _where(value), _stands_at(value), {}, None]
     active = loops.of_frame(frame)
     snapshot.followed |= iterables.followed(active)
-    on_stack = iterables.on_stack(value)
     if id(value) in snapshot.followed:
-        snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom, *on_stack))
-    elif on_stack:
-        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which stands in a loop that is not followed"]
+        snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom,))
+    elif _hides_position(value):
+        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which does not tell how far its loops are"]
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]

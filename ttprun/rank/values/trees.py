@@ -124,9 +124,7 @@ def walk(node: Node, name: str) -> Iterator[tuple[list[Any], str]]:
 
 
 def _named_parts(node: list[Any], name: str) -> Iterator[tuple[Node, str]]:
-    if node[0] == Tag.DEEP:
-        yield unpack(node[1]), name
-    elif node[0] == Tag.MODULE and node[6] is None:
+    if node[0] == Tag.MODULE and node[6] is None:
         for path, nodes in node[4].items():
             yield from ((one, f"{name}.{path}.{key}" if path else f"{name}.{key}") for key, one in nodes.items())
     for at, part in shape_of(node).items():

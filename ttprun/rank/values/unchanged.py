@@ -7,6 +7,7 @@ compared. `Remembered` holds what was made, as long as it is asked for at each b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
 from operator import is_
@@ -118,9 +119,25 @@ class Remembered(Generic[V]):
 
 
 _all: list[Remembered[Any]] = []
+_of_types: list[Any] = []
+
+
+def of_types(function: Callable[[type], V]) -> Callable[[type], V]:
+    """A decorator: what a function gives for a type is kept until the run of the script is over."""
+    cached = functools.cache(function)
+    _of_types.append(cached)
+    return cached
 
 
 def begin_boundary() -> None:
     """A boundary begins: of all that is remembered."""
     for one in _all:
         one.begin_boundary()
+
+
+def forget() -> None:
+    """Nothing is remembered any more."""
+    begin_boundary()
+    begin_boundary()
+    for cached in _of_types:
+        cached.cache_clear()
