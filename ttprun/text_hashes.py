@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 VARIABLE = "PYTHONHASHSEED"
 HIDDEN = "_TTPRUN_HASH_SEED"  # what the user has in its place, as the shim puts it back
-_SEED = "1"  # in every job, so that one that goes on from a checkpoint has it as well
+_SEED = "1"  # in every job, so that one that resumes from a checkpoint has it as well
 
 
 def seed_for(environment: Mapping[str, str]) -> str:

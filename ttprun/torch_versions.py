@@ -23,7 +23,7 @@ _DEFAULTS: dict[str, Any] = {
     "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     "shutdown_timeout": None,
 }
-GRACE_S = 30  # that torch gives the ranks of a job that ends, unless it is told otherwise
+GRACE_S = 30  # torch's default grace period for the ranks of a job that ends
 
 
 def launch_option(options: Any, name: str) -> Any:

@@ -10,7 +10,7 @@ def after(looks: Looks, boundary: int, weights: str, rest: str = "", is_full: bo
     found = None
     for rank, digest in enumerate(weights):
         held = {"w": (digest, rest[rank] if rest else "r")}
-        looks, found = looks.told(rank, boundary, held, is_full)
+        looks, found = looks.note(rank, boundary, held, is_full)
     assert found is not None
     return looks, found
 
@@ -56,8 +56,8 @@ def test_shards_whose_gradients_part_later_are_no_replicas_from_then_on_though_t
 
 
 def test_a_parameter_that_only_some_ranks_have_is_no_other_rank_s() -> None:
-    looks, _ = Looks(world_size=2).told(0, 1, {"w": ("a", ""), "own": ("b", "")}, is_full=True)
-    looks, _ = looks.told(1, 1, {"w": ("a", "")}, is_full=True)
+    looks, _ = Looks(world_size=2).note(0, 1, {"w": ("a", ""), "own": ("b", "")}, is_full=True)
+    looks, _ = looks.note(1, 1, {"w": ("a", "")}, is_full=True)
 
     assert looks.replicas.parted == {"own": (0, 1)}
 
@@ -80,9 +80,9 @@ def test_parameters_in_which_replicas_differ_in_a_snapshot_are_found() -> None:
 
 def test_what_was_looked_at_in_full_is_not_compared_with_what_was_not() -> None:
     """A survivor's weights of the step in which another rank was lost, and its replacement's proof of the same step."""
-    looks, _ = alike(2).told(0, 8, {"w": ("a", "")}, is_full=False)
+    looks, _ = alike(2).note(0, 8, {"w": ("a", "")}, is_full=False)
 
-    looks, look = looks.told(1, 8, {"w": ("a", "gradient and state")}, is_full=True)
+    looks, look = looks.note(1, 8, {"w": ("a", "gradient and state")}, is_full=True)
 
     assert look is None
 
@@ -130,17 +130,17 @@ def test_boundaries_of_which_a_rank_never_reports_are_forgotten() -> None:
     looks = Looks(world_size=2)
 
     for boundary in range(3 * KEPT):
-        looks, _ = looks.told(0, boundary, {}, is_full=False)
+        looks, _ = looks.note(0, boundary, {}, is_full=False)
 
     assert sorted(looks.reported) == [(boundary, False) for boundary in range(2 * KEPT, 3 * KEPT)]
 
 
 def test_an_older_boundary_that_is_completed_late_is_compared_too() -> None:
     looks = alike(2)
-    looks, _ = looks.told(0, 100, {"w": ("b", "r")}, is_full=False)
-    looks, _ = looks.told(0, 200, {"w": ("c", "r")}, is_full=False)
+    looks, _ = looks.note(0, 100, {"w": ("b", "r")}, is_full=False)
+    looks, _ = looks.note(0, 200, {"w": ("c", "r")}, is_full=False)
 
-    looks, look = looks.told(1, 100, {"w": ("b", "r")}, is_full=False)
+    looks, look = looks.note(1, 100, {"w": ("b", "r")}, is_full=False)
 
     assert look is not None
     assert look.divergence is None

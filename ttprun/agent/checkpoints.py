@@ -365,7 +365,7 @@ class Checkpoints:
         if self._filling is not None and self._filling[1].is_due:
             folder, progress = self._filling
             with contextlib.suppress(OSError):  # it has just become a checkpoint, or has been given up
-                progress.tell(sum(entry.stat().st_size for entry in os.scandir(folder)))
+                progress.show(sum(entry.stat().st_size for entry in os.scandir(folder)))
 
     def _why_unusable(self, checkpoint: Checkpoint) -> str:
         """Why a launch would not go on from what has just been written: whoever says so must have asked."""

@@ -56,7 +56,7 @@ class Comparisons:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
         self._names |= message.names
-        self._looks, look = before.told(seat.rank, message.boundary, message.held, message.is_full)
+        self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full)
         if look is None:
             return
         if look.parted and self._is_proof(look):

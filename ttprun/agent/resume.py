@@ -136,7 +136,7 @@ class Resumption:
             why_not = unusable.why_passed_over(path, self.fingerprint)
             if why_not:
                 raise InvalidCheckpointError(why_not)
-            checkpoint = self._store.verify(checkpoint, ProgressLog(_CHECKING).tell)
+            checkpoint = self._store.verify(checkpoint, ProgressLog(_CHECKING).show)
         manifest = checkpoint.valid_manifest()
         stored = open_checkpoint(checkpoint, time.monotonic() - began_s)
         if manifest.world_size == self._world_size and stored.arguments == self._words:

@@ -1,5 +1,5 @@
-"""Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As a defect of the memory would, neither
-leaves a trace: no version counter moves.
+"""Wrong numbers on purpose: a NaN in a gradient, a flipped bit in a parameter. As with defective memory, no version
+counter changes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ def put_nan(op: str, inputs: Any, buckets: Iterable[Buckets] = ()) -> str:
     """Make the middle element of the first floating tensor NaN, if these are gradients; returns what was done, or "".
 
     inputs    the operation's argument: a tensor, or nested lists of tensors
-    buckets   what is known of where gradients lie in DDP's tensors: there the gradient itself becomes NaN too, as it is
-              where it has come out of the backward pass so
+    buckets   known buckets of DDP, whose gradient becomes NaN too, as after a real backward pass
     """
     if op not in _REDUCING:
         return ""
@@ -56,7 +55,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is given by autograd (DDP's buckets), or is the gradient of an optimizer's parameter."""
+    """Whether a tensor is reduced during backward (DDP's buckets), or is the gradient of an optimizer's parameter."""
     from ttprun.rank.weights import optimizer_registry
 
     if torch._C._current_graph_task_id() != -1:

@@ -1,7 +1,7 @@
-"""A device that fails on purpose: the device is simulated, the numbers that it ruins are the script's own tensors.
+"""A simulated device that fails on purpose; the tensors that it ruins are the script's own.
 
-As a defect of the memory would, this leaves no trace: no version counter moves. What is under way on a link is spared,
-since a memory error of this rank does not reach the others. Begin with `break_device`.
+As with defective memory, no version counter changes. Tensors of running collectives are spared, since a memory error of
+this rank does not reach the others. Begin with `break_device`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _GARBAGE = random.Random(1).randbytes(4093)
 
 
 def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
-    """Break the simulated device of this process, as `kind` says; from now on it is the process's device.
+    """Break the simulated device, which is the process's device from now on.
 
-    returns   what was done, and the error that an operation of the script meets; None: the next collective meets it
+    returns   what was done, and the error for the script's next operation; None: for its next collective
 
     Raises ValueError if there is nothing to break yet.
     """
@@ -79,7 +79,7 @@ def ruin(tensor: torch.Tensor) -> None:
 
 
 def _gradients(session: Session) -> Iterator[torch.Tensor]:
-    """Gradients of what the optimizers update, but for those that a collective is working on."""
+    """Gradients of the optimizers' parameters, except those that a collective is using."""
     busy = {
         tensor.untyped_storage().data_ptr()
         for entry in session.journal.unfinished()

@@ -1,7 +1,7 @@
 """Break this rank's connections to the others, on the real sockets: reset, silent, slow. Linux.
 
-A link is every TCP connection to one peer, whatever group it belongs to. On runs that allow faults each rank tells the
-others which port of its own leads to whom (`publish`), since the accepting end of a connection cannot see who called.
+A link is all TCP connections to one peer, of all groups. On runs that allow faults each rank publishes which of its
+ports leads to which rank (`publish`), since the accepting end of a connection cannot see that.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session
 
 SLOW_BYTES_PER_S = 256 << 10
-_TOLD_LIMIT_S = 5.0
+_PEER_LIMIT_S = 5.0
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER, _SO_MAX_PACING_RATE = 26, 27, 47
 _UNLIMITED = 0xFFFFFFFF
 
 
 def publish(exchange: Exchange, connection: Connection, name: str, rank: int) -> None:
-    """Tell the other members of a group which of this rank's ports leads to whom."""
+    """Publish to the other members of a group which of this rank's ports leads to which member."""
     called = {
         sock.getsockname()[1]: peer
         for sock in connection.sockets()
@@ -59,12 +59,12 @@ def _duplicate(sock: socket.socket) -> socket.socket:
 
 
 def _callers(exchange: Exchange, connection: Connection, name: str, size: int, rank: int) -> dict[int, int]:
-    """Port -> the member (its rank in the group) that has called this one from there."""
+    """Port -> the member (its rank in the group) that has connected to this one from there."""
     found: dict[int, int] = {}
     for peer in range(size):
         if peer != rank:
-            told = exchange.get(connection.generation, f"group {name}/callers {peer}", _TOLD_LIMIT_S)
-            found |= {int(port): peer for port, called in json.loads(told).items() if called == rank}
+            callers = exchange.get(connection.generation, f"group {name}/callers {peer}", _PEER_LIMIT_S)
+            found |= {int(port): peer for port, called in json.loads(callers).items() if called == rank}
     return found
 
 
@@ -76,8 +76,8 @@ def break_links(session: Session, fault: Fault) -> str:
         sockets = [sock for peer in peers for sock in known[peer]]
         for sock in sockets:
             _BREAK[fault.kind](sock, fault)
-        if fault.seconds is not None and fault.kind in _MEND:
-            _mend_later(fault, [_duplicate(sock) for sock in sockets])
+        if fault.seconds is not None and fault.kind in _RESTORE:
+            _restore_later(fault, [_duplicate(sock) for sock in sockets])
     finally:
         for sock in (sock for found in known.values() for sock in found):
             sock.close()
@@ -97,10 +97,10 @@ def _chosen(session: Session, fault: Fault, peers: list[int]) -> list[int]:
 
 
 def _reset(sock: socket.socket, fault: Fault) -> None:
-    """Both ends get a RST, as when something between them forgets the connection.
+    """Both ends get a RST, as if a middlebox had dropped the connection.
 
-    To connect a socket to nowhere resets its connection, for the peer. This end would not hear of it (no RST has come
-    in), so it is then connected to a port that nobody listens on: the RST that answers wakes whoever waits for it.
+    Connecting a socket to AF_UNSPEC resets its connection for the peer. This end gets no RST from that, so it is then
+    connected to a port on which nothing listens: the RST in the answer wakes its waiters.
     """
     nowhere = struct.pack("=H14x", socket.AF_UNSPEC)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -113,7 +113,7 @@ def _reset(sock: socket.socket, fault: Fault) -> None:
 
 
 def _silence(sock: socket.socket, fault: Fault) -> None:
-    """A packet filter that lets nothing in: "return 0 bytes". The kernel drops what comes, acknowledgements too."""
+    """Attach a packet filter that drops all input, acknowledgements too ("return 0 bytes")."""
     nothing = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(nothing)))
 
@@ -123,7 +123,7 @@ def _hear_again(sock: socket.socket) -> None:
 
 
 def _slow_down(sock: socket.socket, fault: Fault) -> None:
-    """The kernel paces what this end sends."""
+    """Have the kernel pace what this end sends."""
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, fault.rate or SLOW_BYTES_PER_S)
 
 
@@ -132,15 +132,15 @@ def _speed_up(sock: socket.socket) -> None:
 
 
 _BREAK: dict[str, Any] = {"reset": _reset, "silent": _silence, "cut-off": _silence, "slow": _slow_down}
-_MEND: dict[str, Any] = {"silent": _hear_again, "cut-off": _hear_again, "slow": _speed_up}
+_RESTORE: dict[str, Any] = {"silent": _hear_again, "cut-off": _hear_again, "slow": _speed_up}
 
 
-def _mend_later(fault: Fault, sockets: list[socket.socket]) -> None:
-    def mend() -> None:
+def _restore_later(fault: Fault, sockets: list[socket.socket]) -> None:
+    def restore() -> None:
         for sock in sockets:
             with contextlib.suppress(OSError), sock:
-                _MEND[fault.kind](sock)
+                _RESTORE[fault.kind](sock)
 
-    timer = threading.Timer(fault.seconds or 0.0, mend)
+    timer = threading.Timer(fault.seconds or 0.0, restore)
     timer.daemon = True
     timer.start()

@@ -40,38 +40,37 @@ class InjectedFaultError(RuntimeError):
 
 @dataclass(frozen=True)
 class Armed:
-    """A fault that waits for its moment in this rank; the agent knows it by its number."""
+    """A fault that waits for its moment in this rank; the agent identifies it by its number."""
 
     number: int
     fault: Fault
 
 
 def strike(session: Session, armed: Armed, phase: str) -> None:
-    """Cause a fault now, and tell the agent. Comes back only from what a process can survive."""
+    """Cause a fault now, and report it to the agent. Returns if the process survives."""
     cause(session.channel, armed, phase, step_of(session, phase), session)
 
 
 def step_of(session: Session, phase: str) -> int:
-    """The optimizer step that runs in this rank: behind the step's end it is still the same one."""
+    """The optimizer step that this rank is in; at "after_step" still the one that has just ended."""
     return session.applied - (phase == "after_step")
 
 
 def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Session | None) -> None:
     """As `strike`; without a session the script has not imported torch yet.
 
-    What ends or stops the process is told first. The rest is told when it is done, with what was done, or with why it
-    could not be.
+    A fault that ends or stops the process is reported first; others afterwards, with what was done or why it failed.
     """
     fault = armed.fault
     if fault.kind in _ENDING:
-        tell(channel, armed, phase, step)
+        report(channel, armed, phase, step)
         _ENDING[fault.kind](fault, phase)
     elif fault.kind in _BY_AGENT:
         _done.clear()
-        tell(channel, armed, phase, step)
+        report(channel, armed, phase, step)
         _wait_for_agent()
         if fault.kind == "term":
-            held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later than asked for
+            held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later
     elif session is not None:
         meets: Exception | None = None
         try:
@@ -79,16 +78,16 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
                 detail, meets = _break_device(session, fault.kind)
             else:
                 detail = _break_something(session, fault)
-        except Exception as error:  # the script is not to suffer from a fault that could not be caused
+        except Exception as error:  # a fault that could not be caused must not disturb the script
             channel.send(from_rank.FaultFailed(armed.number, str(error)))
         else:
-            tell(channel, armed, phase, step, detail)
+            report(channel, armed, phase, step, detail)
         if meets is not None:
             raise fail_open.meant(meets)
 
 
-def tell(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
-    """Tell the agent that a fault has struck; the clock is the same in all processes of the machine."""
+def report(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
+    """Report to the agent that a fault has struck; the clock is the same in all processes of the machine."""
     channel.send(from_rank.FaultStruck(armed.number, phase, step, at_s=time.monotonic(), detail=detail))
 
 
@@ -126,7 +125,7 @@ def _abort(fault: Fault, phase: str) -> None:
 
 
 def write_no_core() -> None:
-    """An ordered crash leaves no core file behind."""
+    """Switch core files off for an injected crash."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 
@@ -155,7 +154,7 @@ def _turn(fault: Fault, phase: str) -> None:
 
 
 def _nothing(fault: Fault, phase: str) -> None:
-    """The caller leaves the collective out."""
+    """The caller skips the collective."""
 
 
 _ENDING: dict[str, Callable[[Fault, str], None]] = {
@@ -172,20 +171,20 @@ _ENDING: dict[str, Callable[[Fault, str], None]] = {
     "skip-collective": _nothing,
 }
 
-# What the agent does, while this thread waits: so it happens at the moment that was asked for.
+# Done by the agent while this thread waits, so that it happens at the requested moment.
 _BY_AGENT = ("term", "agent-kill", "standby-kill", "preempt")
 _done = threading.Event()
 
 
 def done_by_agent() -> None:
-    """The agent has done what it was told to do."""
+    """The agent has done its part of a fault."""
     _done.set()
 
 
 def _wait_for_agent() -> None:
     end = time.monotonic() + _DEED_LIMIT_S
     while not _done.wait(0.1) and time.monotonic() < end:
-        pass  # in short waits, so that a script's own signal handler can run
+        pass  # wait in short pieces, so that the script's own signal handler can run
 
 
 # What breaks devices, links or data.
@@ -206,12 +205,12 @@ def _break_something(session: Session, fault: Fault) -> str:
 
 
 def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:
-    """If these are gradients that are about to be reduced, make one element NaN; returns whether they were."""
+    """If these are gradients about to be reduced, make one element NaN; returns whether they were."""
     from ttprun.chaos import broken_data
 
     detail = ""
     with contextlib.suppress(Exception):
         detail = broken_data.put_nan(op, inputs, [group.buckets for group in session.groups.values()])
     if detail:
-        tell(session.channel, armed, phase, session.applied, detail)
+        report(session.channel, armed, phase, session.applied, detail)
     return bool(detail)

@@ -1,8 +1,8 @@
-"""Faults that ttprun can cause on purpose, and how they are written down: `kill:rank=1,step=5,phase=backward`.
+"""Faults that ttprun can cause on purpose, and how they are written: `kill:rank=1,step=5,phase=backward`.
 
-The same text is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
-library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; what a schedule comes to is in
-`ttprun.chaos.schedule`.
+The same form is used by `--fault`, by `faults:` in a configuration or a drill, and between agent and ranks. Standard
+library only, since it is imported inside ranks. Read KINDS first, then `parse_fault`; `ttprun.chaos.schedule` expands
+schedules.
 """
 
 from __future__ import annotations
@@ -110,21 +110,21 @@ USAGE = "write KIND:rank=R[,step=N][,phase=P]"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault to cause, or a schedule of them; `str` gives the text that `parse_fault` reads.
+    """A fault to cause, or a schedule of them; `str` gives the form that `parse_fault` reads.
 
-    kind     a key of KINDS; several with commas between, or RANDOM: one of them is drawn by the seed each time
+    kind     a key of KINDS; several separated by commas, or RANDOM: one of them is drawn by the seed each time
     rank     global rank, from 0; None: drawn by the seed
-    step     optimizer step, from 0, in which it strikes, or at the next such moment after it; None: the running one,
-             or drawn if there is a seed and no time is given
+    step     optimizer step, from 0, in or after which it strikes at the first such moment; None: the current one, or
+             drawn if there is a seed and no time is given
     phase    a key of PHASES; None: wherever the rank is, or drawn if there is a seed
     after    seconds to wait first
     every    repeats: "5steps" or "10s"
-    count    how often; None: once, or without end if there is `every`
-    seed     of whatever is drawn
+    count    number of strikes; None: one, or without end if there is `every`
+    seed     for everything that is drawn
     code     exit code of `exit`
     peer     the other end of the link for `silent`, `slow` and `reset`
-    rate     bytes a second for `slow`
-    seconds  how long it lasts, for hangs and links
+    rate     bytes per second for `slow`
+    seconds  duration, for hangs and links
     """
 
     kind: str
@@ -142,12 +142,12 @@ class Fault:
 
     def __str__(self) -> str:
         given = [(field.name, getattr(self, field.name)) for field in fields(self)[1:]]
-        told = ",".join(
+        keys = ",".join(
             f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
             for name, value in given
             if value is not None
         )
-        return f"{self.kind}:{told}" if told else self.kind
+        return f"{self.kind}:{keys}" if keys else self.kind
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class Fault:
 
     @property
     def is_immediate(self) -> bool:
-        """Whether the agent causes it at once, from outside of the rank."""
+        """Whether the agent causes it at once, from outside the rank."""
         return self.step is None and self.phase is None and self.kind in (*SIGNAL_KINDS, *AGENT_KINDS)
 
     def plain(self, kind: str, rank: int | None, step: int | None, phase: str | None, seed: int | None) -> Fault:
@@ -191,7 +191,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def check_fault(fault: Fault) -> None:
-    """Raise ValueError, one line, if the fault cannot be caused: unknown words, a phase or key that does not fit."""
+    """Raise ValueError, one line, if the fault cannot be caused: an unknown word, a phase or key that does not fit."""
     if fault.kind != RANDOM:
         for kind in fault.kinds:
             check_word("fault", kind, KINDS)

@@ -1,8 +1,8 @@
-"""The faults that this run is to suffer: which are ordered, in which rank they wait, and what has struck.
+"""The injected faults of this run: those ordered, those armed in ranks, and those that have struck.
 
-Orders come from the configuration and from `ttprun inject-fault`; `schedule` says what each comes to. A strike
-waits in a rank for its moment; one that names no moment and is a signal is sent from here. Each step of it is an event:
-fault_ordered, fault_armed, fault_injected, fault_failed. Runs on the supervisor's thread. Begin with `order`.
+Orders come from the configuration and from `ttprun inject-fault`; `schedule` expands them into strikes. A strike waits
+in a rank for its moment; a signal without a moment is sent from here. The events are fault_ordered, fault_armed,
+fault_injected and fault_failed. Runs on the supervisor's thread. Begin with `order`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _SIGNALS = {
 
 @dataclass
 class Order:
-    """One order that is being carried out.
+    """One order.
 
     number      from 1
     ordered_s   monotonic time of the order
-    left        strikes that are still to come
+    left        remaining strikes
     """
 
     number: int
@@ -68,7 +68,7 @@ class Injections:
         self._preempted: Seat | None = None
 
     def begin(self) -> None:
-        """The ranks of the first group have been started: the configuration's orders hold from now on."""
+        """The ranks of the first group have been started: take the configuration's orders."""
         for fault in self._from_config:
             try:
                 self.order(fault, "configuration")
@@ -77,7 +77,7 @@ class Injections:
         self._from_config = []
 
     def order(self, fault: Fault, by: str) -> str:
-        """Take an order; returns what to tell whoever gave it. Raises ValueError if it cannot be carried out."""
+        """Take an order; returns the answer for the user. Raises ValueError if it cannot be carried out."""
         self._check(fault)
         now = time.monotonic()
         order = Order(next(self._order_numbers), fault, now, self._strikes_of(fault))
@@ -85,18 +85,18 @@ class Injections:
         return self._take_next(order)
 
     def waiting_in(self, rank: int) -> list[to_rank.Fault]:
-        """What a process of that rank is to be told when it starts."""
+        """The faults for a process of that rank when it starts."""
         return [
             to_rank.Fault(number, str(fault)) for number, (fault, _) in self._armed.items() if _rank_of(fault) == rank
         ]
 
     def greeted(self, seat: Seat) -> None:
-        """A process can be told things now: what was armed since its welcome. It knows what it has been told twice."""
+        """A process reads messages now: send the faults armed since its welcome. It ignores duplicates."""
         for message in self.waiting_in(seat.rank):
             seat.handler.channel.send(message)
 
     def struck(self, seat: Seat, message: from_rank.FaultStruck) -> None:
-        """A rank says that a fault has struck it; some are for the agent to carry out at this moment."""
+        """A rank reports that a fault has struck it; the agent carries out some kinds at this moment."""
         if message.number not in self._armed:
             return
         fault, order = self._armed.pop(message.number)
@@ -109,30 +109,30 @@ class Injections:
         elif fault.kind == "stop":
             self._wake_later(seat.pid, fault)
         if fault.kind == "preempt":
-            self._preempted = seat  # it stays where it is till the signal has been answered
+            self._preempted = seat  # it waits until the signal has been answered
         elif fault.kind in ("term", *AGENT_KINDS):
             seat.handler.channel.send(to_rank.FaultDone())
         self._after(order)
 
     def answered(self) -> None:
-        """The job's end has been asked for, and the ranks know: one that was held back for that goes on."""
+        """The ranks know of the job's end: release the one that waits for that."""
         if self._preempted is not None:
             self._preempted.handler.channel.send(to_rank.FaultDone())
             self._preempted = None
 
     def failed(self, seat: Seat, message: from_rank.FaultFailed) -> None:
-        """A rank says that it could not cause a fault."""
+        """A rank reports that it could not cause a fault."""
         if message.number in self._armed:
             fault, order = self._armed.pop(message.number)
             self._log_failure(message.number, fault, message.reason, rank=seat.rank)
             self._after(order)
 
     def next_timer_s(self) -> float | None:
-        """When `pass_time` has something to do, in monotonic seconds."""
+        """The next time for `pass_time`, in monotonic seconds."""
         return self._timers[0][0] if self._timers else None
 
     def pass_time(self) -> None:
-        """Do what was to be done by now."""
+        """Carry out the timers that are due."""
         while self._timers and self._timers[0][0] <= time.monotonic():
             heapq.heappop(self._timers)[2]()
 
@@ -156,7 +156,7 @@ class Injections:
         return strikes(fault, len(self._node.seats), self._running_step())
 
     def _take_next(self, order: Order) -> str:
-        """Arm the order's next strike, or wait till it is time for it; returns what was done."""
+        """Arm the order's next strike, or set a timer for it; returns what was done."""
         strike = next(order.left, None)
         if strike is None:
             return "nothing is scheduled"
@@ -171,7 +171,7 @@ class Injections:
         return f"ordered: {order.fault}; it begins {strike.after_s:g} s after the order"
 
     def _after(self, order: Order) -> None:
-        """A strike has struck: the next one, if it does not go by the clock."""
+        """A strike has struck: take the next one, unless it has a timer."""
         if order.fault.after is None and seconds_of(order.fault.every) is None:
             self._take_next(order)
 
@@ -207,7 +207,7 @@ class Injections:
             kill_session(seat.pid)
             return
         with contextlib.suppress(OSError):
-            if fault.kind in ("segv", "abort"):  # an ordered crash leaves no core file behind
+            if fault.kind in ("segv", "abort"):  # an injected crash writes no core file
                 _, hard = resource.prlimit(seat.pid, resource.RLIMIT_CORE)
                 resource.prlimit(seat.pid, resource.RLIMIT_CORE, (0, hard))
             os.kill(seat.pid, _SIGNALS[fault.kind])
@@ -227,25 +227,25 @@ class Injections:
         return f"a standby (pid {pid}) was killed"
 
     def _wake_later(self, pid: int, fault: Fault) -> None:
-        """Let a stopped process go on, if the fault says after how long."""
+        """Continue a stopped process, if the fault has a duration."""
 
-        def go_on() -> None:
-            if any(seat.pid == pid for seat in self._node.seats):  # not somebody who has got its number
+        def wake() -> None:
+            if any(seat.pid == pid for seat in self._node.seats):  # against pid reuse
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 
         if fault.seconds is not None:
-            self._call_at(time.monotonic() + fault.seconds, go_on)
+            self._call_at(time.monotonic() + fault.seconds, wake)
 
     def _call_at(self, at_s: float, function: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (at_s, next(self._timer_numbers), function))
 
     # Events.
 
-    def _log(self, event: str, **told: object) -> None:
-        self._node.log(event, **told)
+    def _log(self, event: str, **fields: object) -> None:
+        self._node.log(event, **fields)
 
-    def _log_strike(self, number: int, fault: Fault, seat: Seat | None, detail: str, **told: object) -> None:
+    def _log_strike(self, number: int, fault: Fault, seat: Seat | None, detail: str, **fields: object) -> None:
         self._log(
             "fault_injected",
             number=number,
@@ -255,7 +255,7 @@ class Injections:
             kind=fault.kind,
             generation=self._node.job.generation,
             detail=detail,
-            **told,
+            **fields,
         )
 
     def _log_failure(self, number: int, fault: Fault, reason: str, rank: int | None = None) -> None:

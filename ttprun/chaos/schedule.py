@@ -1,4 +1,4 @@
-"""What a fault's schedule comes to, strike by strike. Pure: the same order, world and step give the same strikes.
+"""The strikes of a fault's schedule. Pure: the same order, world and step give the same strikes.
 
 Begin with `strikes`.
 """
@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from ttprun.chaos.faults import AGENT_KINDS, DRAWN_PHASES, Fault, check_phase, seconds_of, steps_of
 
-# A step that is drawn lies so many steps, at most, beyond the one before.
-DRAWN_STEPS = 20
+DRAWN_STEPS = 20  # a drawn step is at most so many steps after the one before
 
 
 @dataclass(frozen=True)
@@ -20,8 +19,8 @@ class Strike:
     """One fault of a schedule.
 
     number   from 0
-    fault    with nothing left to draw and no time to wait
-    after_s  seconds from the order; None: at once, or as soon as the strike before it has struck
+    fault    with nothing left to draw and no waiting time
+    after_s  seconds from the order; None: at once, or after the previous strike
     """
 
     number: int
@@ -32,9 +31,9 @@ class Strike:
 def strikes(order: Fault, world_size: int, running_step: int) -> Iterator[Strike]:
     """All strikes of an order, without end if it has a period and no count.
 
-    order         as ordered; `check_fault` has passed it
+    order         accepted by `check_fault`
     world_size    ranks to draw from
-    running_step  the optimizer step that runs when it is ordered: periods and drawn steps count from there
+    running_step  the optimizer step at the time of the order, from which periods and drawn steps count
     """
     drawn = random.Random(order.seed)
     every_s, every_steps = seconds_of(order.every), steps_of(order.every)

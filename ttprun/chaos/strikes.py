@@ -1,7 +1,7 @@
-"""Carry out the faults that `ttprun inject-fault` asks for, at the moment that they name.
+"""Cause the faults of `ttprun inject-fault` at their moments.
 
-This module is the listener of `ttprun.rank.moments` on runs that allow faults. A fault strikes once: it is
-reported to the agent, which does not hand it to the replacement. What each kind does is in `damage.py`.
+This module is the listener of `ttprun.rank.moments` on runs that allow faults. A fault strikes once: it is reported to
+the agent, which does not send it to the replacement. `damage.py` has the effects of each kind.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ttprun.rank.session import Session, current
 waiting: list[Armed] = []  # for their moment, in this rank
 _known: set[int] = set()
 _C_CALLS_INTO_STEP = 12
-# These need a collective in their hands, so they strike where one is about to be issued.
+# These need a collective's tensors, so they strike when one is about to be issued.
 _AT_COLLECTIVES = ("skip-collective", "nan")
 _inside_step: Armed | None = None
 
 
 def begin(ordered: list[to_rank.Fault]) -> None:
-    """Make all moments known to us, and arm the faults that the agent has ordered so far."""
+    """Watch all moments, and arm the faults that the agent has ordered so far."""
     _watch_modules()
     for one in ordered:
         arm(one.number, parse_fault(one.fault))
 
 
 def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
-    """`take`, for the agent's messages; those about faults are ours."""
+    """A handler of the agent's messages: those about faults are handled here, the others by `take`."""
 
-    def hear(message: Message) -> None:
+    def handle(message: Message) -> None:
         match message:
             case to_rank.Fault(number=number, fault=fault):
                 arm(number, parse_fault(fault))
@@ -47,7 +47,7 @@ def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
             case _:
                 take(message)
 
-    return hear
+    return handle
 
 
 def arm(number: int, fault: Fault) -> None:
@@ -58,7 +58,7 @@ def arm(number: int, fault: Fault) -> None:
 
 
 def reached(phase: str) -> None:
-    """The main thread (or autograd's, or the recovery's) has come to a moment that a fault may wait for."""
+    """The main thread (or autograd's, or the recovery's) has reached a moment that a fault may wait for."""
     if waiting:
         _strike_if_due(phase)
 
@@ -78,7 +78,7 @@ def _strike_if_due(phase: str) -> None:
 
 
 def _due(session: Session, phase: str) -> Iterator[Armed]:
-    """The faults whose moment has come. One whose step is over strikes at the next such moment."""
+    """The faults that are due. One whose step is over strikes at the next such moment."""
     is_recovery = phase in RECOVERY_PHASES
     if session.replay is not None and not is_recovery:
         return
@@ -94,7 +94,7 @@ def _due(session: Session, phase: str) -> Iterator[Armed]:
 
 
 def _take(armed: Armed) -> bool:
-    """Disarm a fault that is about to strike; False if another thread was quicker."""
+    """Disarm a fault that is about to strike; False if another thread has done so."""
     try:
         waiting.remove(armed)
     except ValueError:
@@ -103,7 +103,7 @@ def _take(armed: Armed) -> bool:
 
 
 def _strike_inside_step(session: Session, armed: Armed) -> None:
-    """Let the optimizer change some of its tensors first: strike at one of the C functions that it calls."""
+    """Strike at a later one of the optimizer's calls of C functions, after it has changed some of its tensors."""
     global _inside_step
     _inside_step = armed
     left = _C_CALLS_INTO_STEP
@@ -127,18 +127,18 @@ def _strike_inside_step_now(session: Session) -> None:
 
 
 def reached_step_end() -> None:
-    """Optimizer.step is over: a fault that was to strike inside and found too few calls strikes now."""
+    """Optimizer.step is over: a fault that has found too few calls inside strikes now."""
     session = current()
     if _inside_step is not None and session is not None:
         _strike_inside_step_now(session)
 
 
 def reached_collective(op: str, inputs: Any) -> bool:
-    """A collective is about to be issued: that tells backward passes, set-up, and waiting for a checkpoint.
+    """A collective is about to be issued, by which backward passes, setup, and waits for a checkpoint are recognized.
 
     op       the backend's method
-    inputs   the argument with the tensors that this rank gives
-    returns  whether the rank is to leave it out
+    inputs   the argument that holds this rank's input tensors
+    returns  whether this rank is to skip it
     """
     session = current()
     if not waiting or session is None:
@@ -160,7 +160,7 @@ def phase_of_collective(session: Session, op: str) -> str:
     """Which phase a collective shows; "collective" if none but itself."""
     import torch
 
-    if torch._C._current_graph_task_id() != -1:  # autograd is at work
+    if torch._C._current_graph_task_id() != -1:  # autograd is running
         return "backward"
     if session.applied == 0:
         return "setup"
@@ -168,12 +168,12 @@ def phase_of_collective(session: Session, op: str) -> str:
 
 
 def connected(exchange: Exchange, connection: Connection, group_name: str, rank: int) -> None:
-    """A group has a new connection: its members must know which port leads to whom."""
+    """A group has a new connection: its members must know which port leads to which rank."""
     broken_links.publish(exchange, connection, group_name, rank)
 
 
 def _watch_modules() -> None:
-    """Make forward and backward passes moments that a fault can wait for."""
+    """Report forward and backward passes as moments."""
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -187,6 +187,6 @@ def _watch_modules() -> None:
 
     def then_reached(*args: Any, **kwargs: Any) -> None:
         backward(*args, **kwargs)
-        moments.reached("backward")  # only if no collective in it was the moment
+        moments.reached("backward")  # for faults that no collective inside has triggered
 
     torch.autograd.backward = then_reached

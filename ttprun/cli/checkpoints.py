@@ -175,9 +175,9 @@ def export_model(
     size = sum(tensor.nbytes for tensor in tensors.values())
     with ProgressLine(f"writing '{out}'", size, lambda: size_of(part_of(out))):
         written = write_model(tensors, out, form)
-    told = {"file": str(out), "format": form, "tensors": len(tensors), "bytes": written, "boundary": checked.boundary}
+    result = {"file": str(out), "format": form, "tensors": len(tensors), "bytes": written, "boundary": checked.boundary}
     count = f"{len(tensors)} tensors of step {checked.boundary}, {format_bytes(written)}"
-    print(json.dumps(told) if as_json else f"wrote '{out}' ({form}): {count}")
+    print(json.dumps(result) if as_json else f"wrote '{out}' ({form}): {count}")
     return 0
 
 

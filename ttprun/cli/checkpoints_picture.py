@@ -22,7 +22,7 @@ def draw_list(console: Console, checkpoints: Sequence[Checkpoint], latest: str |
     for one in checkpoints:
         table.add_row(one.name, *_facts(one.manifest), _state(one, latest))
     reasons = [Text(f"{one.name}: {one.reason}") for one in checkpoints if one.reason]
-    reasons += [Text(f"{one.name}: {told}") for one in checkpoints for told in describe_refusals(one)]
+    reasons += [Text(f"{one.name}: {refusal}") for one in checkpoints for refusal in describe_refusals(one)]
     return Group(table, *reasons)
 
 

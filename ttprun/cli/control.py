@@ -19,14 +19,14 @@ def ask(directory: RunDirectory, request: Request) -> dict[str, Any]:
     Waits at most ANSWER_LIMIT_S. Raises ConfigError if there is no answer.
     """
     try:
-        told = {"op": type(request).__name__, "token": directory.read_token(), **vars(request)}
+        request_line = {"op": type(request).__name__, "token": directory.read_token(), **vars(request)}
         with (
             directory.control_address() as address,
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
         ):
             connection.settimeout(ANSWER_LIMIT_S)
             connection.connect(address)
-            connection.sendall(json.dumps(told).encode() + b"\n")
+            connection.sendall(json.dumps(request_line).encode() + b"\n")
             with connection.makefile("r", encoding="utf-8") as lines:
                 answer = json.loads(lines.readline())
     except (OSError, ValueError) as error:

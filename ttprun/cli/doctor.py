@@ -51,8 +51,8 @@ def examined(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
     try:
         yield from check()
     except Exception as error:
-        told = f"could not be checked ({type(error).__name__}: {error})"
-        yield Finding(name, "check", told, "note", "it is not known whether it works", "report this")
+        found = f"could not be checked ({type(error).__name__}: {error})"
+        yield Finding(name, "check", found, "note", "it is not known whether it works", "report this")
 
 
 def show(findings: list[Finding], can_work: bool) -> None:

@@ -65,8 +65,8 @@ def inject_fault(
         show_strikes(status, fault, as_json)
         return 0
     message = send_fault(directory, fault)
-    told = {"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message}
-    print(json.dumps(told) if as_json else message)
+    answer = {"run_id": status.run_id, "fault": str(fault), "dry_run": False, "message": message}
+    print(json.dumps(answer) if as_json else message)
     return 0
 
 
@@ -110,8 +110,8 @@ def show_strikes(status: RunStatus, fault: Fault, as_json: bool) -> None:
     coming = list(islice(strikes(fault, status.world_size, running_step), SHOWN_STRIKES + 1))
     shown, has_more = coming[:SHOWN_STRIKES], len(coming) > SHOWN_STRIKES
     if as_json:
-        told = [{"after_s": strike.after_s} | _given(strike.fault) for strike in shown]
-        print(json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": True, "strikes": told}))
+        planned = [{"after_s": strike.after_s} | _given(strike.fault) for strike in shown]
+        print(json.dumps({"run_id": status.run_id, "fault": str(fault), "dry_run": True, "strikes": planned}))
         return
     console = open_console()
     console.print(f"run {status.run_id}, step {running_step}: dry run, nothing is done; the order would be")

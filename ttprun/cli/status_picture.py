@@ -24,7 +24,7 @@ def draw(console: Console, shown: RunStatus) -> RenderableType:
         parts += [Text("\nincidents"), draw_incidents(console, shown.incidents)]
         parts += [Text("\nseconds of each phase"), draw_phases(console, shown.incidents)]
         for one in shown.incidents:
-            parts += [Text(f"incident {one.id}: {told}") for told in sentences_of(one)]
+            parts += [Text(f"incident {one.id}: {sentence}") for sentence in sentences_of(one)]
     return Group(*parts)
 
 

@@ -1,4 +1,4 @@
-"""The processor as a device: nothing on it runs by itself, and memory that fails ends the process."""
+"""The CPU as a device: nothing runs asynchronously, and failed memory ends the process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class CpuDevice:
         """Nothing runs beside the threads of the process."""
 
     def check_memory(self) -> MemoryCheck:
-        """An uncorrectable error of main memory is a SIGBUS: whoever asks here has not met one."""
+        """An uncorrectable error of main memory is a SIGBUS, so there was none."""
         return MemoryCheck.NONE
 
     def clean(self) -> None:
-        """Memory is given back by itself."""
+        """Memory is freed by itself."""
 
     def restart(self) -> None:
         """Nothing was stopped."""

@@ -44,13 +44,13 @@ class CudaDevice:
         return Identity("cuda", torch.cuda.get_device_name(self._index), self._index, versions)
 
     def health(self) -> Health:
-        """Waits for what runs on the GPU: an error of a kernel is only told then."""
+        """Waits for the GPU's running work, since a kernel's error is reported only then."""
         findings = [] if self._gpu is None else list(self._gpu.findings())
         try:
             self._torch.cuda.synchronize(self._index)
         except Exception as error:
             findings.append((f"CUDA answers: {in_one_line(error)}", False))
-        return Health(all(is_usable for _, is_usable in findings), tuple(told for told, _ in findings))
+        return Health(all(is_usable for _, is_usable in findings), tuple(finding for finding, _ in findings))
 
     def stop(self) -> None:
         """CUDA cannot end a kernel; those that wait for a peer end when their communicators are aborted."""
@@ -75,7 +75,7 @@ class CudaDevice:
     def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
         """Abort NCCL's communicators; the group connects anew when it is used next.
 
-        One that is not aborted may keep its kernels, and the stream behind them, waiting for ever.
+        Without an abort its kernels, and later work on the stream, may wait for ever.
         """
         distributed = self._torch.distributed
         groups = distributed.distributed_c10d._world.pg_map if group is None else (group,)

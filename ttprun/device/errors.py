@@ -1,11 +1,11 @@
-"""One table: the text of an error of a device or a communication library -> a fault, and the rung that answers it.
+"""One table: the message of a device's or communication library's error -> a fault, and the rung that answers it.
 
-Short texts only, since the same error is printed in two shapes: in full (`[ERROR] date (PID:.., Device:.., RankID:..)
+Patterns are short, since the same error is printed in two forms: in full (`[ERROR] date (PID:.., Device:.., RankID:..)
 ERR00100 ...`, with the runtime's traceback) and in short (TORCH_NPU_COMPACT_ERROR_OUTPUT=1). Only RuntimeErrors are
-looked at, as the vendors raise no others; what a configuration adds (`device_errors`) is looked for in any exception.
+checked, as the vendors raise no others; additions of a configuration (`device_errors`) apply to any exception.
 
-No torch is imported: the agent, `ttprun doctor` and the configuration read it too. Read ROWS first; the first row whose
-text is found wins.
+Does not import torch: the agent, `ttprun doctor` and the configuration read it too. Read ROWS first; the first row that
+matches wins.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from ttprun.device.updates import UpdateTimes
 
 
 class DeviceFault(StrEnum):
-    """What has happened to the device, as far as its recovery depends on it."""
+    """The kinds of device errors that recovery distinguishes."""
 
-    MEMORY_TEMPORARY = "memory-temporary"  # device memory failed that nothing needs any more: the step can be run again
-    MEMORY_PERSISTENT = "memory-persistent"  # memory failed that held state: it is released, and comes from a peer
-    MEMORY_CORRUPTED = "memory-corrupted"  # wrong data may have been used, or it is not known which memory failed
-    MEMORY_OUTSIDE_POOL = (
-        "memory-outside-pool"  # it belongs to no tensor (buffers of a library): only a new process helps
-    )
+    MEMORY_TEMPORARY = "memory-temporary"  # unused device memory has failed: the step can be run again
+    MEMORY_PERSISTENT = "memory-persistent"  # memory with state has failed: it is released, the state comes from a peer
+    MEMORY_CORRUPTED = "memory-corrupted"  # wrong data may have been used, or it is unknown which memory has failed
+    MEMORY_OUTSIDE_POOL = "memory-outside-pool"  # a library's buffers, not tensors, have failed: needs a new process
     LINK = "link"  # a connection between devices broke
-    REMOTE_SUSPECT = "remote-suspect"  # another device, or its process, is thought to have failed
+    REMOTE_SUSPECT = "remote-suspect"  # another device, or its process, has probably failed
     COLLECTIVE_TIMEOUT = "collective-timeout"  # a device has waited too long, mostly for another rank
-    FORCED_STOP = "forced-stop"  # this rank was stopped on purpose; nothing of it is broken
-    DEVICE_LOST = "device-lost"  # this process can use its device no more: its context is lost, or the device is
+    FORCED_STOP = "forced-stop"  # this rank was stopped on purpose, and is not broken
+    DEVICE_LOST = "device-lost"  # this process cannot use its device any more: its context, or the device, is lost
     PRECISION = "precision"  # the numbers are wrong, perhaps in all ranks
-    UNKNOWN = "unknown"  # no device error, as far as we know
+    UNKNOWN = "unknown"  # not a device error, as far as we know
 
 
 # Fault -> the rung (`recovery.job.RUNGS`) at which its answer starts.
@@ -58,11 +56,11 @@ ANSWERS: dict[DeviceFault, str] = {
 class Row:
     """One error.
 
-    library   who prints it
+    library   that prints it
     pattern   regular expression, searched for in "Type: message"
     rung      where the answer starts; "": at the fault's own rung
-    is_dated  its text says when it happened, and if the newest update of the optimizer had begun by then, the memory is
-              `memory-persistent`, whatever `fault` says
+    is_dated  its message has a time; if the newest update of the optimizer had begun by then, the fault is
+              `memory-persistent` instead
     """
 
     library: str
@@ -73,22 +71,22 @@ class Row:
 
 
 def _acl(text: str, reason: str, code: int) -> str:
-    """torch_npu's own words, or the runtime's reason, or the error's number in the way that torch_npu prints it."""
+    """torch_npu's own name, or the runtime's reason, or the error's number as torch_npu prints it."""
     return rf"\b{text}\b|reason=\[{reason}\]|error code is {code}\b"
 
 
 def _cuda(text: str, code: int) -> str:
-    """CUDA's text as torch prints it, or the number that an AcceleratorError carries."""
+    """CUDA's message as torch prints it, or the number in an AcceleratorError."""
     return rf"CUDA (?:error|driver error|failure \d+)\W*{text}|Cuda failure (?:\d+ )?'{text}|error code is {code}\b"
 
 
 _F = DeviceFault
 ROWS: tuple[Row, ...] = (
-    # Ascend: torch_npu and its runtime. `UCE ERROR` alone does not say which memory: `Device.check_memory` does.
+    # Ascend: torch_npu and its runtime. `UCE ERROR` does not say which memory: see `Device.check_memory`.
     Row("torch_npu", _acl("UCE ERROR", "device mem error", 507053), _F.MEMORY_PERSISTENT),
     # See `updates.py`.
     Row("torch_npu", _acl("HBM MULTI BIT ECC", "hbm Multi-bit ECC error", 507054), _F.MEMORY_CORRUPTED, is_dated=True),
-    # Also raised for an address out of range: what has been read and written is not known.
+    # Also raised for an address out of range: it is unknown what has been read and written.
     Row("torch_npu", _acl("SUSPECT MEM ERROR", "suspect device mem error", 507055), _F.MEMORY_CORRUPTED),
     Row("torch_npu", _acl("FORCE STOP", "device task abort", 107022), _F.FORCED_STOP),
     Row("torch_npu", _acl("HCCL OP RETRY FAILED", "hccl op retry failed", 507904), _F.LINK),
@@ -101,12 +99,12 @@ ROWS: tuple[Row, ...] = (
     Row("HCCL", r"\bEI0002\b", _F.COLLECTIVE_TIMEOUT),  # a notify wait
     Row("HCCL", r"\bEI0006\b", _F.LINK),  # a socket could not be built
     Row("HCCL", r"\bHCCL_E_REMOTE\b", _F.REMOTE_SUSPECT),
-    # Words between MindIO and the frameworks that it serves; torch_npu never raises them.
+    # Used between MindIO and frameworks; torch_npu never raises them.
     Row("MindIO", r"\bARF FINISH\b", _F.FORCED_STOP),
     Row("MindIO", r"\bSTEP FINISH\b", _F.FORCED_STOP),
     Row("MindIO", r"\bPRECISION ERROR\b", _F.PRECISION),
-    # CUDA, errors that are sticky by the words of cuda.h ("the process must be terminated and relaunched"): whatever
-    # this process asks of the device fails the same way from now on, so rerun is no answer, whatever `retry_on` says.
+    # CUDA, errors that are sticky according to cuda.h ("the process must be terminated and relaunched"): every later
+    # operation of this process fails too, so rerun cannot help, whatever `retry_on` says.
     Row("CUDA", _cuda("uncorrectable ECC error encountered", 214), _F.MEMORY_CORRUPTED),
     Row("CUDA", _cuda("uncorrectable NVLink error detected", 220), _F.LINK, rung="replace"),
     Row("CUDA", _cuda("Invalid access of peer GPU memory over nvlink", 226), _F.REMOTE_SUSPECT, rung="replace"),
@@ -121,18 +119,18 @@ ROWS: tuple[Row, ...] = (
     Row("CUDA", _cuda("invalid program counter", 718), _F.DEVICE_LOST),
     Row("CUDA", _cuda("unspecified launch failure", 719), _F.DEVICE_LOST),
     Row("CUDA", _cuda("tensor memory not completely freed", 721), _F.DEVICE_LOST),
-    # Not sticky, but the device is not there.
+    # Not sticky, but the device is missing.
     Row("CUDA", _cuda("no CUDA-capable device is detected", 100), _F.DEVICE_LOST),
     Row("CUDA", _cuda(r"(?:all )?CUDA-capable device\(?s\)? (?:is/)?are busy or unavailable", 46), _F.DEVICE_LOST),
     Row("CUDA", _cuda("unknown error", 999), _F.DEVICE_LOST),
     Row("CUDA", r"GPU is lost|GPU has fallen off the bus|No CUDA GPUs are available", _F.DEVICE_LOST),
-    # NCCL, by way of torch. What its watchdog says of a time-out comes before what was done about it.
+    # NCCL, as torch reports it. The watchdog's time-out comes before the abort that follows it.
     Row("NCCL", r"Watchdog caught collective operation timeout", _F.COLLECTIVE_TIMEOUT),
     Row("NCCL", r"\bncclRemoteError\b", _F.REMOTE_SUSPECT),
     Row("NCCL", r"\bncclSystemError\b", _F.LINK),
     Row("NCCL", r"\bncclUnhandledCudaError\b", _F.DEVICE_LOST),
     Row("NCCL", r"NCCL communicator (?:was|has been) aborted|NCCL watchdog thread terminated", _F.LINK),
-    # gloo, by way of torch. Its file comes first: "Connection reset by peer" alone may be a data server's.
+    # gloo, as torch reports it. With its file name: "Connection reset by peer" alone may be a data server's.
     Row("gloo", r"/gloo/transport/\S+\] Timed out waiting \d+ms for (?:recv|send) operation", _F.COLLECTIVE_TIMEOUT),
     Row("gloo", r"Application timeout caused pair closure", _F.COLLECTIVE_TIMEOUT),  # by the operation before this one
     Row("gloo", r"failed to pass monitoredBarrier in \d+ ms", _F.COLLECTIVE_TIMEOUT),
@@ -150,11 +148,10 @@ _MESSAGE_LENGTH = 300
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What the table says of one error.
+    """The table's answer for one error.
 
     rung      where the answer starts
-    is_dated  it follows from when the error happened: after such an error the device itself calls all failed memory
-              persistent, whether something holds it or not
+    is_dated  it follows from the error's time: the device reports all failed memory as persistent then, used or not
     """
 
     fault: DeviceFault
@@ -163,27 +160,27 @@ class Diagnosis:
 
     @property
     def name(self) -> str:
-        """The fault in a word, "" if it is no device error."""
+        """The fault's name, "" if it is not a device error."""
         return str(self.fault) if self.is_known else ""
 
     @property
     def is_known(self) -> bool:
-        """Whether this is a device error at all."""
+        """Whether this is a device error."""
         return self.fault is not DeviceFault.UNKNOWN
 
     @property
     def can_wait(self) -> bool:
-        """Whether a script that waits for a collective need not hear of it: connections are built anew under it.
+        """Whether a script that waits for a collective keeps waiting, since new connections may solve it.
 
-        What nobody knows may be a connection that broke in a way of its own.
+        An unknown error may be a broken connection.
         """
         return not self.is_known or self.rung == "reconnect"
 
     @property
     def can_stay(self) -> bool:
-        """Whether the process can go on with its device.
+        """Whether the process can keep its device.
 
-        A link's error that has ended the script, outside of a collective, asks for the next rung, which is rerun.
+        A link error outside a collective, which has ended the script, needs the next rung, which is rerun.
         """
         return self.rung in ("reconnect", "rerun")
 
@@ -195,25 +192,25 @@ def diagnosis_of(fault: DeviceFault, rung: str = "", is_dated: bool = False) -> 
 
 @dataclass(frozen=True)
 class DeviceErrors:
-    """The table, with what a configuration adds to it.
+    """The table, with a configuration's additions.
 
-    additions   pattern -> name of a fault; they come before our rows, and "unknown" takes an error off the table
+    additions   pattern -> name of a fault; before our rows, and "unknown" removes an error from the table
     """
 
     additions: Mapping[str, str]
 
     def diagnose(self, error: BaseException, updates: UpdateTimes | None = None) -> Diagnosis:
-        """What an exception means, or else that from which it was raised (`raise ... from`).
+        """What an exception, or one of its causes (`raise ... from`), means.
 
-        updates   when the optimizer was last updated; None: not known, so that no error is proved to be newer
+        updates   times of the optimizer's updates; None: unknown, so no error is known to be newer
         """
         for found in _chain(error):
-            told = _text_of(found)
+            message = _message_of(found)
             for pattern, fault in self._added:
-                if pattern.search(told):
+                if pattern.search(message):
                     return diagnosis_of(fault)
-            if isinstance(found, RuntimeError) and (row := row_of(told)) is not None:
-                if row.is_dated and updates is not None and updates.is_repairable_by(told):
+            if isinstance(found, RuntimeError) and (row := row_of(message)) is not None:
+                if row.is_dated and updates is not None and updates.is_repairable_by(message):
                     return diagnosis_of(DeviceFault.MEMORY_PERSISTENT, is_dated=True)
                 return diagnosis_of(row.fault, row.rung)
         return diagnosis_of(DeviceFault.UNKNOWN)
@@ -224,13 +221,13 @@ class DeviceErrors:
 
 
 def row_of(text: str) -> Row | None:
-    """The first row that is found in a text, None if there is none."""
+    """The first row that matches a message, None if none does."""
     return next((row for pattern, row in _compiled() if pattern.search(text)), None)
 
 
 @cache
 def _compiled() -> list[tuple[re.Pattern[str], Row]]:
-    """Not when imported: every rank imports this, and few meet an error."""
+    """Compiled late: every rank imports this module, and few need it."""
     return [(re.compile(row.pattern), row) for row in ROWS]
 
 
@@ -246,7 +243,7 @@ def check_additions(additions: Mapping[str, str]) -> None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's type, and the first line of what it says."""
+    """An error's type, and the first line of its message."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:  # an error's own __str__ may fail
@@ -264,8 +261,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__
 
 
-def _text_of(error: BaseException) -> str:
-    """ "Type: message", and the number that torch.AcceleratorError carries; "" if the error cannot say what it is."""
+def _message_of(error: BaseException) -> str:
+    """ "Type: message", and the number in a torch.AcceleratorError; "" if the error's own __str__ fails."""
     try:
         code = getattr(error, "error_code", None)
         return f"{type(error).__name__}: {error}" + (f" [error code is {code}]" if isinstance(code, int) else "")

@@ -1,7 +1,7 @@
-"""The seam: what the rest of ttprun asks of a device, whichever it is. Read `Device` first.
+"""The interface of all devices. Read `Device` first.
 
-Every question is about the one device that this process uses. The phases of a repair in their order are: stop, check
-the memory, clean, restart, rebuild the communicators, mark as safe what has been repaired.
+It is about the one device that this process uses. The phases of a repair are, in order: stop, check the memory, clean,
+restart, rebuild the communicators, mark repaired tensors as safe.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class DeviceMissingError(RuntimeError):
 
 
 class DeviceFailedError(RuntimeError):
-    """The device did not do what it was told to; only another process can help."""
+    """The device did not carry out an order; only a new process can help."""
 
 
 class MemoryCheck(IntEnum):
-    """Where the memory lies that failed; the numbers are torch_npu's."""
+    """Which memory has failed; the numbers are torch_npu's."""
 
     NONE = 0  # none is known to have failed
     OUTSIDE_POOL = 1  # it belongs to no tensor: not repairable
-    TEMPORARY = 2  # nothing holds it any more once the cache is emptied
-    PERSISTENT = 3  # living tensors hold it
+    TEMPORARY = 2  # unused after the cache is emptied
+    PERSISTENT = 3  # used by living tensors
 
 
 _FAULTS = {
@@ -40,7 +40,7 @@ _FAULTS = {
 
 
 def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
-    """What an error means once it is known which memory has failed; NONE says nothing more than the error did."""
+    """The diagnosis of an error, given which memory has failed; NONE adds nothing."""
     is_news = check is not MemoryCheck.NONE and _FAULTS[check] is not diagnosis.fault
     return diagnosis_of(_FAULTS[check]) if is_news else diagnosis
 
@@ -49,10 +49,10 @@ def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
 class Identity:
     """Which device this is.
 
-    kind       "cpu", "cuda", "npu", or "sim": there is no device, and what is said of it shows ttprun's own work only
-    name       the model as its driver tells it
+    kind       "cpu", "cuda", "npu", or "sim" (simulated)
+    name       the model, from its driver
     index      number of the device in this process
-    versions   what it takes to drive it -> version, "" if that is not known
+    versions   of its libraries and driver, "" if unknown
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Health:
 class MemoryFigures:
     """Memory of the device, in bytes.
 
-    free   that any process may still take
+    free   available to any process
     """
 
     free_bytes: int
@@ -84,9 +84,9 @@ class MemoryFigures:
 
 
 class Communicator(Protocol):
-    """What a device does in one process group of ttprun's: it stays when the links below are made anew.
+    """A device's part in one managed process group, which outlives the group's connections.
 
-    calls   operation -> how often it was issued
+    calls   operation -> number of calls
     """
 
     calls: Counter[str]
@@ -94,52 +94,52 @@ class Communicator(Protocol):
     def issue(self, links: Any, op: str, args: tuple[Any, ...], inputs: Iterable[Any]) -> Any:
         """Issue an operation; returns the backend's work.
 
-        links   the group's links at present: a process group with the operations as its methods
+        links   the group's current links: a process group with the operations as its methods
         inputs  tensors that are read
 
-        Raises RuntimeError, what the device meets.
+        Raises RuntimeError, the device's error.
         """
 
 
 class Device(Protocol):
-    """One kind of device. Methods may block for as long as the device needs to answer, seconds at most."""
+    """One kind of device. Methods may block until the device answers, seconds at most."""
 
     def identify(self) -> Identity:
         """Which device this is. Raises DeviceMissingError."""
 
     def health(self) -> Health:
-        """Whether it can be used; never raises. May wait for what runs on it."""
+        """Whether it can be used; never raises. May wait for its running work."""
 
     def stop(self) -> None:
-        """End whatever runs on it; operations of other threads fail from now on. Raises DeviceFailedError."""
+        """End all its running work; operations of other threads fail from now on. Raises DeviceFailedError."""
 
     def check_memory(self) -> MemoryCheck:
-        """Where the memory lies that failed. Raises DeviceFailedError if the device cannot tell."""
+        """Which memory has failed. Raises DeviceFailedError if the device cannot report it."""
 
     def clean(self) -> None:
-        """Give back what nothing holds any more."""
+        """Free unused memory."""
 
     def restart(self) -> None:
-        """Make it ready for work after `stop`, but for its communicators. Raises DeviceFailedError."""
+        """Make it ready for work after `stop`, without its communicators. Raises DeviceFailedError."""
 
     def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """Make the device's communicators ready for work after `restart`, in place. Raises DeviceFailedError.
+        """Make the device's communicators ready after `restart`, in place. Raises DeviceFailedError.
 
-        group            what `communicator` has given, or torch's process group; None: all
-        rebuilds_links   connections are made anew, since another process sits at an end of them
+        group            a result of `communicator`, or torch's process group; None: all
+        rebuilds_links   make new connections, since the process at an end of them was replaced
         """
 
     def mark_safe(self, tensor: Any) -> None:
-        """A tensor has been written anew, and may be used again, though its memory had failed."""
+        """A tensor in failed memory was written again, and may be used."""
 
     def communicator(self) -> Communicator | None:
-        """The device's part of a process group of ttprun's that is being made; None: it has none in it."""
+        """The device's part in a new managed process group; None if it takes no part."""
 
     def rng_state(self) -> bytes:
-        """State of the device's random generator, b"" if it has none of its own."""
+        """State of the device's random generator, b"" if it has none."""
 
     def restore_rng_state(self, state: bytes) -> None:
-        """Put a state of `rng_state` back."""
+        """Restore a result of `rng_state`."""
 
     def memory(self) -> MemoryFigures:
-        """How much memory there is."""
+        """Free and total memory."""

@@ -1,8 +1,8 @@
-"""An Ascend NPU by way of torch_npu. Not run on one: written from its sources, and tested against a simulation of it.
+"""An Ascend NPU through torch_npu. Never run on one: written from its sources, and tested against a simulation.
 
-torch_npu differs from release to release. 2.1: `stop_device` answers None, `reinit_process_group` rebuilds the default
-group whatever it is given, and answers None. 2.7: the former answers 0 or 1, the latter minds its group and answers it.
-2.13: `restart_device` has a third argument, which we leave alone. What a release does not have is not asked of it.
+torch_npu differs between releases. 2.1: `stop_device` returns None, `reinit_process_group` always rebuilds the default
+group, and returns None. 2.7: the former returns 0 or 1, the latter rebuilds and returns the given group. 2.13:
+`restart_device` has a third argument, which we do not use. Missing functions are not called.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What NVIDIA's management library tells of a GPU that CUDA does not: Xid events, ECC counters, remapped rows.
+"""NVIDIA's management library reports what CUDA does not: Xid events, ECC counters, remapped rows.
 
-It is optional (`pip install 'ttprun[cuda]'`; its module is `pynvml`); without it nothing is told. Read XIDS first.
+It is optional (`pip install 'ttprun[cuda]'`; its module is `pynvml`). Read XIDS first.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load() -> Any:
 class Gpu:
     """One GPU, from now on: Xids that came before are not seen.
 
-    uuid    as CUDA tells it, with or without its prefix; CUDA_VISIBLE_DEVICES changes numbers, and no uuid
+    uuid    from CUDA, with or without its prefix; CUDA_VISIBLE_DEVICES changes device numbers, but no uuid
     """
 
     def __init__(self, nvml: Any, uuid: str) -> None:

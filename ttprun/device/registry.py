@@ -1,4 +1,4 @@
-"""Which device this process uses, as its script has loaded it: nothing is imported or initialised to find out."""
+"""The device that this process's script has loaded; nothing is imported or initialized to find out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _simulated: Device | None = None
 
 
 def current() -> Device:
-    """The device of this process. Forked children and processes that have not touched a device have the processor."""
+    """The device of this process; the CPU in forked children, and if no device was used."""
     torch: Any = sys.modules.get("torch")
     torch_npu: Any = sys.modules.get("torch_npu")
     if _simulated is not None:
@@ -30,7 +30,7 @@ def current() -> Device:
 
 @cache
 def _gpu(torch: Any, index: int) -> Device:
-    """One a process: each listens for what the driver tells of it."""
+    """One per process, since each listens to the driver's events."""
     from ttprun.device import nvml
     from ttprun.device.cuda import CudaDevice
 
@@ -38,6 +38,6 @@ def _gpu(torch: Any, index: int) -> Device:
 
 
 def simulate(device: Device | None) -> None:
-    """From now on this is the process's device; None: whatever it really has."""
+    """Make this the process's device; None: the real one."""
     global _simulated
     _simulated = device

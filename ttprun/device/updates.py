@@ -1,7 +1,7 @@
-"""When the optimizer was last updated: it decides whether device memory that failed can be repaired.
+"""The times of optimizer updates, which decide whether failed device memory can be repaired.
 
-Of a multi-bit ECC error the device says when it happened. What failed since the newest update began has not got into a
-state that was updated with it and handed on; what failed before may have. The rule is MindIO's (`_can_do_repair`).
+A multi-bit ECC error carries its time. Memory that failed after the newest update began cannot have corrupted the state
+of an earlier update; memory that failed before may have. The rule is MindIO's (`_can_do_repair`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _TIME = re.compile(r"time us=\s*(\d+)")  # torch_npu's own pattern has a space t
 
 
 def now_us() -> int:
-    """The clock that stands for the device's: microseconds since 1970."""
+    """The clock used for the device's: microseconds since 1970."""
     return time.time_ns() // 1000
 
 
 def error_time_us(text: str) -> int | None:
-    """When the error happened, by the device's clock, as its text says; None if it does not."""
+    """The time in an error's message, by the device's clock; None if it has none."""
     found = _TIME.search(text)
     return int(found.group(1)) if found else None
 
@@ -27,9 +27,7 @@ def error_time_us(text: str) -> int | None:
 class UpdateTimes:
     """When the newest update of the optimizer began and ended, by the device's clock in microseconds; 0: not yet.
 
-    While one is under way, `end_us` is that of the update before.
-
-    clock_us   tells the time by the device's clock
+    During an update, `end_us` is that of the previous one.
     """
 
     def __init__(self, clock_us: Callable[[], int] = now_us) -> None:
@@ -46,9 +44,9 @@ class UpdateTimes:
         self.end_us = self.clock_us()
 
     def can_repair(self, error_us: int | None, start_us: int | None = None, end_us: int | None = None) -> bool:
-        """Whether memory that failed then can be repaired: nothing wrong has got into a state that is kept.
+        """Whether memory that failed at that time can be repaired: no kept state can be corrupted.
 
-        error_us          when it failed; None: not known
+        error_us          when it failed; None: unknown
         start_us, end_us  of the newest update; None: as noted here
         """
         start = self.start_us if start_us is None else start_us
@@ -58,6 +56,6 @@ class UpdateTimes:
         return error_us > max(start, end) or start <= error_us <= end
 
     def is_repairable_by(self, text: str) -> bool:
-        """The same of an error's text. A time that is still to come is another clock's, and proves nothing."""
+        """The same for an error's message. A time in the future is another clock's, and proves nothing."""
         error_us = error_time_us(text)
         return error_us is not None and error_us <= self.clock_us() and self.can_repair(error_us)

@@ -28,6 +28,6 @@ def check_that_none_is_there() -> None:
 
 
 def put_on_path(environment: dict[str, str]) -> dict[str, str]:
-    """The environment of processes that are to find our package, behind whatever they find now."""
+    """The environment of processes that are to find our package, after all others on their path."""
     before = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != PATH]
     return environment | {"PYTHONPATH": os.pathsep.join([*before, PATH])}

@@ -32,7 +32,7 @@ class ProgressLine:
 
     what   the work, as "verifying step-00000120"
     of     bytes in all
-    count  tells the bytes that are done
+    count  returns the bytes that are done
     """
 
     def __init__(self, what: str, of: int, count: Callable[[], int]) -> None:
@@ -71,7 +71,7 @@ class ProgressLine:
 
 
 class ProgressLog:
-    """Says in the log how far a piece of work is that began when this was made, if it takes more than SILENT_S seconds.
+    """Logs the progress of work that begins now, if it takes more than SILENT_S seconds.
 
     what   the work, as "writing a checkpoint"
     """
@@ -83,11 +83,11 @@ class ProgressLog:
 
     @property
     def is_due(self) -> bool:
-        """Whether `tell` would say something now."""
+        """Whether `show` would print something now."""
         return time.monotonic() >= self._next_s
 
-    def tell(self, done: int, of: int = 0) -> None:
-        """So many bytes are done; `of` is 0 if nobody knows how many there are."""
+    def show(self, done: int, of: int = 0) -> None:
+        """`done` bytes are done; `of` is the total, 0 if unknown."""
         if self.is_due:
             now = time.monotonic()
             self._next_s = now + _LOG_S

@@ -1,4 +1,4 @@
-"""The run directory: everything that one run leaves behind, in files with fixed names, readable by its owner alone."""
+"""The run directory: all files of one run, with fixed names, readable by its owner alone."""
 
 from __future__ import annotations
 

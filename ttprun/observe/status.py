@@ -90,7 +90,7 @@ class CheckpointStatus:
 
     number      1 for the run's first
     boundary    optimizer steps that it holds; 0 if there is no telling, since it was not written
-    cause       periodic, asked, ended (the job was told to end) or dying gasp (it could not go on)
+    cause       periodic, asked, ended (the user has ended the job) or dying gasp (it could not continue)
     path        its directory; "" if none was written
     bytes       size of all its files
     took_s      from the order to its being valid
@@ -236,7 +236,7 @@ def _build(kind: type[StatusT], raw: Mapping[str, Any]) -> StatusT:
 
 
 def _is_agent_alive(status: RunStatus) -> bool:
-    """Whether the process that wrote `status` still runs; from another host that cannot be told, and it is believed."""
+    """Whether the process that wrote `status` still runs; on another host this is unknown, and assumed."""
     if status.host != os.uname().nodename:
         return True
     try:

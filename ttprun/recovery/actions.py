@@ -43,7 +43,7 @@ class SpawnRank(Action):
 
 @dataclass(frozen=True, slots=True)
 class Replay(Action):
-    """Tell a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
+    """Order a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
 
     source   survivor that will send the state; None: it will come from the snapshot of that boundary
     """
@@ -56,7 +56,7 @@ class Replay(Action):
 
 @dataclass(frozen=True, slots=True)
 class SendState(Action):
-    """Tell a survivor to send its state; it answers StateSent once, each replacement RankRepaired.
+    """Order a survivor to send its state; it answers StateSent once, each replacement RankRepaired.
 
     to   the replacements, all of which wait at `boundary`
     """
@@ -83,7 +83,7 @@ class Rewind(Action):
 
 @dataclass(frozen=True, slots=True)
 class NoteUnusable(Action):
-    """Note beside a checkpoint that this script could not go on from it, so that no launch fails by it again.
+    """Note beside a checkpoint that this script could not resume from it, so that no launch tries it again.
 
     place        its directory
     reason       why not
@@ -97,7 +97,7 @@ class NoteUnusable(Action):
 
 @dataclass(frozen=True, slots=True)
 class LoadState(Action):
-    """Tell ranks to load the state of a snapshot; each answers RankRepaired.
+    """Order ranks to load the state of a snapshot; each answers RankRepaired.
 
     ranks      all of which wait at `boundary`
     """
@@ -123,7 +123,7 @@ class Persist(Action):
 
 @dataclass(frozen=True, slots=True)
 class GiveUpCheckpoint(Action):
-    """The checkpoint that somebody has asked for is not written, and the job goes on: drop it, and say why.
+    """The requested checkpoint is not written, and the job continues: drop it, and report why.
 
     boundary   at which the ranks stand, 0 if that is not known
     reason     for who has asked
@@ -135,7 +135,7 @@ class GiveUpCheckpoint(Action):
 
 @dataclass(frozen=True, slots=True)
 class Resume(Action):
-    """Tell all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
+    """Order all ranks to connect and to issue their journals; each answers RankRebuilt, then RankReissued.
 
     ranks      survivors and replacements
     boundary   at which all stand; 0: replacements run the script live from the top

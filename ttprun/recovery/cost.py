@@ -1,4 +1,4 @@
-"""What the loss of a rank would cost as the job stands now, for the operator to read before it happens."""
+"""What the loss of a rank would cost now, for the operator to read before it happens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ttprun.recovery.ladder import may_persist, may_rewind
 
 
 def cost_of_a_loss(job: Job) -> str:
-    """A clause that goes on from "if a rank is lost, ", for a job no rank of which can be replaced."""
+    """Completes "if a rank is lost, ", for a job whose ranks cannot be replaced."""
     if may_rewind(job):
         return f"all ranks go back to the snapshot of step {job.snapshot}, and the steps since then are lost"
     settings = job.settings
     is_limited = settings.max_restarts is not None
     if "restart" in settings.rungs and (not is_limited or job.restarts < (settings.max_restarts or 0)):
         return "all ranks start again from the top of the script, and what it has not saved itself is lost"
-    if may_persist(job) and not job.hindrance:  # else no launch could go on from what is saved
+    if may_persist(job) and not job.hindrance:  # else no launch could resume from what is saved
         return "the job ends once its state is saved"
     return (
         "the job ends, and what the script has not saved itself is lost (with --max-restarts N all ranks would start "
@@ -24,7 +24,7 @@ def cost_of_a_loss(job: Job) -> str:
 
 
 def cost_of_a_loss_alone(job: Job, rank: int, every_s: float | None, kept: int | None = None) -> str:
-    """A clause that goes on from "if rank 1 is lost, ", for a rank that no other one waits for.
+    """Completes "if rank 1 is lost, ", for a rank that is alone.
 
     every_s  seconds between two states that it keeps of itself; 0: it keeps one after each step; None: it keeps none
     kept     boundary of one that it has kept before

@@ -114,7 +114,7 @@ class RankJoined(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHindered(RankEvent):
-    """The place in the script at which this rank stands now, or what it holds there, cannot be replayed.
+    """The current place of this rank in the script, or its state there, cannot be replayed.
 
     reason   why, for the operator; "" once that is over
     """
@@ -232,7 +232,7 @@ class RankHung(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDiverged(RankEvent):
-    """A rank's weights are not those of the majority. It is killed, and then lost: its replacement gets the others'.
+    """A rank's weights differ from the majority's. It is killed, and so lost; its replacement gets the majority's.
 
     pid                the process; if it is not the rank's present one, this is an echo
     boundary           newest boundary in the rank's record
@@ -256,13 +256,13 @@ class RankDiverged(RankEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBroken(Event):
-    """A connection between ranks is broken or silent, though every process lives and no rank is behind the others.
+    """A connection between ranks is broken or silent, though every process lives and all ranks are equally far.
 
     generation         of the connections
     boundary           newest boundary that all ranks have passed
     rank               whose device has lost a link; None: nobody's, or it is not known whose
     detected_after_s   seconds since anything last moved
-    device_fault       what the device has told, "" if it is no device's
+    device_fault       the device fault, "" if it is none
     reason             who noticed, and how
     """
 
@@ -306,7 +306,7 @@ class ReplacementAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticDeclared(RankEvent):
-    """A rank can train on in a smaller group, and says who trains the same parameters.
+    """A rank can continue in a smaller group, and declares which ranks train the same parameters.
 
     replicas        groups over which its optimizers are spread; () if every rank holds all that the others hold
     data_parallel   the group over which the batches are spread; () if that is one of these
@@ -340,7 +340,7 @@ class UpgradeAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFrozen(RepairEvent):
-    """A survivor stands still.
+    """A survivor is quiesced.
 
     boundary    optimizer steps that it has completed
     digest      of its replicated state; "" if it has none
@@ -396,7 +396,7 @@ class RankReissued(RepairEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchFound(RepairEvent):
-    """A check failed in a rank: nobody may go on with its state.
+    """A check failed in a rank: its state must not be used.
 
     reason   which check, and the two values
     """
@@ -420,7 +420,7 @@ class SnapshotTaken(Event):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint on disk from which all ranks can go on.
+    """A checkpoint on disk from which all ranks can resume.
 
     boundary   of the optimizer step that it holds
     place      its directory
@@ -432,9 +432,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeAsked(Event):
-    """The job's ranks are about to be started, and go on from a checkpoint instead of the top of the script.
+    """The job's ranks are about to be started, and resume from a checkpoint instead of the top of the script.
 
-    saved     the checkpoints that they can go on from, the one to try first first; at least one
+    saved     the checkpoints from which they can resume, in the order of preference; at least one
     replicas  which of the ranks that have written the first one held the same
     """
 
@@ -454,8 +454,8 @@ class StatePersisted(Event):
     generation    in which it was ordered
     place         where it is; "" if it was not written
     why_not       why it was not written; "" if it was
-    why_unusable  why no run can go on from it, though it was written; "" if one can
-    is_handled    the script handles the signal that ends it itself, and must be able to go on for that
+    why_unusable  why no run can resume from it, though it was written; "" if one can
+    is_handled    the script handles the signal that ends it, and must resume for that
     """
 
     generation: int
@@ -470,7 +470,7 @@ class DeadlinePassed(Event):
     """A deadline that SetDeadline asked for is over. Deadlines are never taken back: a late one is an echo.
 
     generation, name, rank   as in the SetDeadline
-    silent             ranks that give no sign of life, or that the others wait for, as far as the agent can tell
+    silent             ranks without a sign of life, or for which the others wait, as far as the agent knows
     """
 
     generation: int

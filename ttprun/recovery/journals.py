@@ -1,4 +1,4 @@
-"""Whether the survivors have issued the same collectives: else they would wait for each other for ever once they go on.
+"""Whether the survivors have issued the same collectives: otherwise they would wait for each other for ever on resume.
 
 A rank that leaves one out, or issues another, may be seen only as a connection on which nothing moves.
 """
@@ -35,6 +35,6 @@ def find_difference(issued: Mapping[int, Mapping[str, Sequence[str]]]) -> Differ
             if others:
                 odd = tuple(rank for rank, signature in here.items() if signature != usual)
                 first, other = odd[0], next(rank for rank, signature in here.items() if signature == usual)
-                told = f"rank {first} has issued '{here[first]}' where rank {other} has '{usual}'"
-                return Difference(odd if 2 * times > len(here) else (), f"{told}, as number {at + 1} of the step")
+                what = f"rank {first} has issued '{here[first]}' where rank {other} has '{usual}'"
+                return Difference(odd if 2 * times > len(here) else (), f"{what}, as number {at + 1} of the step")
     return None

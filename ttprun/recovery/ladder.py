@@ -166,10 +166,10 @@ def restart_group(
 ) -> Result:
     """All ranks get new processes: rung "rewind" if there is a snapshot, else "restart"; else the job ends.
 
-    is_refusal      on a way back: a check has refused it, and would do so again; False: processes were lost on it
-    is_trusted      False: what the living ranks hold may be wrong
-    is_replayable   False: a replay of the script has come out otherwise than the run. Whoever goes on from what is
-                    saved replays it too, and finds no lost rank's step to compare with
+    is_refusal      in a rewind: a check has refused it, and would do so again; False: processes were lost
+    is_trusted      False: the living ranks' state may be wrong
+    is_replayable   False: a replay of the script has differed from the run. Resuming from the saved state replays it
+                    too, without a lost rank's evidence to compare with
     """
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)

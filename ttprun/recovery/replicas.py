@@ -23,7 +23,7 @@ Held = tuple[str, str]  # of one parameter: digest of the weights, digest of gra
 class Replicas:
     """Which ranks have always held the same.
 
-    compared_at  newest boundary of a full look; None: there was none, so nobody is known to be a replica
+    compared_at  newest boundary of a full comparison; None: there was none, so no replica is known
     parted       key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
     names        key -> name for people, of those
     """
@@ -163,7 +163,7 @@ class Looks:
     agreed_at: int | None = None
     reported: Mapping[Reported, Mapping[int, Mapping[str, Held]]] = field(default_factory=dict)
 
-    def told(self, rank: int, boundary: int, held: Mapping[str, Held], is_full: bool) -> tuple[Looks, Look | None]:
+    def note(self, rank: int, boundary: int, held: Mapping[str, Held], is_full: bool) -> tuple[Looks, Look | None]:
         """A rank reports what it holds at a boundary; the answer comes with the last rank's report.
 
         held     key of each parameter -> digests; the second one "" where it was not asked for
@@ -175,7 +175,7 @@ class Looks:
             newest = sorted({*self.reported, this})[-KEPT:]
             known = {**self.reported, this: of_boundary}
             return replace(self, reported={at: known[at] for at in newest}), None
-        after = replace(self, reported={at: told for at, told in self.reported.items() if at[0] > boundary})
+        after = replace(self, reported={at: held_by for at, held_by in self.reported.items() if at[0] > boundary})
         look, parted = self._compare(boundary, of_boundary, is_full)
         compared_at = boundary if is_full else self.replicas.compared_at
         replicas = replace(self.replicas, parted=parted, compared_at=compared_at)
@@ -183,15 +183,15 @@ class Looks:
         return replace(after, replicas=replicas, agreed_at=boundary if is_agreed else self.agreed_at), look
 
     def _compare(
-        self, boundary: int, told: Mapping[int, Mapping[str, Held]], is_full: bool
+        self, boundary: int, held_by: Mapping[int, Mapping[str, Held]], is_full: bool
     ) -> tuple[Look, dict[str, tuple[int, ...]]]:
         parted = dict(self.replicas.parted)
         newly: dict[str, tuple[int, ...]] = {}
         odd: set[int] = set()
         is_undecided = False
         digests: tuple[str, ...] = ()
-        for key in dict.fromkeys(key for rank in range(self.world_size) for key in told[rank]):
-            by_rank = [told[rank].get(key) for rank in range(self.world_size)]
+        for key in dict.fromkeys(key for rank in range(self.world_size) for key in held_by[rank]):
+            by_rank = [held_by[rank].get(key) for rank in range(self.world_size)]
             if by_rank.count(by_rank[0]) == self.world_size:
                 continue
             before = parted.get(key, (0,) * self.world_size)

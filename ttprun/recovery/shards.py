@@ -26,7 +26,7 @@ class ReplicaGroup:
     shift: int = 0
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The other ranks that hold the same shard, the nearest behind it first."""
+        """The other ranks that hold the same shard, the next higher rank first."""
         size = len(self.ranks)
         offset = self.shift or size // self.copies
         place = self.ranks.index(rank)

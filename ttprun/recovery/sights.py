@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 WORK_WINDOW_S = 1.0
-WORK_SHARE = 0.05  # of one processor: less is no work, but what threads need that wait
+WORK_SHARE = 0.05  # of one CPU: waiting threads use less
 
 
 class Doing(StrEnum):
-    """What a rank's main thread does, as far as its hooks can tell."""
+    """What a rank's main thread does, as far as its hooks know."""
 
     STARTING = "starting"
     SETUP = "setup"
@@ -121,7 +121,7 @@ class Track:
             self.stopped_at_s = at_s
 
     def shift(self, by_s: float) -> None:
-        """Time in which nobody looked does not count."""
+        """Leave out a time in which the agent did not look."""
         self.progressed_at_s += by_s
         self.worked_at_s += by_s
         self.stopped_at_s = None if self.stopped_at_s is None else self.stopped_at_s + by_s

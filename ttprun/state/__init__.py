@@ -7,7 +7,7 @@ torch.
 
     .ttprun.lock                          held by the job that writes here; names it
     latest                                name of the checkpoint that was completed last
-    step-00000120/                        one checkpoint; `-2` behind it if that name was taken
+    step-00000120/                        one checkpoint; with `-2` if that name was taken
         ttprun.json                       its manifest, written last
         rank-00000.msgpack ...            one rank's own records
         tensors-00000.safetensors ...     the tensors that one rank was chosen to write

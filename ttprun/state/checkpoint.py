@@ -121,7 +121,7 @@ def in_short(missing: Sequence[str]) -> str:
 
 
 def _size_problems(path: Path, manifest: Manifest) -> str:
-    """What is wrong as far as can be told without reading the files; "" if nothing."""
+    """What is wrong, checked without reading the files; "" if nothing."""
     if not manifest.completed:
         return f"it is incomplete: {in_short(manifest.missing)} missing"
     problems = []

@@ -1,6 +1,6 @@
-"""Parts of tensors that are sharded over the ranks: where one lies in the whole, and what is missing of a whole.
+"""Parts of sharded tensors: their place in the whole, and what is missing of a whole.
 
-No torch here: the agent, too, must tell what a lost rank has taken with it.
+Without torch: the agent uses it too, to find what is lost with a rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-# Behind the key of a tensor that not all ranks held alike, before the number of the lowest rank that held this one.
+# Between the key of a tensor that differs between ranks and the lowest rank that held this version.
 OWNER = "@"
 
 
@@ -60,19 +60,19 @@ class Held:
         return found
 
 
-def held_of(told: Sequence[tuple[str, Sequence[tuple[int, list[int], list[int], list[int]]]]]) -> dict[str, Held]:
-    """What a rank has told: name -> who holds what of it.
+def held_of(reported: Sequence[tuple[str, Sequence[tuple[int, list[int], list[int], list[int]]]]]) -> dict[str, Held]:
+    """A rank's report, as name -> the parts of each rank.
 
-    told   [name, [[rank, shape, offsets, sizes] of each rank]] of each sharded tensor
+    reported   [name, [[rank, shape, offsets, sizes] of each rank]] of each sharded tensor
     """
     return {
         name: Held({rank: Chunk(tuple(shape), tuple(offsets), tuple(sizes)) for rank, shape, offsets, sizes in by_rank})
-        for name, by_rank in told
+        for name, by_rank in reported
     }
 
 
 def what_is_missing(held: Mapping[str, Held], living: Sequence[int]) -> list[str]:
-    """What nobody holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `held`.
+    """The parts that no rank holds any more: "blocks.0.weight rows 32:64 (rank 1)", in the order of `held`.
 
     held    name of each sharded tensor -> who holds what of it
     living  ranks that are left

@@ -28,7 +28,7 @@ class InvalidCheckpointError(Exception):
 
 
 class CannotWriteError(ConfigError):
-    """A checkpoint cannot be written; the older ones stay as they are. Whether training goes on is the caller's."""
+    """A checkpoint cannot be written; the older ones are kept. The caller decides whether training continues."""
 
 
 class SaveDirectoryInUseError(ConfigError):
@@ -53,7 +53,7 @@ def cannot_write(error: OSError, place: Path) -> CannotWriteError:
 
 
 def free_name(folder: Path, name: str) -> Path:
-    """`name` in `folder`, with `-2`, `-3`, ... behind it if something has that name: nobody's files are replaced."""
+    """`name` in `folder`, with `-2`, `-3`, ... appended if something has that name: no file is replaced."""
     taken = set(os.listdir(folder))
     number = 1
     candidate = name

@@ -19,7 +19,7 @@ from ttprun.state.tensor_file import tensor_chunks
 
 Format = Literal["torch", "safetensors"]
 
-# What DistributedDataParallel, torch.compile and FSDP put in front of every name of the module that they wrap.
+# What DistributedDataParallel, torch.compile and FSDP prefix to every name of the module that they wrap.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 # Those of them that no user's module is called, so that they can go wherever they stand.
 _RESERVED = frozenset({"_orig_mod", "_fsdp_wrapped_module"})

@@ -1,4 +1,4 @@
-"""One file of a checkpoint: written, hashed and on the disk before anybody is told that it is there."""
+"""One file of a checkpoint: written, hashed and synced to disk before it is reported."""
 
 from __future__ import annotations
 

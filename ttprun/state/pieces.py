@@ -53,11 +53,11 @@ def pieces_in(path: str) -> dict[str, Piece]:
         raw = file.read(size)
     try:
         header = json.loads(raw)
-        told = json.loads(header.pop("__metadata__", {}).get(SHARDING_KEY, "{}"))
+        slices = json.loads(header.pop("__metadata__", {}).get(SHARDING_KEY, "{}"))
         found = {}
         for key, entry in header.items():
             sizes = tuple(entry["shape"])
-            place = told.get(key, {"saved_offsets": [0] * len(sizes), "shape": list(sizes)})
+            place = slices.get(key, {"saved_offsets": [0] * len(sizes), "shape": list(sizes)})
             offsets, shape = tuple(place["saved_offsets"]), tuple(place["shape"])
             found[key] = Piece(path, torch_dtype(entry["dtype"]), shape, offsets, sizes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -59,11 +59,11 @@ def metadata_of(tensors: Mapping[str, Tensor], chunks: Mapping[str, Chunk]) -> d
     """
     if not chunks:
         return {}
-    told = {}
+    slices = {}
     for key, tensor in tensors.items():
         chunk = chunks.get(key) or Chunk(tuple(tensor.shape), (0,) * tensor.ndim, tuple(tensor.shape))
-        told[key] = {"saved_offsets": list(chunk.offsets), "shape": list(chunk.shape)}
-    return {SHARDING_KEY: json.dumps(told)}
+        slices[key] = {"saved_offsets": list(chunk.offsets), "shape": list(chunk.shape)}
+    return {SHARDING_KEY: json.dumps(slices)}
 
 
 def lay_out(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[Tensor]]:

@@ -1,7 +1,7 @@
-"""Notes beside a checkpoint's files: with which launches a run could not go on from it, so that none fails twice by it.
+"""Notes beside a checkpoint's files about launches that could not resume from it, so that none fails twice.
 
-A note holds for the same command, number of ranks, user's files and versions. Whoever changes one of them tries again;
-so does whoever removes the file. Begin with `why_passed_over`.
+A note holds for the same command, number of ranks, user's files and versions. Changing one of them, or removing the
+file, allows another try. Begin with `why_passed_over`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def note(checkpoint: Path, launch: str, reason: str, is_refused: bool) -> None:
-    """Note that a run could not go on from a checkpoint. A note that cannot be written is only warned of.
+    """Note that a run could not resume from a checkpoint. A note that cannot be written is only a warning.
 
     launch       its `fingerprint`
     is_refused   a check has refused it; False: processes were lost on the way
@@ -88,12 +88,12 @@ def why_passed_over(checkpoint: Path, launch: str) -> str:
 
 
 def refusals(checkpoint: Path) -> list[str]:
-    """Why launches could not go on from it, each reason once."""
+    """Why launches could not resume from it, each reason once."""
     return list(dict.fromkeys(str(noted.get("reason", "")) for noted in _read(checkpoint).values()))
 
 
 def is_noted(checkpoint: Path) -> bool:
-    """Whether some launch could not go on from it."""
+    """Whether some launch could not resume from it."""
     return (checkpoint / NOTE_NAME).exists()
 
 

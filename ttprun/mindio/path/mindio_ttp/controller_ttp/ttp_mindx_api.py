@@ -35,7 +35,7 @@ def tft_notify_controller_on_global_rank(fault_ranks: dict[int, int], time: int 
 
 def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
     """Say how to go on. "retry", "recover" and "migration" the agent decides by itself. "downgrade": replacements are
-    not waited for, the others train on; "upgrade": ranks that have left so are called back. report_result tells what
+    not waited for, the others continue; "upgrade": ranks that have left so are called back. report_result tells what
     came of it; 1 for an unknown strategy.
 
     params   for the handlers of a downgrade or upgrade, in JSON

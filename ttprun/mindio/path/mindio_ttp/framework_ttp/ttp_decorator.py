@@ -43,8 +43,8 @@ def tft_init_processor(
     check_rank("tft_init_processor", rank, world_size)
     session, framework = this_rank()
     if (rank, world_size) != (session.rank, session.world_size):
-        told = f"rank {session.rank} of {session.world_size}"
-        raise ValueError(f"tft_init_processor: this process is {told}, and not rank {rank} of {world_size}")
+        own = f"rank {session.rank} of {session.world_size}"
+        raise ValueError(f"tft_init_processor: this process is {own}, and not rank {rank} of {world_size}")
     framework.errors.is_retried = enable_uce
     framework.elastic.is_on = enable_zit
     framework.elastic.report()
@@ -270,7 +270,7 @@ def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None
 
 
 def tft_register_stream_sync_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """func(), in front of a pause"""
+    """func(), before a pause"""
     this_rank()[1].handlers.register("stream_sync", func, ctx)
 
 
