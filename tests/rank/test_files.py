@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import msgpack
 import numpy as np
 import pytest
@@ -151,6 +152,23 @@ def a_file_that_takes_anothers_place(path: str) -> Iterator[None]:
 
 
 @habit
+def a_log_that_fsspec_opens_for_appending(path: str) -> Iterator[None]:
+    for step in range(STEPS):
+        with fsspec.filesystem("file").open(path, "a") as log:
+            log.write(line(step))
+        yield
+
+
+@habit
+def a_file_that_takes_anothers_place_in_a_transaction_of_fsspec(path: str) -> Iterator[None]:
+    disk = fsspec.filesystem("file")
+    for step in range(STEPS):
+        with disk.transaction, disk.open(path, "wb") as fresh:
+            fresh.write(line(step).encode())
+        yield
+
+
+@habit
 def arrays(path: str) -> Iterator[None]:
     for step in range(STEPS):
         with open(path, "wb") as file:
@@ -182,7 +200,7 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
         if boundary == begin_at:
             found = recorder.read(boundary)
             assert found is not None
-            files.unmute(session, msgpack.unpackb(found[0]), boundary)
+            files.unmute(session, msgpack.unpackb(found[0]), boundary, files.clock_ns())
             session.replay = None
 
 
@@ -261,6 +279,31 @@ def test_a_file_holds_after_a_replacement_what_it_would_hold_without(name: str, 
 
     assert found == expected
     assert codes == [0, *[9] * (len(codes) - 2), 0]
+
+
+def look_at_what_was_written(directory: str) -> dict[str, bool]:
+    """Which files a replacement writes again: it goes live at boundary 3, and comes to the next one in the end."""
+    paths = {name: f"{directory}/{name}" for name in ("before", "since", "by the replacement", "never")}
+    moment = files.clock_ns()
+    for name, at_ns in (("before", moment - 1), ("since", moment)):
+        pathlib.Path(paths[name]).touch()
+        os.utime(paths[name], ns=(at_ns, at_ns))
+    session = make_session()
+    session.applied = 3
+    files.unmute(session, [], 3, moment)
+    pathlib.Path(paths["by the replacement"]).touch()
+    later = files.clock_ns() + 10**9
+    os.utime(paths["by the replacement"], ns=(later, later))
+    found = {name: files.is_to_be_written_again(session, path) for name, path in paths.items()}
+    session.applied = 4
+    return found | {"a step later": files.is_to_be_written_again(session, paths["since"])}
+
+
+def test_a_file_of_the_step_in_which_a_rank_was_lost_is_to_be_written_again(tmp_path: Any) -> None:
+    """ModelCheckpoint of Lightning takes another name for a file that is there."""
+    found = run_alone(look_at_what_was_written, str(tmp_path))
+
+    assert [name for name, is_again in found.items() if is_again] == ["since"]
 
 
 def drop(directory: str) -> tuple[str, int]:
@@ -383,7 +426,7 @@ def set_up_among_others(directory: str) -> dict[str, str]:
         file.write("a step that is undone\n")
     recorded = files.positions_again([[log, len("step 1\nstep 2\n")]])
     session.replay = None
-    files.unmute(session, recorded, 2)
+    files.unmute(session, recorded, 2, files.clock_ns())
     for file in opened:
         file.write("step 3\n")
         file.close()

@@ -47,6 +47,7 @@ from tests.rank.values.carrying import (
     not_proved,
     record,
 )
+from ttprun import frameworks
 from ttprun.rank.values import CannotRestoreError, Restore
 
 
@@ -341,3 +342,27 @@ def test_a_weak_reference_to_what_is_gone_is_to_nothing_again() -> None:
 
     assert not mismatches
     assert live["active"]() is None
+
+
+def test_a_weak_proxy_stays_one() -> None:
+    loader = Loader()
+    here: Scope = {"loader": loader, "strategy": weakref.proxy(loader)}
+    carry({"loader": loader, "strategy": weakref.proxy(loader)}, here)
+
+    assert type(here["strategy"]) is weakref.ProxyType
+
+
+def test_an_object_that_a_framework_makes_when_it_needs_it_is_made_and_given_what_it_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lightning's strategy makes what writes checkpoints at the first checkpoint, which a replay passes over."""
+    monkeypatch.setattr(frameworks, "MADE", frozenset({f"{__name__}:Loader"}))
+    lost: Scope = {"writer": Loader(), "again": None}
+    lost["writer"].written = 3
+    lost["again"] = lost["writer"]
+    here: Scope = {"writer": None, "again": None}
+
+    carry(lost, here)
+
+    assert here["writer"].written == 3
+    assert here["again"] is here["writer"]

@@ -202,6 +202,11 @@ ALSO: tuple[Change, ...] = (
     Change(
         "tensorboard", "EventFileWriter.add_event", "each event is counted, to write it once, to the lost rank's file"
     ),
+    Change(
+        "lightning",
+        "CSVLogger and TensorBoardLogger._get_next_version, ModelCheckpoint.file_exists",
+        "a replacement takes the names of folders and files that its rank had taken",
+    ),
     Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),
     Change(
         "torch.nn",

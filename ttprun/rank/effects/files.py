@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import weakref
 from types import FrameType, ModuleType
 from typing import Any
@@ -41,6 +42,7 @@ _ON_BEHALF_OF_OTHERS = frozenset(
     }
 )
 _real_open = builtins.open
+_COARSE = 5  # Linux's CLOCK_REALTIME_COARSE, which Python has no name for
 # (absolute path, file opened for writing by the user's code)
 _tracked: list[tuple[str, weakref.ref[Any]]] = []
 
@@ -55,9 +57,13 @@ def user_modules() -> list[tuple[str, ModuleType]]:
     return found
 
 
+def _acts_for_others(module: str) -> bool:
+    return module in _ON_BEHALF_OF_OTHERS or module.startswith("fsspec.")
+
+
 def _is_called_by_user(caller: FrameType) -> bool:
     frame: FrameType | None = caller
-    while frame is not None and frame.f_globals.get("__name__") in _ON_BEHALF_OF_OTHERS:
+    while frame is not None and _acts_for_others(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return frame is not None and has_muted_effects(frame.f_code.co_filename)
 
@@ -174,8 +180,35 @@ def positions_again(recorded: list[list[Any]]) -> list[list[Any]]:
     return [[path, where.get(path, os.path.getsize(path))] for path, opened in _open_files()]
 
 
-def unmute(session: Session, recorded: list[list[Any]], boundary: int) -> None:
-    """The replay is over: set each file to its position at the boundary."""
+def clock_ns() -> int:
+    """The time as the kernel notes it in files: it may be some milliseconds late."""
+    return time.clock_gettime_ns(_COARSE)
+
+
+class _Gap:
+    """From a boundary to the moment when this process went live at it: what was written then was the lost rank's."""
+
+    boundary = -1
+    began_ns = 0
+    ended_ns = 0
+
+
+def is_to_be_written_again(session: Session, path: Any) -> bool:
+    """Whether the lost rank wrote this file in the step in which it was lost, which is run again now."""
+    if session.replay is not None or session.applied != _Gap.boundary:
+        return False
+    try:
+        return _Gap.began_ns <= os.stat(path).st_mtime_ns <= _Gap.ended_ns
+    except (OSError, TypeError, ValueError):  # it is not there, or elsewhere than on a disk
+        return False
+
+
+def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
+    """The replay is over: set each file to its position at the boundary.
+
+    at_ns   when the lost rank was at the boundary, by `clock_ns`
+    """
+    _Gap.boundary, _Gap.began_ns, _Gap.ended_ns = boundary, at_ns, clock_ns()
     where = dict(map(tuple, recorded))
     for path, opened in _open_files():
         raw = getattr(getattr(opened, "buffer", opened), "raw", opened)

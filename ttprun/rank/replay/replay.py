@@ -366,7 +366,7 @@ class Replay:
         self._order_buckets()
         gradients.poison(optimizer_registry.optimizers())
         self._output.end(*self.skip_lines)
-        files.unmute(session, self._target["files"], self.boundary)
+        files.unmute(session, self._target["files"], self.boundary, self._target["at_ns"])
         origins.end()
         session.results.begin_step(self.boundary)
         for site in loops.sites.values():

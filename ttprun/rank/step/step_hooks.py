@@ -316,6 +316,7 @@ def describe(
         "results": session.results.begin_step(boundary),
         "rebuilt": optimizer_registry.rebuilt(),
         "files": files.positions(),
+        "at_ns": files.clock_ns(),
         "has_steps": loops.keys_with_steps,
         "lines": output.lines_printed(session),
         "weights": b"" if stepped.is_sharded else mark,

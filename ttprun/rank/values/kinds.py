@@ -91,6 +91,7 @@ EXACT: dict[type, Handler] = {
     **dict.fromkeys(iterators.ITERATORS, iterators.record_iterator),
     **dict.fromkeys(iterators.COMPARED_ITERATORS, iterators.record_compared_iterator),
     **dict.fromkeys(iterators.UNKNOWN_ITERATORS, iterators.record_unknown_iterator),
+    **dict.fromkeys(weakref.ProxyTypes, process_local.record_same),
     **dict.fromkeys(_DATASETS, objects.record_object),
     **dict.fromkeys((type({}.keys()), type({}.values()), type({}.items())), process_local.record_same),
 }

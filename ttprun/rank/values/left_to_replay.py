@@ -8,7 +8,9 @@ or named as not proved (not_proved.py); a third table names what keeps its state
 from __future__ import annotations
 
 EFFECTS = {
-    "shows how far the training has come": "tqdm rich colorama alive_progress progressbar",
+    "shows how far the training has come": """
+        tqdm rich colorama alive_progress progressbar
+        lightning.pytorch.callbacks.progress pytorch_lightning.callbacks.progress""",
     "is written to, and nothing of it comes back into the training": """
         logging loguru structlog absl.logging
         tensorboard tensorboardX torch.utils.tensorboard wandb mlflow comet_ml neptune clearml aim swanlab""",

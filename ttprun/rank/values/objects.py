@@ -107,9 +107,16 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
 
 
+def _made_when_needed(name: str) -> Any:
+    kind = look_up_type(name, object) if name in frameworks.MADE else None
+    return MISSING if kind is None else object.__new__(kind)
+
+
 def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write the attributes into the replacement's object."""
     _, number, kind, attributes = node
+    if name_of(type(live)) != kind and (made := _made_when_needed(kind)) is not MISSING:
+        live = made
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(
             live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} in the replacement"
