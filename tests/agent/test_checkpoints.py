@@ -17,7 +17,7 @@ from ttprun import recovery
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.resume import ENDED_NAME
 from ttprun.agent.shelf import Shelf
-from ttprun.protocol.from_rank import Dumped, Share, SnapshotTaken
+from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
 from ttprun.state.draft import Draft
 from ttprun.state.store import CheckpointStore
 

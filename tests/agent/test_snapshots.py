@@ -21,7 +21,7 @@ from ttprun.agent.shelf import Shelf
 from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.snapshots import Snapshots
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.from_rank import Share, SnapshotTaken
+from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights.checkpoint_shards import version_of
 from ttprun.recovery.replicas import UNKNOWN, Replicas

@@ -16,7 +16,7 @@ from ttprun import __version__
 from ttprun.cli.guide import FOLDER, TOPICS
 from ttprun.cli.main import main
 from ttprun.config import Config
-from ttprun.protocol import from_rank
+from ttprun.protocol.channel import Report
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "ttprun"]
@@ -157,6 +157,6 @@ def test_the_protocol_lists_every_report_of_a_rank_with_its_fields(capsys: pytes
     main(["guide", "protocol"])
 
     text = capsys.readouterr().out
-    assert re.findall(r"^\* `(\w+)`", text, re.MULTILINE) == [kind.__name__ for kind in get_args(from_rank.Report)]
+    assert re.findall(r"^\* `(\w+)`", text, re.MULTILINE) == [kind.__name__ for kind in get_args(Report)]
     assert "* `Protected`: All hooks are installed." in text
     assert "* `Unprotected` (reason): From now on this rank" in text

@@ -13,7 +13,8 @@ from ttprun.protocol import channel
 from ttprun.protocol.channel import Channel, Sent
 from ttprun.protocol.codec import encode
 from ttprun.protocol.from_rank import Note
-from ttprun.protocol.to_rank import Heard, SchedulerCall
+from ttprun.protocol.mindio import SchedulerCall
+from ttprun.protocol.to_rank import Heard
 
 Line = tuple[Channel, Channel]
 
@@ -28,7 +29,12 @@ def line() -> Iterator[Line]:
 
 @pytest.mark.parametrize(
     "message",
-    [Heard(), Note("two\nlines"), Note("é \u2028 \x00 \ud800"), SchedulerCall("x", [[1, 2.5, None, True]] * 50)],
+    [
+        Heard(),
+        Note("two\nlines"),
+        Note("é \u2028 \x00 \ud800"),
+        SchedulerCall("report_result", [[1, 2.5, None, True]] * 50),
+    ],
     ids=["empty", "two lines", "odd letters", "nested"],
 )
 def test_a_message_comes_as_it_was_sent(line: Line, message: Sent) -> None:

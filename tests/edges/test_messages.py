@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 import inspect
 import textwrap
 import types
@@ -15,11 +16,10 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.orders import Orders
 from ttprun.agent.reports import Reports
-from ttprun.protocol import from_rank, to_rank
-from ttprun.protocol.channel import KNOWN
+from ttprun.protocol.channel import KNOWN, Order, Report
 from ttprun.protocol.codec import Refused, decode, encode
 
-REPORTS = typing.get_args(from_rank.Report)
+REPORTS = typing.get_args(Report)
 
 
 def value_of(hint: Any) -> Any:
@@ -31,12 +31,16 @@ def value_of(hint: Any) -> Any:
         return tuple(map(value_of, [arguments[0]] * 2 if arguments[1:] == (Ellipsis,) else arguments))
     if origin is dict:
         return {value_of(arguments[0]): value_of(arguments[1])}
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return value_of(arguments[0])
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         return hint(**{name: value_of(one) for name, one in hints.items()})  # type: ignore[operator]
-    return {int: 3, float: 0.5, str: "é \udce9", bool: True, Any: [1, {"a": None}]}[hint]
+    if origin is typing.Literal:
+        return arguments[-1]
+    if isinstance(hint, enum.EnumType):
+        return list(hint)[-1]  # type: ignore[var-annotated]
+    return {int: 3, bytes: b"\xff\n", float: 0.5, str: "é \udce9", bool: True, Any: [1, {"a": None}]}[hint]
 
 
 @pytest.mark.parametrize("kind", KNOWN.values(), ids=KNOWN)
@@ -74,6 +78,26 @@ def test_a_message_without_its_fields_or_with_others_is_refused(kind: type) -> N
         (b'{"op": "Note", "text": null}', "Note: text: it should be str, and is None"),
         (b'{"op": "NotProved", "names": ["a", 1]}', "NotProved: names: it should be str, and is 1"),
         (
+            b'{"op": "Put", "generation": 1, "key": "port", "value": "a"}',
+            "Put: value: it should be bytes in base64, and is 'a'",
+        ),
+        (
+            b'{"op": "Put", "generation": 1, "key": "port", "value": "\xc3\xa9"}',
+            "Put: value: it should be bytes in base64, and is ",
+        ),
+        (
+            b'{"op": "Prepared", "generation": 1, "boundary": 0, "part": 9, "journal": {}}',
+            "Prepared: part: it should be one of 3, 1, 2, and is 9",
+        ),
+        (
+            b'{"op": "Prepared", "generation": 1, "boundary": 0, "part": true, "journal": {}}',
+            "Prepared: part: it should be one of 3, 1, 2, and is True",
+        ),
+        (
+            b'{"op": "SchedulerAsked", "what": ["stop"]}',
+            "SchedulerAsked: what: it should be one of 'retry', 'recover',",
+        ),
+        (
             b'{"op": "SchedulerAsked", "what": "stop", "ranks": {"one": 1}}',
             "SchedulerAsked: ranks: it should be int as a key",
         ),
@@ -95,7 +119,7 @@ def test_what_is_no_message_is_refused_with_a_reason(line: bytes, reason: str) -
 
 
 def test_messages_of_both_directions_have_names_of_their_own() -> None:
-    both = {*REPORTS, *typing.get_args(to_rank.Order)}
+    both = {*REPORTS, *typing.get_args(Order)}
 
     assert len({kind.__name__ for kind in both}) == len(both) == len(KNOWN)
 
@@ -116,4 +140,4 @@ def test_the_agent_takes_every_message_of_a_rank_in_one_match() -> None:
     taken = cases_of(Reports.take)
 
     # A standby's answer to an order to copy itself is awaited where the order is given.
-    assert taken == {f"from_rank.{kind.__name__}" for kind in REPORTS} - {"from_rank.Copied"} | {"Refused"}
+    assert {name.rpartition(".")[2] for name in taken} == {kind.__name__ for kind in REPORTS} - {"Copied"} | {"Refused"}

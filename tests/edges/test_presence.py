@@ -114,7 +114,7 @@ def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: An
 
     reason = "Freeze: it lacks lost, survivors"
     assert up_to_frozen(ours) == [
-        from_rank.Note(f"a message of the agent is ignored: {reason}"),
+        from_rank.Note(f"a message from the agent is ignored: {reason}"),
         from_rank.Frozen(3, 0),
     ]
     assert presence.generation == 3

@@ -11,7 +11,7 @@ import pytest
 from mindio_ttp import controller_ttp, framework_ttp
 
 from tests.rank.fakes import become
-from ttprun.protocol import from_rank
+from ttprun.protocol import mindio
 from ttprun.rank.framework import codes
 from ttprun.rank.session import Session
 
@@ -191,7 +191,7 @@ def test_a_rank_says_that_it_can_train_with_fewer_once_it_is_switched_on_and_the
     framework_ttp.tft_init_processor(0, 2, False, enable_zit=True)
 
     assert before == []
-    assert session.channel.sent == [from_rank.ElasticDeclared()]  # type: ignore[attr-defined]
+    assert session.channel.sent == [mindio.ElasticDeclared()]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_rank_does_not_say_so_where_something_is_missing(
 def test_the_data_parallel_group_is_told_the_agent(session: Session) -> None:
     framework_ttp.tft_set_dp_group_info(0, [0, 2])
 
-    assert session.channel.sent == [from_rank.DataParallelDeclared([0, 2])]  # type: ignore[attr-defined]
+    assert session.channel.sent == [mindio.DataParallelDeclared([0, 2])]  # type: ignore[attr-defined]
 
 
 def test_a_controller_outside_of_the_job_has_rank_minus_one() -> None:
@@ -222,7 +222,7 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
     framework_ttp.tft_set_optimizer_replica(0, [{"rank_list": [0, 2], "replica_cnt": 2, "replica_shift": 0}])
 
     assert session.channel.sent == [  # type: ignore[attr-defined]
-        from_rank.ReplicasDeclared([from_rank.DeclaredReplicas([0, 2], copies=2, shift=0)])
+        mindio.ReplicasDeclared([mindio.DeclaredReplicas([0, 2], copies=2, shift=0)])
     ]
 
 
@@ -232,7 +232,7 @@ def test_replicas_are_declared_to_the_agent(session: Session) -> None:
 def test_a_strategy_of_the_scheduler_is_passed_on(session: Session, strategy: str) -> None:
     assert controller_ttp.tft_notify_controller_change_strategy(strategy, "{}") == 0
     assert session.channel.sent == [  # type: ignore[attr-defined]
-        from_rank.SchedulerAsked(strategy, params="{}")
+        mindio.SchedulerAsked(strategy, params="{}")
     ]
 
 
@@ -249,8 +249,8 @@ def test_a_hot_switch_is_passed_on_and_can_be_taken_back(session: Session) -> No
 
     assert codes == [0, 0]
     assert session.channel.sent == [  # type: ignore[attr-defined]
-        from_rank.SchedulerAsked("hot switch", {1: 1}),
-        from_rank.SchedulerAsked("stop switch"),
+        mindio.SchedulerAsked("hot switch", {1: 1}),
+        mindio.SchedulerAsked("stop switch"),
     ]
 
 

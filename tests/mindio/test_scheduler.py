@@ -10,9 +10,9 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.schedulers import Scheduler
 from ttprun.config import Config
-from ttprun.protocol import to_rank
+from ttprun.protocol import mindio
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.from_rank import SchedulerAsked
+from ttprun.protocol.mindio import SchedulerAsked
 from ttprun.recovery import Incident, Phase
 
 OPENED = Incident(
@@ -123,7 +123,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
     scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
     assert node.events == []
-    assert node.seats[1].told == [to_rank.FailMemory(0)]
+    assert node.seats[1].told == [mindio.FailMemory(0)]
 
 
 def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Scheduler) -> None:

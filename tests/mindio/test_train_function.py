@@ -28,7 +28,7 @@ from mindio_ttp.framework_ttp import (
 
 from ttprun.device import registry
 from ttprun.device.sim import SimulatedNpu
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
 from ttprun.rank.framework import randomness
@@ -169,7 +169,7 @@ def test_all_wait_behind_the_step_that_the_first_rank_was_about_to_make(session:
     with pytest.raises(RuntimeError, match=r"^STEP FINISH"):
         tft_pause_train(2)
     assert session.board.get(0, Field.PAUSE_AT) == 2
-    assert session.channel.sent[-1] == from_rank.Paused(7)  # type: ignore[attr-defined]
+    assert session.channel.sent[-1] == mindio.Paused(7)  # type: ignore[attr-defined]
 
 
 def test_a_pause_ends_when_the_agent_says_so_and_does_not_come_back(session: Session, framework: Framework) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.rank.fakes import FakeChannel, make_session
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import to_rank
+from ttprun.protocol.snapshots import Dumped
 from ttprun.rank.replay.recovery import Recovery
 
 
@@ -21,7 +22,7 @@ def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_
     recovery._dump(to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
-    assert channel.sent == [from_rank.Dumped(4, why_not, is_handled=False)]
+    assert channel.sent == [Dumped(4, why_not, is_handled=False)]
     channel.close()
 
 

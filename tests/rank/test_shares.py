@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import checkpoint_shards, replicated, snapshots
 from ttprun.rank.weights.open_boundaries import MOST_PUT_OFF
@@ -324,4 +324,4 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
     assert board.get(0, Field.SNAPSHOT_AT) == 0
     (told,) = channel.sent
     why_not = "it takes 0 MiB of shared memory, and less than that is free"
-    assert told == from_rank.SnapshotTaken(1, 40, why_not)
+    assert told == SnapshotTaken(1, 40, why_not)

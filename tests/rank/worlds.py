@@ -23,7 +23,7 @@ from tests.rank.processes import run_alone
 from ttprun.agent.replays import givers_of
 from ttprun.protocol import channel, from_rank, to_rank
 from ttprun.protocol.board import Board
-from ttprun.protocol.channel import Channel, Message
+from ttprun.protocol.channel import Channel, Message, Order
 from ttprun.protocol.to_rank import Welcome
 from ttprun.rank.bootstrap import hooks, install
 from ttprun.rank.bootstrap.presence import Presence
@@ -91,7 +91,7 @@ class FakeAgent:
         assert found is not None
         return found
 
-    def tell_all(self, message: to_rank.Order) -> None:
+    def tell_all(self, message: Order) -> None:
         for line in self.lines:
             line.send(message)
 

@@ -32,7 +32,7 @@ from ttprun.observe.events import timestamp
 from ttprun.observe.progress import ProgressLog
 from ttprun.observe.status import CheckpointStatus
 from ttprun.protocol import to_rank
-from ttprun.protocol.from_rank import Dumped, Share
+from ttprun.protocol.snapshots import Dumped, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.checkpoint import Checkpoint, in_short

@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
 from ttprun import recovery
 from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.schedulers import Scheduler
 from ttprun.agent.seat import Seat
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import mindio
 from ttprun.protocol.board import FINISHED, Field
-from ttprun.rank.framework.codes import RepairType
+from ttprun.protocol.mindio import RepairType
 from ttprun.recovery.shards import Loss, Part, ReplicaGroup, Role, plan_dump, plan_repair
 
 logger = logging.getLogger("ttprun")
@@ -31,10 +31,10 @@ _CODES = {
     Role.LOAD: RepairType.RT_LOAD_CKPT,
     Role.LOAD_IN_PLACE: RepairType.RT_LOAD_REBUILD,
 }
-_LOSSES = {
-    RepairType.RT_RECV_REPAIR.value: Loss.PROCESS,
-    RepairType.RT_UCE_HIGHLEVEL.value: Loss.MEMORY,
-    RepairType.RT_UCE_LOWLEVEL.value: Loss.NOTHING,
+_LOSSES: dict[mindio.Loses, Loss] = {
+    RepairType.RT_RECV_REPAIR: Loss.PROCESS,
+    RepairType.RT_UCE_HIGHLEVEL: Loss.MEMORY,
+    RepairType.RT_UCE_LOWLEVEL: Loss.NOTHING,
 }
 
 
@@ -65,32 +65,32 @@ class Frameworks(Repairs):
         self._save_step = 0
         self._renames = -1
 
-    def take(self, seat: Seat, message: from_rank.OfFramework) -> None:
+    def take(self, seat: Seat, message: mindio.Report) -> None:
         """A rank reports of its framework."""
         match message:
-            case from_rank.ReplicasDeclared(groups=groups):
+            case mindio.ReplicasDeclared(groups=groups):
                 self.replicas[seat.rank] = [
                     ReplicaGroup(tuple(group.ranks), group.copies, group.shift) for group in groups
                 ]
                 self._declare(seat.rank)
-            case from_rank.DataParallelDeclared(ranks=ranks):
+            case mindio.DataParallelDeclared(ranks=ranks):
                 self.batches[seat.rank] = tuple(ranks)
                 self._declare(seat.rank)
-            case from_rank.ElasticDeclared():
+            case mindio.ElasticDeclared():
                 self.elastic.add(seat.rank)
                 self._declare(seat.rank)
-            case from_rank.SchedulerRegistered():
+            case mindio.SchedulerRegistered():
                 self.scheduler.register(seat)
-            case from_rank.SchedulerAsked():
+            case mindio.SchedulerAsked():
                 self.scheduler.notified(message)
-            case from_rank.Paused(number=number):
+            case mindio.Paused(number=number):
                 self.scheduler.pause.take(seat, number)
-            case from_rank.Prepared(part=part, journal=journal):
+            case mindio.Prepared(part=part, journal=journal):
                 self.losses[seat.rank] = _LOSSES[part]
                 seat.journal = journal
-            case from_rank.SavedByFramework(generation=generation):
+            case mindio.SavedByFramework(generation=generation):
                 self._take_saved(seat, generation)
-            case from_rank.Renamed(generation=generation):
+            case mindio.Renamed(generation=generation):
                 if generation == self._node.job.generation:
                     self._end_dump(generation, place=f"step {self._save_step}, by the framework's save_ckpt handler")
             case _:
@@ -134,9 +134,9 @@ class Frameworks(Repairs):
         """Tell a rank with a new process, or with memory that has failed, to make itself ready for its repair."""
         seat = self._node.seats[action.rank]
         reboot_type = self.reboot_type(seat.rank)
-        seat.tell(to_rank.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
+        seat.tell(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
 
-    def repair_type(self) -> str:
+    def repair_type(self) -> mindio.Strategy:
         """What the recovery that has just begun comes to, in MindIO's words."""
         job = self._node.job
         if job.phase is recovery.Phase.PERSISTING:
@@ -145,7 +145,7 @@ class Frameworks(Repairs):
             return "unknow"
         return "recover" if any(not member.is_rerun for member in job.replacements) else "retry"
 
-    def reboot_type(self, rank: int) -> str:
+    def reboot_type(self, rank: int) -> Literal["arf", "hot switch"]:
         """Why a rank has a new process, in MindIO's words."""
         return "hot switch" if rank in self.scheduler.switched else "arf"
 
@@ -179,14 +179,14 @@ class Frameworks(Repairs):
             if board.get(seat.local_rank, Field.RECORDED) == FINISHED:
                 board.set(seat.local_rank, Field.RECORDED, seat.lost_boundary)
 
-    def size_for(self, rank: int) -> to_rank.Size:
+    def size_for(self, rank: int) -> mindio.Size:
         """How many ranks the present recovery leads to, as its orders say it to a rank."""
         job = self._node.job
         if job.away:
             left = list(recovery.groups_left(job, rank)[0])
             ranks = sorted((*job.survivors, *job.lost))
-            return to_rank.Size(list(job.away), ranks, left, self.scheduler.params("downgrade"))
-        return to_rank.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
+            return mindio.Size(list(job.away), ranks, left, self.scheduler.params("downgrade"))
+        return mindio.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
 
     def send_state(self, action: recovery.SendState) -> None:
         """Tell all ranks to rebuild, and those that it concerns to repair."""
@@ -208,7 +208,7 @@ class Frameworks(Repairs):
             if seat.rank in node.job.away:
                 continue
             seat.tell(
-                to_rank.Repair(
+                mindio.Repair(
                     generation=action.generation,
                     boundary=action.boundary,
                     size=self.size_for(seat.rank),
@@ -230,7 +230,7 @@ class Frameworks(Repairs):
             node.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
             node.seats[rank].tell(
-                to_rank.Rollback(
+                mindio.Rollback(
                     generation=action.generation,
                     boundary=action.boundary,
                     size=self.size_for(rank),
@@ -247,8 +247,8 @@ class Frameworks(Repairs):
             return
         self._saving, self._save_step, self._renames = set(saves), action.boundary, min(saves)
         for rank, groups in saves.items():
-            saves_of_rank = [to_rank.Saving(kind, list(together)) for kind, together in groups]
-            self._node.seats[rank].tell(to_rank.Save(action.generation, action.boundary, saves_of_rank))
+            saves_of_rank = [mindio.Saving(kind, list(together)) for kind, together in groups]
+            self._node.seats[rank].tell(mindio.Save(action.generation, action.boundary, saves_of_rank))
 
     def _take_saved(self, seat: Seat, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
@@ -256,7 +256,7 @@ class Frameworks(Repairs):
             return
         self._saving.discard(seat.rank)
         if not self._saving:
-            self._node.seats[self._renames].tell(to_rank.Rename(generation, self._save_step))
+            self._node.seats[self._renames].tell(mindio.Rename(generation, self._save_step))
 
     def _end_dump(self, generation: int, place: str = "", why_not: str = "") -> None:
         fields: dict[str, Any] = {"boundary": self._save_step, "place": place, "reason": why_not}
@@ -268,11 +268,11 @@ class Frameworks(Repairs):
         )
 
 
-def _told(part: Part) -> to_rank.RepairPart:
+def _told(part: Part) -> mindio.RepairPart:
     """MindIO's repair_info."""
-    return to_rank.RepairPart(
+    return mindio.RepairPart(
         type=list(part.kinds),
-        repair_type=_CODES[part.role].value,
+        repair_type=_CODES[part.role],
         src=list(part.sources),
         dst=list(part.targets),
         rank_list=list(part.ranks),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ttprun import recovery
 from ttprun.agent.seat import Seat
-from ttprun.protocol.from_rank import OfFramework
+from ttprun.protocol import mindio
 
 
 class Repairs(ABC):
@@ -33,9 +33,9 @@ class Repairs(ABC):
     def note_incident(self, incident: recovery.Incident) -> None:  # noqa: B027
         """How an incident stands."""
 
-    def repair_type(self) -> str:
-        """What the recovery that has just begun comes to, as a framework's handlers are given it; "" without one."""
-        return ""
+    def repair_type(self) -> mindio.Strategy | None:
+        """What the recovery that has just begun comes to, as a framework's handlers are given it; None without one."""
+        return None
 
     def expect(self, lost: Sequence[int]) -> None:  # noqa: B027
         """Lost ranks are to be repaired: they are waited for again, if they were away."""
@@ -67,5 +67,5 @@ class Repairs(ABC):
 
     # Reports.
 
-    def take(self, seat: Seat, message: OfFramework) -> None:  # noqa: B027
+    def take(self, seat: Seat, message: mindio.Report) -> None:  # noqa: B027
         """A rank reports what only a framework's way of repair is concerned with."""

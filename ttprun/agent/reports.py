@@ -24,10 +24,11 @@ from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.codec import Refused
+from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 
 logger = logging.getLogger("ttprun")
@@ -98,7 +99,7 @@ class Reports:
                 node.log("rank_replayed", rank=rank, **vars(message))
                 replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
                 node.advance(replayed)
-            case from_rank.Prepared(generation=generation, boundary=boundary):
+            case mindio.Prepared(generation=generation, boundary=boundary):
                 self.repairs.take(seat, message)
                 node.log("rank_replayed", rank=rank, generation=generation, boundary=boundary, setup_s=0.0)
                 replayed = recovery.RankReplayed(at_s=at_s, rank=rank, generation=generation, boundary=boundary)
@@ -130,11 +131,11 @@ class Reports:
                 self._on_aside(seat)
             case from_rank.NanFound():
                 self._on_nan(seat, message)
-            case from_rank.SnapshotSize(bytes=share_bytes):
+            case SnapshotSize(bytes=share_bytes):
                 self.snapshots.share_bytes = share_bytes
-            case from_rank.SnapshotTaken():
+            case SnapshotTaken():
                 self.snapshots.take(seat, message)
-            case from_rank.Dumped():
+            case Dumped():
                 self.checkpoints.take_dumped(seat, message)
             case from_rank.FaultStruck():
                 self.injections.struck(seat, message)
@@ -147,14 +148,14 @@ class Reports:
                 node.log("note", rank=rank, text=text)
                 logger.warning("rank %d: %s", rank, text)
             case (
-                from_rank.ReplicasDeclared()
-                | from_rank.DataParallelDeclared()
-                | from_rank.ElasticDeclared()
-                | from_rank.SchedulerRegistered()
-                | from_rank.SchedulerAsked()
-                | from_rank.Paused()
-                | from_rank.SavedByFramework()
-                | from_rank.Renamed()
+                mindio.ReplicasDeclared()
+                | mindio.DataParallelDeclared()
+                | mindio.ElasticDeclared()
+                | mindio.SchedulerRegistered()
+                | mindio.SchedulerAsked()
+                | mindio.Paused()
+                | mindio.SavedByFramework()
+                | mindio.Renamed()
             ):
                 self.repairs.take(seat, message)
             case Refused(reason=reason):

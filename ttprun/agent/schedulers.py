@@ -15,9 +15,9 @@ from ttprun import recovery
 from ttprun.agent.node import Node
 from ttprun.agent.pauses import Pause
 from ttprun.agent.seat import Seat
-from ttprun.protocol import to_rank
+from ttprun.protocol import mindio
 from ttprun.protocol.board import Field
-from ttprun.protocol.from_rank import SchedulerAsked
+from ttprun.protocol.mindio import SchedulerAsked
 
 logger = logging.getLogger("ttprun")
 
@@ -106,7 +106,7 @@ class Scheduler:
             return
         seat = node.seats[rank]
         if kind == _MEMORY:
-            seat.tell(to_rank.FailMemory(node.job.generation))
+            seat.tell(mindio.FailMemory(node.job.generation))
             return
         node.advance(
             recovery.RankHung(
@@ -234,9 +234,9 @@ class Scheduler:
             code = _DONE if is_done else failed.get(self._strategy, _ONLY_EXIT)
             self._report("report_result", code, incident.reason, ranks, self._strategy)
 
-    def _report(self, action: str, *arguments: Any) -> None:
+    def _report(self, action: mindio.SchedulerAction, *arguments: Any) -> None:
         if self.rank is not None and self._node.seats[self.rank].is_present:
-            self._node.seats[self.rank].tell(to_rank.SchedulerCall(action, list(arguments)))
+            self._node.seats[self.rank].tell(mindio.SchedulerCall(action, list(arguments)))
 
 
 def _kind_of(kind: str) -> int:

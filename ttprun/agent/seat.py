@@ -15,6 +15,7 @@ from ttprun.agent.processes import RankHandler, kill_session
 from ttprun.agent.stored import Stored
 from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
+from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.recovery.events import RankExited
 
@@ -57,7 +58,7 @@ class Seat:
     is_dying: bool = False
     is_buried: bool = False
     spawn: Callable[[], None] | None = None
-    held: to_rank.Order | None = None
+    held: Order | None = None
     stored: Stored | None = None
     script_error: str = ""
     device_fault: str = ""
@@ -82,14 +83,14 @@ class Seat:
         self.told_in = -1
         self.journal = {}
 
-    def tell(self, message: to_rank.Order) -> None:
+    def tell(self, message: Order) -> None:
         """Send to the process, or hold the message till it has greeted."""
         if self.is_present:
             self.handler.channel.send(message)
         else:
             self.held = message
 
-    def tell_news(self, put: to_rank.Order) -> None:
+    def tell_news(self, put: Order) -> None:
         """Send what another rank tells all, if there is a process that has greeted."""
         if self.is_present:
             self.handler.channel.send(put)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ttprun.agent import memory
 from ttprun.agent.stored import Stored, unpack
-from ttprun.protocol.from_rank import Share, SnapshotTaken
+from ttprun.protocol.snapshots import Share, SnapshotTaken
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 

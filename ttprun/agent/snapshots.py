@@ -19,7 +19,7 @@ from ttprun.agent.seat import Seat
 from ttprun.agent.shelf import Shelf
 from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.protocol.board import LEADER, Field
-from ttprun.protocol.from_rank import SnapshotTaken
+from ttprun.protocol.snapshots import SnapshotTaken
 from ttprun.rank.weights.checkpoint_shards import version_of
 
 logger = logging.getLogger("ttprun")

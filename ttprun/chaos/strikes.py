@@ -14,8 +14,8 @@ from typing import Any
 from ttprun.chaos import broken_links, damage
 from ttprun.chaos.damage import Armed
 from ttprun.chaos.faults import RECOVERY_PHASES, Fault, parse_fault
-from ttprun.protocol import to_rank
-from ttprun.protocol.channel import Message
+from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol.channel import Channel, Message
 from ttprun.rank import moments
 from ttprun.rank.comm.connection import Connection, Exchange
 from ttprun.rank.session import Session, current
@@ -28,20 +28,27 @@ _AT_COLLECTIVES = ("skip-collective", "nan")
 _inside_step: Armed | None = None
 
 
-def begin(ordered: list[to_rank.Fault]) -> None:
+def begin(ordered: list[to_rank.Fault], channel: Channel) -> None:
     """Watch all moments, and arm the faults that the agent has ordered so far."""
     _watch_modules()
     for one in ordered:
-        arm(one.number, parse_fault(one.fault))
+        _take_order(one, channel)
 
 
-def taken_from(take: Callable[[Message], None]) -> Callable[[Message], None]:
+def _take_order(order: to_rank.Fault, channel: Channel) -> None:
+    try:
+        arm(order.number, parse_fault(order.fault))
+    except ValueError as error:
+        channel.send(from_rank.FaultFailed(order.number, str(error)))
+
+
+def taken_from(take: Callable[[Message], None], channel: Channel) -> Callable[[Message], None]:
     """A handler of the agent's messages: those about faults are handled here, the others by `take`."""
 
     def handle(message: Message) -> None:
         match message:
-            case to_rank.Fault(number=number, fault=fault):
-                arm(number, parse_fault(fault))
+            case to_rank.Fault():
+                _take_order(message, channel)
             case to_rank.FaultDone():
                 damage.done_by_agent()
             case _:

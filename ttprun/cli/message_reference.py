@@ -6,12 +6,12 @@ import dataclasses
 import inspect
 from typing import get_args
 
-from ttprun.protocol import from_rank
+from ttprun.protocol.channel import Report
 
 
 def message_reference() -> str:
     """A list of what a rank reports to the agent: each message with its fields and the first line of its docstring."""
-    return "\n".join(map(_item, get_args(from_rank.Report)))
+    return "\n".join(map(_item, get_args(Report)))
 
 
 def _item(kind: type) -> str:

@@ -1,6 +1,7 @@
 """The channel between the agent and one rank: a socket pair, one message per line (`codec.py`).
 
-A rank sends `from_rank.py`, and receives `to_rank.py`. An invalid line is read as `Refused`. The first message that a
+A rank sends `from_rank.py` and `snapshots.py`, and receives `to_rank.py`; `mindio.py` has both for a framework with
+callbacks. An invalid line is read as `Refused`. The first message that a
 rank reads is its welcome, with the file descriptors of the board and of its recorder.
 """
 
@@ -14,10 +15,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, snapshots, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
 
-Sent = from_rank.Report | to_rank.Order
+Report = from_rank.Report | snapshots.Report | mindio.Report
+Order = to_rank.Order | mindio.Order
+Sent = Report | Order
 Message = Sent | Refused
 MAX_FDS = 8
 KNOWN = {kind.__name__: kind for kind in get_args(Sent)}

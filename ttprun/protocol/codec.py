@@ -1,12 +1,15 @@
 """Messages as lines of JSON, and back. A line that is not one of our messages is refused with a reason.
 
 A message is a frozen dataclass, sent as {"op": name of its class, field: value, ...}. Nothing is unpickled, and a field
-of another type than its annotation is refused. Standard library only: ranks read messages before they import torch.
+of another type than its annotation is refused, as is a value that its enum or `Literal` does not have. bytes are in
+base64. Standard library only: ranks read messages before they import torch.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import enum
 import functools
 import json
 import types
@@ -14,7 +17,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_ENCODER = json.JSONEncoder(default=vars)
 _SHOWN = 80  # characters of what was refused
 
 
@@ -33,6 +35,16 @@ class _UnfitError(ValueError):
 
 
 _Reader = Callable[[Any], Any]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON knows in place of a value that it does not know."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    return value.value if isinstance(value, enum.Enum) else vars(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain)
 
 
 def encode(message: Any) -> bytes:
@@ -107,6 +119,12 @@ def _reader(hint: Any) -> _Reader:
         return _read_float
     if hint in (int, str, bool):
         return functools.partial(_read_scalar, hint)
+    if hint is bytes:
+        return _read_bytes
+    if origin is typing.Literal:
+        return functools.partial(_read_choice, arguments)
+    if isinstance(hint, enum.EnumType):
+        return functools.partial(_read_choice, tuple(hint))
     if origin in (types.UnionType, typing.Union):
         (inner,) = (argument for argument in arguments if argument is not types.NoneType)
         return functools.partial(_read_optional, _reader(inner))
@@ -132,6 +150,21 @@ def _read_float(value: Any) -> float:
     if type(value) not in (float, int):
         raise _unfit("float", value)
     return float(value)
+
+
+def _read_bytes(value: Any) -> bytes:
+    try:
+        return base64.b64decode(_read_scalar(str, value), validate=True)
+    except ValueError:  # also if it is no ASCII
+        raise _unfit("bytes in base64", value) from None
+
+
+def _read_choice(choices: tuple[Any, ...], value: Any) -> Any:
+    plain = [choice.value if isinstance(choice, enum.Enum) else choice for choice in choices]
+    for choice, known in zip(choices, plain, strict=True):
+        if type(value) is type(known) and value == known:
+            return choice
+    raise _unfit(f"one of {', '.join(map(repr, plain))}", value)
 
 
 def _read_optional(read: _Reader, value: Any) -> Any:

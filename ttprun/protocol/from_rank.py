@@ -1,4 +1,6 @@
-"""What a rank reports to the agent: one class per message. `Report` is any of them; `agent/reports.py` handles them.
+"""What a rank reports to the agent: one class per message; `agent/reports.py` handles them.
+
+Reports of snapshots and checkpoints are in `snapshots.py`, those of a framework with callbacks in `mindio.py`.
 
 generation   number of the communicator set in which the rank is
 boundary     number of optimizer steps that it has done
@@ -8,7 +10,6 @@ Times are seconds; `*_s` are durations, `at_s` is on the monotonic clock of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 # The beginning, and the end.
 
@@ -179,14 +180,11 @@ class Copied:
 
 @dataclass(frozen=True)
 class Put:
-    """A value for all other ranks, mostly an address; the agent forwards it.
-
-    value  bytes, in base64
-    """
+    """A value for all other ranks, mostly an address; the agent forwards it."""
 
     generation: int
     key: str
-    value: str
+    value: bytes
 
 
 # In a recovery.
@@ -360,76 +358,6 @@ class NanFound:
     is_own: bool
 
 
-# Snapshots and checkpoints.
-
-
-@dataclass(frozen=True)
-class Share:
-    """One rank's share of the replicated state, which it has written.
-
-    share        its number; the first one also has the fields that only one rank fills
-    bytes        of its file
-    xxh3         of its file; "" in memory
-    header_xxh3  of `header` without what differs between ranks: must be the same in all
-    digests      key of each parameter -> digest of its weights and optimizer state
-    apart        hash of the parameters that the rank knows to differ between ranks
-    header       of each parameter [dtype, shape, its state], see `replicated.describe`; empty if another share has it
-    model        variable -> name in its state_dict -> (file, key)
-    held         of each sharded tensor [name, [[rank, shape, offsets, sizes]]]
-    """
-
-    share: int
-    bytes: int
-    xxh3: str
-    header_xxh3: str
-    digests: dict[str, str]
-    apart: str
-    header: list[Any] = field(default_factory=list)
-    model: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
-    held: list[Any] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class SnapshotSize:
-    """An estimate of the bytes that each rank will copy for a snapshot, after the first step."""
-
-    bytes: int
-
-
-@dataclass(frozen=True)
-class SnapshotTaken:
-    """A rank has copied its part of a snapshot into shared memory, or could not.
-
-    number         of the requested snapshot
-    why_not        "" if it was taken
-    share          None if it was not
-    records_bytes  of its own records
-    took_s         for the copy
-    """
-
-    number: int
-    boundary: int
-    why_not: str = ""
-    share: Share | None = None
-    records_bytes: int = 0
-    took_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Dumped:
-    """A rank has written its share of a checkpoint, or could not.
-
-    why_not     "" if it was written
-    is_handled  the script handles a signal that ends jobs, and may save by itself
-    share       None if it was not written
-    """
-
-    generation: int
-    why_not: str
-    is_handled: bool
-    share: Share | None = None
-
-
 # Injected faults.
 
 
@@ -457,104 +385,11 @@ class FaultFailed:
     reason: str
 
 
-# Of a framework with callbacks (--mindio).
-
-
-@dataclass(frozen=True)
-class ReplicasDeclared:
-    """The groups of ranks that hold the same state (tft_set_optimizer_replica)."""
-
-    groups: list[DeclaredReplicas]
-
-
-@dataclass(frozen=True)
-class DeclaredReplicas:
-    """These ranks hold `copies` copies of one state, `shift` places apart (0: one after the other)."""
-
-    ranks: list[int]
-    copies: int
-    shift: int
-
-
-@dataclass(frozen=True)
-class DataParallelDeclared:
-    """The data-parallel group of this rank (tft_set_dp_group_info)."""
-
-    ranks: list[int]
-
-
-@dataclass(frozen=True)
-class ElasticDeclared:
-    """This rank can continue in a smaller group."""
-
-
-@dataclass(frozen=True)
-class SchedulerRegistered:
-    """A scheduler has registered its callbacks in this process."""
-
-
-@dataclass(frozen=True)
-class SchedulerAsked:
-    """A request of the scheduler.
-
-    what       one of MindIO's words, e.g. "stop" or "hot switch"
-    ranks      the ranks concerned -> kind of fault
-    timeout_s  how long ranks wait in a pause; None: as configured
-    params     JSON for the handlers; "": as MindCluster gives it
-    """
-
-    what: str
-    ranks: dict[int, int] = field(default_factory=dict)
-    timeout_s: float | None = None
-    params: str = ""
-
-
-@dataclass(frozen=True)
-class Paused:
-    """This rank waits in the pause of that number."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A rank is ready to be repaired.
-
-    part     its need: value of a RepairType
-    journal  its groups
-    """
-
-    generation: int
-    boundary: int
-    part: int
-    journal: dict[str, GroupJournal]
-
-
-@dataclass(frozen=True)
-class SavedByFramework:
-    """The save_ckpt handler has returned."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """The rename handler has made a checkpoint of what all have saved."""
-
-    generation: int
-
-
-OfFramework = (
-    ReplicasDeclared | DataParallelDeclared | ElasticDeclared | SchedulerRegistered | SchedulerAsked | Paused
-    | Prepared | SavedByFramework | Renamed
-)  # fmt: skip
 Report = (
     Present | Protected | Unprotected | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
     | Held | SteppedAside | NanFound
-    | SnapshotSize | SnapshotTaken | Dumped
     | FaultStruck | FaultFailed
-    | OfFramework
 )  # fmt: skip

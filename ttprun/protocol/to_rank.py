@@ -1,8 +1,9 @@
-"""What the agent sends to a rank: one class per message. `Order` is any of them.
+"""What the agent sends to a rank: one class per message.
 
 A rank handles them in `rank/replay/recovery.py`, with --mindio in `rank/framework/recovery.py`, and before it has
 imported torch in `rank/bootstrap/presence.py`. Two more come from other ranks, and are forwarded unchanged:
-`from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`.
+`from_rank.Put` and `from_rank.Unprotected`. Words and units are as in `from_rank.py`; messages
+only for a framework with callbacks are in `mindio.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun.protocol import from_rank
+from ttprun.protocol.mindio import Strategy
 
 # The beginning, and the end.
 
@@ -161,13 +163,13 @@ class Freeze:
 
     survivors    local ranks that get this order
     lost         ranks
-    repair_type  for the stop handler of a framework; "" without one
+    repair_type  for the stop handler of a framework; None without one
     """
 
     generation: int
     survivors: list[int]
     lost: list[int]
-    repair_type: str = ""
+    repair_type: Strategy | None = None
 
 
 @dataclass(frozen=True)
@@ -270,134 +272,11 @@ class Resume:
     skip_lines: tuple[int, int] = (0, 0)
 
 
-# To a framework with callbacks (--mindio), instead of Replay, SendState and FetchState, Dump, and Resume.
-
-
-@dataclass(frozen=True)
-class Size:
-    """The group after a recovery.
-
-    away           ranks that do not train
-    ranks          all that do; empty: the whole world
-    data_parallel  this rank's remaining group; empty: as before
-    params         JSON for the handlers of a downgrade or upgrade
-    """
-
-    away: list[int] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-    data_parallel: list[int] = field(default_factory=list)
-    params: str = ""
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Get ready to be repaired: a new process, or one whose device's memory has failed; the answer is `Prepared`.
-
-    repair_type  in MindIO's words
-    reboot_type  why the rank has a new process
-    """
-
-    generation: int
-    boundary: int
-    repair_type: str
-    reboot_type: str
-
-
-@dataclass(frozen=True)
-class RepairPart:
-    """One rank's part in a repair: MindIO's repair_info.
-
-    repair_type    value of a RepairType
-    type           kinds of state
-    src, dst       ranks
-    rank_list      all that hold this state
-    """
-
-    type: list[int]
-    repair_type: int
-    src: list[int]
-    dst: list[int]
-    rank_list: list[int]
-
-
-@dataclass(frozen=True)
-class Repair:
-    """Rebuild groups, and repair; the answer is `Repaired` from lost ranks, `StateSent` from the others.
-
-    groups  names of those to connect, in this order
-    """
-
-    generation: int
-    boundary: int
-    size: Size
-    lost: list[int]
-    groups: list[str]
-    repair_type: str
-    parts: list[RepairPart]
-    limit_s: float
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """Go back to the step, and train; the answers are `Rebuilt` and `Reissued`.
-
-    groups  as in Repair
-    loaded  step of the checkpoint that all must have loaded; 0: none
-    """
-
-    generation: int
-    boundary: int
-    size: Size
-    groups: list[str]
-    loaded: int
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Ranks that save one kind of state together: MindIO's save_info."""
-
-    type: int
-    ranks: list[int]
-
-
-@dataclass(frozen=True)
-class Save:
-    """Have the framework save its part of a checkpoint; the answer is `SavedByFramework`."""
-
-    generation: int
-    step: int
-    saves: list[Saving]
-
-
-@dataclass(frozen=True)
-class Rename:
-    """Have the framework finish the checkpoint that all have saved; the answer is `Renamed`."""
-
-    generation: int
-    step: int
-
-
-@dataclass(frozen=True)
-class FailMemory:
-    """The scheduler reports that memory of this rank's device has failed."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class SchedulerCall:
-    """Call the scheduler's callback of this name; JSON has made str of ints that are keys."""
-
-    action: str
-    arguments: list[Any]
-
-
-# Handled by the recovery thread of a rank.
+# Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
 OfRecovery = Freeze | Replay | SendState | FetchState | LoadState | Dump | Resume
-OfFramework = Prepare | Repair | Rollback | Save | Rename
 OfStandby = WarmUp | Preload | Copy | Welcome
 Order = (
-    OfRecovery | OfFramework | OfStandby
-    | Heard | EndAsked | Fault | FaultDone | NotAlike | LookAt | StandAside | FailMemory | SchedulerCall
+    OfRecovery | OfStandby
+    | Heard | EndAsked | Fault | FaultDone | NotAlike | LookAt | StandAside
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from ttprun.chaos import strikes
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import Phase
 from ttprun.rank import moments
 from ttprun.rank.bootstrap import patches
@@ -29,7 +29,7 @@ def install(presence: Presence) -> None:
     leave_in_children()
     if presence.welcome.options.allow_faults:
         moments.listener = strikes
-        strikes.begin(presence.welcome.faults)
+        strikes.begin(presence.welcome.faults, presence.channel)
 
 
 def begin_run(presence: Presence, is_replacement: bool) -> None:
@@ -39,7 +39,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     """
     session = make_session(presence)
     order = presence.order
-    if is_replacement and isinstance(order, to_rank.Prepare):
+    if is_replacement and isinstance(order, mindio.Prepare):
         framework = Framework(session, order.boundary, order.reboot_type)
     else:
         framework = Framework(session, None, "arf")
@@ -48,7 +48,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     session.recovery = CallbackRecovery(session, framework)
     session.recovery.start()
-    presence.hand_over(strikes.taken_from(session.recovery.take))
+    presence.hand_over(strikes.taken_from(session.recovery.take, presence.channel))
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
 

@@ -63,7 +63,7 @@ def install(presence: Presence) -> None:
         registry.simulate(SimulatedNpu())
     if options.allow_faults:
         moments.listener = observer.ordered(presence.welcome.rank) or strikes
-        strikes.begin(presence.welcome.faults)
+        strikes.begin(presence.welcome.faults, presence.channel)
     if options.may_rerun:
         reset.note_beginning()
 
@@ -96,7 +96,7 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             session.proof = Proof.of(session, boundary)
     session.recovery = Recovery(session)
     session.recovery.start()
-    presence.hand_over(strikes.taken_from(session.recovery.take))
+    presence.hand_over(strikes.taken_from(session.recovery.take, presence.channel))
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
 

@@ -23,7 +23,7 @@ from ttprun import text_hashes
 from ttprun.chaos import damage
 from ttprun.chaos.faults import parse_fault
 from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
 from ttprun.rank.bootstrap import patches, unhooked
@@ -105,7 +105,7 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
         patches.apply_early()
         origins.listen()
     after_import("torch", take_over)
-    if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | to_rank.Prepare)):
+    if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a
         # replay prints is shown.
         import torch  # noqa: F401

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from ttprun.chaos import damage
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.channel import Channel, Message
 from ttprun.protocol.codec import Refused
@@ -39,7 +39,7 @@ class Presence:
         self._heir: Callable[[Message], None] | None = None
         self._lock = threading.Lock()
         self.may_start = threading.Event()
-        self.order: to_rank.Replay | to_rank.Prepare | to_rank.Resume | to_rank.Rollback | None = None
+        self.order: to_rank.Replay | mindio.Prepare | to_rank.Resume | mindio.Rollback | None = None
         self.is_rerun = False
         self.heard = threading.Event()
         self.heard.set()
@@ -96,14 +96,14 @@ class Presence:
                 self.heard.set()
             case to_rank.Freeze(generation=generation):
                 self._freeze(generation)
-            case to_rank.Resume() | to_rank.Rollback():
+            case to_rank.Resume() | mindio.Rollback():
                 self.generation = message.generation
                 self.channel.send(from_rank.Rebuilt(self.generation))
                 if not (isinstance(message, to_rank.Resume) and any(message.expected.values())):
                     self.channel.send(from_rank.Reissued(self.generation))
                 self.order = message
                 self.may_start.set()
-            case to_rank.Replay() | to_rank.Prepare():
+            case to_rank.Replay() | mindio.Prepare():
                 self.generation = message.generation
                 self.order = message
                 self.may_start.set()

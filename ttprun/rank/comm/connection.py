@@ -11,7 +11,6 @@ come ends with the generation.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import os
@@ -60,8 +59,7 @@ class Exchange:
     def put(self, generation: int, key: str, value: bytes) -> None:
         """Send a value to all ranks, including this one."""
         self.deliver(generation, key, value)
-        text = base64.b64encode(value).decode()
-        self._channel.send(from_rank.Put(generation, key, text))
+        self._channel.send(from_rank.Put(generation, key, value))
 
     def deliver(self, generation: int, key: str, value: bytes) -> None:
         """Store a value that was received."""

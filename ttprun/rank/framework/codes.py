@@ -44,18 +44,6 @@ class ReportState(Enum):
     RS_UNKNOWN = 8
 
 
-class RepairType(Enum):
-    """A rank's part in a repair."""
-
-    RT_SEND = 0
-    RT_UCE_HIGHLEVEL = 1
-    RT_UCE_LOWLEVEL = 2
-    RT_RECV_REPAIR = 3
-    RT_ROLLBACK = 4
-    RT_LOAD_CKPT = 5
-    RT_LOAD_REBUILD = 6
-
-
 def value_of(code: Enum | int) -> int:
     """The number of a code, given as an enum or a number."""
     return int(code.value) if isinstance(code, Enum) else int(code)

@@ -5,7 +5,7 @@ The handler is called by `Handlers.rebuild_group`; the agent decides which ranks
 
 from __future__ import annotations
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import mindio
 from ttprun.rank.framework.handlers import DOWNGRADE_REBUILD, Handlers
 from ttprun.rank.session import Session
 
@@ -25,4 +25,4 @@ class Elastic:
     def report(self) -> None:
         """Report to the agent if both switches are on and there is a handler."""
         if self.is_on and self.is_on_in_the_controller and self._handlers.has(DOWNGRADE_REBUILD):
-            self._session.channel.send(from_rank.ElasticDeclared())
+            self._session.channel.send(mindio.ElasticDeclared())

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ttprun.device.errors import DeviceFault, in_one_line
-from ttprun.protocol import from_rank
+from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.rank import moments
 from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry
@@ -71,7 +71,7 @@ class Framework:
         self.place = Place.OUTSIDE
         self.is_past_setup = False
         self.fault = ReportState.RS_NORMAL
-        self.repair_type = "unknow"
+        self.repair_type: mindio.Strategy = "unknow"
         self.repair_step = joins_at or 0
         self.was_cleaned = False
         self.is_torn = False
@@ -95,13 +95,13 @@ class Framework:
         self._callback_thread = threading.get_ident()
         self._check_overtaken = check_overtaken
 
-    def order_stop(self, repair_type: str) -> None:
+    def order_stop(self, repair_type: mindio.Strategy | None) -> None:
         """The main thread is to leave its train function; does not wait."""
         with self._session.changed:
             self.is_stopping = True
             self.was_cleaned = False
             self.loaded_step = 0
-            self.repair_type = repair_type
+            self.repair_type = repair_type or "unknow"
             self._session.changed.notify_all()
 
     def wait_until_stopped(self, check_overtaken: Callable[[], None]) -> None:

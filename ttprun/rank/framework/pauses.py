@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import mindio
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
@@ -40,7 +40,7 @@ class Pauses:
             return
         sync()
         session.touch(Phase.COMMITTING)  # a missing rank is detected as one that others wait for before a step
-        session.channel.send(from_rank.Paused(number))
+        session.channel.send(mindio.Paused(number))
         with session.changed:
             while self._is_on(number):
                 admit()

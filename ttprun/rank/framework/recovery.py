@@ -20,13 +20,14 @@ from collections.abc import Iterator
 
 import torch
 
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.mindio import RepairType
 from ttprun.rank import moments
 from ttprun.rank.framework import randomness, scheduler
-from ttprun.rank.framework.codes import RET_NO_REBUILD, RepairType, ReportState
+from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import Size
@@ -35,9 +36,9 @@ from ttprun.rank.session import Session
 from ttprun.rank.weights import state_transfer
 from ttprun.rank.weights.replicated import NotRepairableError
 
-SENDS, LOADS = RepairType.RT_SEND.value, (RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value)
-REBUILDS = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_LOAD_REBUILD.value)
-RECEIVES = (RepairType.RT_UCE_HIGHLEVEL.value, RepairType.RT_RECV_REPAIR.value)
+LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
+REBUILDS = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_LOAD_REBUILD)
+RECEIVES = (RepairType.RT_UCE_HIGHLEVEL, RepairType.RT_RECV_REPAIR)
 
 
 class CallbackRecovery(Recovery):
@@ -54,9 +55,9 @@ class CallbackRecovery(Recovery):
         match message:
             case to_rank.Heard():
                 pass
-            case to_rank.SchedulerCall(action=action, arguments=arguments):
+            case mindio.SchedulerCall(action=action, arguments=arguments):
                 scheduler.call(action, arguments)
-            case to_rank.FailMemory():
+            case mindio.FailMemory():
                 self._framework.fail_memory()
             case to_rank.Freeze(repair_type=repair_type):
                 super().take(message)
@@ -64,7 +65,7 @@ class CallbackRecovery(Recovery):
                 if self._is_calling:
                     for group in list(self._session.groups.values()):
                         group.cut()
-            case to_rank.Prepare() | to_rank.Repair() | to_rank.Rollback() | to_rank.Save() | to_rank.Rename():
+            case mindio.Prepare() | mindio.Repair() | mindio.Rollback() | mindio.Save() | mindio.Rename():
                 self.leave_to_thread(message)
             case _:
                 super().take(message)
@@ -73,17 +74,17 @@ class CallbackRecovery(Recovery):
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
-            case to_rank.Prepare():
+            case mindio.Prepare():
                 self._prepare(order)
             case JoinsTraining():
                 self._report_joined()
-            case to_rank.Repair():
+            case mindio.Repair():
                 self._repair(order)
-            case to_rank.Save():
+            case mindio.Save():
                 self._save(order)
-            case to_rank.Rename():
+            case mindio.Rename():
                 self._rename(order)
-            case to_rank.Rollback():
+            case mindio.Rollback():
                 self._rollback(order)
             case _:
                 raise RuntimeError(f"a rank with a framework's callbacks cannot carry out {order}")
@@ -157,7 +158,7 @@ class CallbackRecovery(Recovery):
         """By group: its ranks. What was issued is not issued again."""
         return {group.group_name: GroupJournal(list(group.ranks), []) for group in self._groups()}
 
-    def _prepare(self, order: to_rank.Prepare) -> None:
+    def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""
         session, framework = self._session, self._framework
         session.generation = order.generation
@@ -169,8 +170,10 @@ class CallbackRecovery(Recovery):
         with self._calling():
             code = framework.handlers.clean(framework.fault is ReportState.RS_UCE)
         framework.note_cleaned()
-        level = RepairType.RT_UCE_LOWLEVEL if code == RET_NO_REBUILD and not is_behind else RepairType.RT_UCE_HIGHLEVEL
-        self._report_ready(order.boundary, level)
+        has_lost_nothing = code == RET_NO_REBUILD and not is_behind
+        self._report_ready(
+            order.boundary, RepairType.RT_UCE_LOWLEVEL if has_lost_nothing else RepairType.RT_UCE_HIGHLEVEL
+        )
 
     def _report_joined(self) -> None:
         """A replacement has reached its train function."""
@@ -179,13 +182,13 @@ class CallbackRecovery(Recovery):
         framework.note_cleaned()
         self._report_ready(framework.joins_at, RepairType.RT_RECV_REPAIR)
 
-    def _report_ready(self, boundary: int, part: RepairType) -> None:
+    def _report_ready(self, boundary: int, part: mindio.Loses) -> None:
         session = self._session
-        session.channel.send(from_rank.Prepared(session.generation, boundary, part.value, self._signatures()))
+        session.channel.send(mindio.Prepared(session.generation, boundary, part, self._signatures()))
 
     # Rebuild and repair.
 
-    def _repair(self, order: to_rank.Repair) -> None:
+    def _repair(self, order: mindio.Repair) -> None:
         session, framework = self._session, self._framework
         step = order.boundary
         framework.repair_step = step
@@ -195,15 +198,16 @@ class CallbackRecovery(Recovery):
         moments.reached("transfer")
         for part in order.parts:
             needs_rebuild = part.repair_type in REBUILDS
+            info = vars(part) | {"repair_type": part.repair_type.value}
             with self._calling():
-                if not framework.handlers.repair(step, needs_rebuild, part.dst, vars(part), size):
+                if not framework.handlers.repair(step, needs_rebuild, part.dst, info, size):
                     self._repair_by_ourselves(part, order.limit_s)
         if session.rank in order.lost:
             session.channel.send(from_rank.Repaired(session.generation, digest="", loaded=framework.loaded_step))
         else:
             session.channel.send(from_rank.StateSent(session.generation, digest=""))
 
-    def _rebuild(self, order: to_rank.Repair | to_rank.Rollback, fault_ranks: list[int]) -> None:
+    def _rebuild(self, order: mindio.Repair | mindio.Rollback, fault_ranks: list[int]) -> None:
         """Clean, connect the groups that all members have, and call the framework's rebuild handler."""
         session, framework = self._session, self._framework
         moments.reached("rebuild")
@@ -221,10 +225,10 @@ class CallbackRecovery(Recovery):
             framework.handlers.rebuild_group(fault_ranks, _size_of(order.size))
         self._rebuilt_in = session.generation
 
-    def _repair_by_ourselves(self, part: to_rank.RepairPart, limit_s: float) -> None:
+    def _repair_by_ourselves(self, part: mindio.RepairPart, limit_s: float) -> None:
         """Send or receive the optimizers' state, as between replicas without a framework."""
         session, kind = self._session, part.repair_type
-        if kind == SENDS:
+        if kind is RepairType.RT_SEND:
             name = f"state-{session.generation}-{session.rank}.sock"
             state_transfer.serve(session.run_dir, name, len(part.dst), limit_s, self._check_overtaken)
         elif kind in RECEIVES:
@@ -235,7 +239,7 @@ class CallbackRecovery(Recovery):
 
     # Dump.
 
-    def _save(self, order: to_rank.Save) -> None:
+    def _save(self, order: mindio.Save) -> None:
         framework = self._framework
         moments.reached("persist")
         if not framework.was_cleaned:
@@ -244,16 +248,16 @@ class CallbackRecovery(Recovery):
             framework.note_cleaned()
         with self._calling():
             framework.handlers.save(order.step, [vars(saving) for saving in order.saves])
-        self._session.channel.send(from_rank.SavedByFramework(order.generation))
+        self._session.channel.send(mindio.SavedByFramework(order.generation))
 
-    def _rename(self, order: to_rank.Rename) -> None:
+    def _rename(self, order: mindio.Rename) -> None:
         with self._calling():
             self._framework.handlers.rename(order.step)
-        self._session.channel.send(from_rank.Renamed(order.generation))
+        self._session.channel.send(mindio.Renamed(order.generation))
 
     # Rollback and release.
 
-    def _rollback(self, order: to_rank.Rollback) -> None:
+    def _rollback(self, order: mindio.Rollback) -> None:
         session, framework = self._session, self._framework
         if framework.loaded_step != order.loaded:
             raise NotRepairableError(
@@ -271,6 +275,6 @@ class CallbackRecovery(Recovery):
         session.channel.send(from_rank.Reissued(session.generation))
 
 
-def _size_of(size: to_rank.Size) -> Size:
+def _size_of(size: mindio.Size) -> Size:
     """The agent's order of the new size, for the handlers."""
     return Size(tuple(size.ranks), tuple(size.data_parallel), size.params)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast, get_args
 
-from ttprun.protocol import from_rank
+from ttprun.protocol import mindio
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import RET_ERROR, RET_OK
 
-ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
-STRATEGIES = ("retry", "recover", "migration", "downgrade", "upgrade", "dump", "continue", "exit")
+ACTIONS: tuple[str, ...] = get_args(mindio.SchedulerAction)
+STRATEGIES: tuple[str, ...] = get_args(mindio.Wish)
 STOPS = ("stop", "pause")
 SWITCH, NO_SWITCH = "hot switch", "stop switch"
 
@@ -27,7 +27,7 @@ def register(action: str, function: Callable[..., Any]) -> int:
     if action not in ACTIONS or not callable(function):
         return RET_ERROR
     _callbacks[action] = function
-    this_rank()[0].channel.send(from_rank.SchedulerRegistered())
+    this_rank()[0].channel.send(mindio.SchedulerRegistered())
     return RET_OK
 
 
@@ -55,5 +55,5 @@ def prepare(action: str, ranks: Mapping[int, int]) -> int:
 
 def notify(what: str, ranks: Mapping[int, int] | None = None, timeout_s: float | None = None, params: str = "") -> int:
     """Send a request to the agent; returns RET_OK. See SchedulerAsked for the arguments."""
-    this_rank()[0].channel.send(from_rank.SchedulerAsked(what, dict(ranks or {}), timeout_s, params))
+    this_rank()[0].channel.send(mindio.SchedulerAsked(cast(mindio.Asked, what), dict(ranks or {}), timeout_s, params))
     return RET_OK

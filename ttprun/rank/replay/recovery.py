@@ -8,7 +8,6 @@ generation interrupts an older one at every wait.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import queue
 import signal
@@ -19,10 +18,11 @@ import traceback
 from typing import Any, NamedTuple
 
 from ttprun.device.interface import DeviceFailedError
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field, Phase
 from ttprun.protocol.channel import Message
 from ttprun.protocol.from_rank import GroupJournal
+from ttprun.protocol.snapshots import Dumped
 from ttprun.rank import moments
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
@@ -47,7 +47,7 @@ class JoinsTraining(NamedTuple):
     generation: int
 
 
-Ordered = to_rank.OfRecovery | to_rank.OfFramework | JoinsTraining
+Ordered = to_rank.OfRecovery | mindio.OfRecovery | JoinsTraining
 
 
 class OvertakenError(RuntimeError):
@@ -100,7 +100,7 @@ class Recovery:
         session = self._session
         match message:
             case from_rank.Put(generation=generation, key=key, value=value):
-                session.exchange.deliver(generation, key, base64.b64decode(value))
+                session.exchange.deliver(generation, key, value)
             case from_rank.Unprotected(reason=reason):
                 with session.changed:
                     session.unprotected = session.unprotected or reason
@@ -150,7 +150,7 @@ class Recovery:
                 if self._newest_generation > order.generation:
                     continue
                 is_refusal = isinstance(error, replicated.NotRepairableError)
-                is_resume = isinstance(order, to_rank.Resume | to_rank.Rollback)
+                is_resume = isinstance(order, to_rank.Resume | mindio.Rollback)
                 if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
                     # These errors only mean that another rank is lost or a connection has broken.
                     if not self._is_overtaken_soon(order.generation):
@@ -325,7 +325,7 @@ class Recovery:
         except (replicated.NotRepairableError, OSError) as error:  # only the checkpoint is lost
             why_not = f"rank {session.rank}: {error}"
         is_handled = _handles_end_signals()
-        session.channel.send(from_rank.Dumped(order.generation, why_not, is_handled, share))
+        session.channel.send(Dumped(order.generation, why_not, is_handled, share))
 
     # Resume.
 

@@ -20,7 +20,7 @@ import safetensors
 import torch
 import xxhash
 
-from ttprun.protocol.from_rank import Share
+from ttprun.protocol.snapshots import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded

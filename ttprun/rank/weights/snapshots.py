@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from ttprun.protocol import from_rank
 from ttprun.protocol.board import LEADER, ROW_FIELDS, Board, Field, Phase
+from ttprun.protocol.snapshots import SnapshotSize, SnapshotTaken
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import checkpoint_shards, replicated
@@ -53,7 +53,7 @@ class Snapshots:
         """After the first step: about how much each rank will copy, so that the agent can have memory for it ready."""
         if self._is_leader:
             with contextlib.suppress(replicated.NotRepairableError):  # it will be said when a snapshot is taken
-                channel.send(from_rank.SnapshotSize(self._whole_bytes() // self._board.n_ranks))
+                channel.send(SnapshotSize(self._whole_bytes() // self._board.n_ranks))
 
     def agree(self, channel: Channel, boundary: int, is_open: bool) -> None:
         """The first rank, before the record of `boundary` is announced: say whether a snapshot is taken there.
@@ -71,7 +71,7 @@ class Snapshots:
         self._seen = asked
         why_not = self._why_no_room(asked)
         if why_not:
-            channel.send(from_rank.SnapshotTaken(asked, boundary, why_not))
+            channel.send(SnapshotTaken(asked, boundary, why_not))
             return
         self._board.set(LEADER, Field.SNAPSHOT_NUMBER, asked)
         self._board.set(LEADER, Field.SNAPSHOT_AT, boundary)
@@ -113,7 +113,7 @@ class Snapshots:
             apart = checkpoint_shards.Apart(self.owners, session.rank, range(session.world_size))
             share = checkpoint_shards.copy(for_share, session.local_rank, self._board.n_ranks, frame, apart)
             took_s = time.monotonic() - started_s
-            taken = from_rank.SnapshotTaken(number, boundary, "", share, records_bytes=len(records), took_s=took_s)
+            taken = SnapshotTaken(number, boundary, "", share, records_bytes=len(records), took_s=took_s)
         except Exception as error:  # the script must go on
-            taken = from_rank.SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")
+            taken = SnapshotTaken(number, boundary, why_not=f"rank {session.rank}: {error}")
         session.channel.send(taken)

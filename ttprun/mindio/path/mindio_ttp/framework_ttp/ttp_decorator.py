@@ -10,7 +10,7 @@ from typing import Any
 import torch  # noqa: F401 - a rank's hooks are installed when torch is imported
 
 from ttprun.mindio.variables import uses_shift
-from ttprun.protocol import from_rank
+from ttprun.protocol import mindio
 from ttprun.rank.framework.access import this_rank
 from ttprun.rank.framework.codes import ReportState, value_of
 from ttprun.rank.framework.limits import MOST_RANKS, check_port, check_rank
@@ -102,15 +102,15 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
         assert isinstance(ranks, list)
         if rank not in ranks or not 0 < copies <= len(ranks) or len(ranks) % copies:
             raise ValueError(f"tft_set_optimizer_replica: {copies} copies cannot lie in ranks {ranks}")
-        groups.append(from_rank.DeclaredReplicas(ranks, copies, shift if has_shift else 0))
-    session.channel.send(from_rank.ReplicasDeclared(groups))
+        groups.append(mindio.DeclaredReplicas(ranks, copies, shift if has_shift else 0))
+    session.channel.send(mindio.ReplicasDeclared(groups))
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
     """Declare the data-parallel group: ranks at the same place of their groups leave together. Raises ValueError."""
     if not 0 <= rank < MOST_RANKS or not all(type(member) is int for member in dp_rank_list):
         raise ValueError(f"tft_set_dp_group_info: rank {rank} in {dp_rank_list} cannot be")
-    this_rank()[0].channel.send(from_rank.DataParallelDeclared(dp_rank_list))
+    this_rank()[0].channel.send(mindio.DataParallelDeclared(dp_rank_list))
 
 
 def tft_set_step_args(args: Any) -> None:

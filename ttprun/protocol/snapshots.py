@@ -1,0 +1,76 @@
+"""What a rank reports of snapshots and checkpoints: one class per message. Words and units are as in `from_rank.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of the replicated state, which it has written.
+
+    share        its number; the first one also has the fields that only one rank fills
+    bytes        of its file
+    xxh3         of its file; "" in memory
+    header_xxh3  of `header` without what differs between ranks: must be the same in all
+    digests      key of each parameter -> digest of its weights and optimizer state
+    apart        hash of the parameters that the rank knows to differ between ranks
+    header       of each parameter [dtype, shape, its state], see `replicated.describe`; empty if another share has it
+    model        variable -> name in its state_dict -> (file, key)
+    held         of each sharded tensor [name, [[rank, shape, offsets, sizes]]]
+    """
+
+    share: int
+    bytes: int
+    xxh3: str
+    header_xxh3: str
+    digests: dict[str, str]
+    apart: str
+    header: list[Any] = field(default_factory=list)
+    model: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    held: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SnapshotSize:
+    """An estimate of the bytes that each rank will copy for a snapshot, after the first step."""
+
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SnapshotTaken:
+    """A rank has copied its part of a snapshot into shared memory, or could not.
+
+    number         of the requested snapshot
+    why_not        "" if it was taken
+    share          None if it was not
+    records_bytes  of its own records
+    took_s         for the copy
+    """
+
+    number: int
+    boundary: int
+    why_not: str = ""
+    share: Share | None = None
+    records_bytes: int = 0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A rank has written its share of a checkpoint, or could not.
+
+    why_not     "" if it was written
+    is_handled  the script handles a signal that ends jobs, and may save by itself
+    share       None if it was not written
+    """
+
+    generation: int
+    why_not: str
+    is_handled: bool
+    share: Share | None = None
+
+
+Report = SnapshotSize | SnapshotTaken | Dumped
