@@ -1,7 +1,8 @@
 # Sourced by demo.sh, test.sh and .ci/run. Needs Python 3.11 or newer with pip, and nothing else.
 
 # prepare_venv [test]: make .venv in the current directory, or bring it up to date; if nothing is to be done, it takes no time.
-# With "test" it gets the tools of the tests, too. PYTHON names another interpreter than python3.
+# With "test" it gets the tools of the tests, too, and the frameworks that some of them train with. PYTHON names another
+# interpreter than python3.
 prepare_venv() {
     local extra=${1:-} python=${PYTHON:-python3} wanted stamp
     local stamps=(".venv/.installed-$extra" .venv/.installed-test) # the tests' environment holds everything
@@ -26,7 +27,7 @@ prepare_venv() {
     rm -f .venv/.installed-*
     say_progress "installing ttprun, PyTorch${extra:+ and the tools of the tests} into .venv (some minutes the first time)" \
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --constraint tests/constraints.txt --editable ".${extra:+[$extra]}"
+        --constraint tests/constraints.txt --editable ".${extra:+[$extra,test-frameworks]}"
     echo "$wanted" >"${stamps[0]}"
     exec 9>&-
 }

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "guide"
 # In the order in which a reader may want them; each is a file of `ttprun/guide`.
 TOPICS = {
     "check": "try your own script first: is a rank of it recovered?",
+    "frameworks": "transformers, accelerate and others: how they are started, what of them is followed",
     "how-it-works": "what happens when a rank dies, and what is proved before training goes on",
     "limits": "what is covered, what is not, and what a fault costs then",
     "operating": "runs, signals, exit codes, Slurm, Kubernetes, what the status says",

@@ -1,0 +1,149 @@
+"""Training loops inside frameworks from PyPI: a lost rank is replaced, and all that the framework writes is the same.
+
+The frameworks are in the extra `test-frameworks`. All cases: ./scripts/test.sh -m 'slow or not slow' with this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
+
+TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
+ACCELERATE = "frameworks/accelerate_loop.py"  # 24 batches
+_MEASURED = ("runtime", "per_second")
+
+
+def slow(case: str) -> Any:
+    """A further case of what the first one shows."""
+    return pytest.param(case, marks=pytest.mark.slow, id=case)
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed (the extra test-frameworks)"
+    )
+
+
+@needs("transformers")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--accumulate 2 --evaluate --save --callback: kill:rank=1,step=7,phase=backward",
+        slow(": kill:rank=0,step=1,phase=forward"),
+        slow(": kill:rank=1,step=10,phase=in_step"),
+        slow(": kill:rank=1,step=11,phase=backward"),
+        slow(": kill:rank=0,step=19,phase=after_step"),
+        slow("--accumulate 2 --evaluate --save --callback: kill:rank=0,step=8,phase=checkpoint"),
+        slow("--accumulate 2 --evaluate --save --callback: kill:rank=1,step=8,phase=validation"),
+        slow("--accumulate 2 --evaluate --save --best --metrics: kill:rank=0,step=9,phase=backward"),
+        slow("--evaluate --save --best --early-stopping: kill:rank=1,step=6,phase=backward"),
+        slow("--group-by-length --callback: kill:rank=1,step=13,phase=backward"),
+        slow("--iterable --max-steps 16: kill:rank=1,step=13,phase=backward"),
+        slow("--workers 1: kill:rank=0,step=13,phase=backward"),
+        slow("--datasets: kill:rank=1,step=13,phase=backward"),
+    ],
+)
+def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+) -> None:
+    if "--datasets" in case:
+        pytest.importorskip("datasets")
+    assert_replaced_and_the_same(run_ttprun, undisturbed, TRANSFORMERS, case)
+
+
+@needs("accelerate")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--accumulate 2 --save: kill:rank=1,step=7,phase=backward",
+        slow(": kill:rank=0,step=1,phase=forward"),
+        slow(": kill:rank=1,step=12,phase=in_step"),
+        slow(": kill:rank=0,step=12,phase=validation"),
+        slow(": kill:rank=1,step=13,phase=backward"),
+        slow("--accumulate 2 --save: kill:rank=0,step=6,phase=checkpoint"),
+        slow("--skip 3: kill:rank=1,step=4,phase=backward"),
+        slow("--local-sgd 4: kill:rank=1,step=15,phase=backward"),
+        slow("--workers 1: kill:rank=1,step=15,phase=backward"),
+    ],
+)
+def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_and_saved_is_the_same(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, ACCELERATE, case)
+
+
+def assert_replaced_and_the_same(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: str, case: str
+) -> None:
+    """A kill in a run of a framework's script changes nothing of what comes out.
+
+    case   "arguments of the script: fault"
+    """
+    words, _, kill = case.partition(": ")
+    arguments = words.replace(":", "").split()
+    reference = undisturbed(script, 2, arguments)
+
+    result = run_ttprun(script, 2, faults=[kill.removeprefix(": ")], script_args=arguments)
+
+    assert_only_replaced(result)
+    assert_same_outcome(without_times(result), without_times(reference))
+    assert written(result.folder) == written(reference.folder), result.story()
+
+
+def without_times(run: Run) -> Run:
+    """The run without lines that say how long something took."""
+    kept = {
+        rank: [line for line in lines if not any(word in line for word in _MEASURED)]
+        for rank, lines in run.stdout.items()
+    }
+    return replace(run, stdout=kept)
+
+
+def written(folder: Path) -> dict[str, str]:
+    """Digest of each file that the script has written, by its name."""
+    ours = ("logs", "run", "launcher.log")
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = {path: path.relative_to(folder) for path in files}
+    return {str(name): digest_of(path) for path, name in names.items() if name.parts[0] not in ours}
+
+
+def digest_of(path: Path) -> str:
+    """Of what torch or a JSON file holds: bytes of a pickle depend on which of its strings are one object."""
+    content: Any = path.read_bytes()
+    if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
+        content = repr(plain(torch.load(path, weights_only=False))).encode()
+    elif path.suffix == ".json":
+        content = json.dumps(without_measures(json.loads(content)), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def without_measures(held: Any) -> Any:
+    if isinstance(held, dict):
+        return {
+            name: without_measures(value) for name, value in held.items() if not any(word in name for word in _MEASURED)
+        }
+    return [without_measures(value) for value in held] if isinstance(held, list) else held
+
+
+def plain(value: Any) -> Any:
+    """Tensors as bytes, objects as their attributes, all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if hasattr(value, "tobytes"):
+        return value.tobytes()
+    held = getattr(value, "__dict__", None)
+    return (type(value).__name__, plain(held)) if held else value
