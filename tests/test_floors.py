@@ -36,7 +36,7 @@ FLOORS = {
     }
     | {"state", "text_hashes", "torch_versions"},
     "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
-    | {"__version__", "state", "torch_versions"},
+    | {"__version__", "frameworks", "state", "torch_versions"},
 }
 # What runs inside a rank, room by room: each imports only from those before it. Types that stand in annotations alone
 # may come from anywhere (TYPE_CHECKING).

@@ -122,7 +122,9 @@ class Config(BaseModel):
         description="the framework owns its train function and recovers by callbacks (mindio_ttp); nothing is replayed "
         "(reads TTP_NORMAL_ACTION_TIME_LIMIT and TTP_FRAMEWORK_TYPE)",
     )
-    user_paths: list[str] = Field([], description="additional directories whose modules count as the user's code")
+    user_paths: list[str] = Field(
+        [], description="additional directories or files whose modules count as the user's code"
+    )
     follow: list[str] = Field(
         [],
         description="modules of a framework with a training loop of its own, such as mytrainer.loop; a package stands "

@@ -97,7 +97,7 @@ class Launch:
     """A launcher that runs: `ttprun` or torchrun on one script, in a folder of its own.
 
     module       of the launcher
-    script       a file of tests/scripts
+    script       a file of tests/scripts; or a module or a command, as options say
     ranks        local ranks
     folder       empty or absent; gets logs/, out/ and launcher.log
     options      further options of the launcher; they win over ours
@@ -125,10 +125,11 @@ class Launch:
         self._shared_memory = set(os.listdir("/dev/shm"))
         folder.mkdir(parents=True, exist_ok=True)
         logs = folder / "logs"
+        named = str(SCRIPTS / script) if script.endswith(".py") else script
         launcher = [sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
-                [*launcher, "--redirects", "3", *options, str(SCRIPTS / script), f"--out={self._out}", *script_args],
+                [*launcher, "--redirects", "3", *options, named, f"--out={self._out}", *script_args],
                 cwd=folder,
                 env=environment(),
                 stdin=subprocess.DEVNULL,

@@ -62,7 +62,7 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     if config.mindio:
         check_mindio(torchrun)
     for path in config.user_paths:
-        if not Path(path).is_dir():
+        if not Path(path).exists():
             raise ConfigError(f"user_paths: there is no directory '{path}'", "correct the path")
     port = hosted_port(torchrun)
     if port is not None:

@@ -22,6 +22,7 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from ttprun import torch_versions
 from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT
+from ttprun.cli import programs
 from ttprun.cli.old_runs import remove_old_runs
 from ttprun.cli.options import take_options
 from ttprun.cli.preflight import check_host, check_launch, check_options
@@ -109,10 +110,16 @@ def read_command_line(words: Sequence[str]) -> Invocation:
     take_options(torchrun)
     torchrun.training_script_args = script_arguments
     notices = [f"using the 'ttprun:' section of {section.name}" for section in sections]
+    program = programs.find(torchrun)
+    if program.script:
+        torchrun.training_script, torchrun.no_python = program.script, False
+    if program.own:
+        config = config.model_copy(update={"user_paths": [*config.user_paths, *program.own]})
     for flag in ("no_python", "run_path"):
         if getattr(torchrun, flag) and "replace" in config.rungs:
             config = config.without_repair()
-            notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group")
+            why = f" ({program.why_not})" if program.why_not else ""
+            notices.append(f"{option_name(flag)}: repair is off; a failure restarts the whole group{why}")
     is_place_named = any((config.save_dir, config.run_dir, config.run_id))
     config = config.model_copy(
         update={"run_id": config.run_id or new_run_id(), "launch": used_launch_options(torchrun)}

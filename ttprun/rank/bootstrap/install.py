@@ -30,7 +30,7 @@ from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.effects import origins
 from ttprun.rank.position import ast_transform
-from ttprun.rank.position.whose import add_user_directory
+from ttprun.rank.position.whose import add_named_path, add_user_directory
 from ttprun.rank.process import heartbeat, held_signals, life_lock, stack
 from ttprun.rank.process.after_import import after_import, is_overdue
 
@@ -83,8 +83,10 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     """
     global _presence
     directories = [os.path.dirname(script), ast_transform.directory_of(script)] if script else [os.getcwd()]
-    for path in (*directories, *welcome.options.user_paths):
+    for path in directories:
         add_user_directory(path)
+    for path in welcome.options.user_paths:
+        add_named_path(path)
     text_hashes.note_who_seeded()
     _presence = Presence(channel, welcome, fds)
     _presence.start()

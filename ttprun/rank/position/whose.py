@@ -6,9 +6,9 @@ whose objects are state       `holds_state`, `is_state`
 whose effects are muted       `has_muted_effects`
 
 A file is the user's if it is the script, lies below the script's directory or below a directory of `user_paths`, and is
-no installed package. The user's code is in all four. A module that the configuration names under `follow`, or that
-`ttprun.frameworks` knows, is in the first three like the user's own; its whole package has its effects muted, since a
-framework writes its logs and checkpoints from all over its package.
+no installed package, but for one that `user_paths` names itself. The user's code is in all four. A module that the
+configuration names under `follow`, or that `ttprun.frameworks` knows, is in the first three like the user's own; its
+whole package has its effects muted, since a framework writes its logs and checkpoints from all over its package.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _INSTALLED = tuple(
     if path
 )
 _user_directories: list[str] = []
+_own_installed: tuple[str, ...] = ()  # of these, what lies where installed packages do, and single files
 _named: set[str] = set(frameworks.FOLLOW)
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
@@ -44,6 +45,16 @@ _muted: dict[str, bool] = {}
 def add_user_directory(path: str) -> None:
     """Files below `path` are the user's from now on."""
     _user_directories.append(os.path.abspath(path).rstrip(os.sep) + os.sep)
+    _forget_answers()
+
+
+def add_named_path(path: str) -> None:
+    """A folder or a file that somebody has named is the user's, even if it is an installed package."""
+    global _own_installed
+    full = os.path.abspath(path)
+    add_user_directory(full)
+    if is_installed(full) or full.endswith(".py"):
+        _own_installed += (full if full.endswith(".py") else full.rstrip(os.sep) + os.sep,)
     _forget_answers()
 
 
@@ -106,13 +117,16 @@ def has_muted_effects(filename: str) -> bool:
 def is_installed(path: str) -> bool:
     """Whether a file or folder belongs to an installed package, or to Python itself."""
     full = os.path.abspath(path) + os.sep
+    if full.startswith(_own_installed):
+        return False
     return full.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in full
 
 
 def is_of_user(filename: str) -> bool:
     """Whether a file is the user's own."""
     path = os.path.abspath(filename)
-    return not filename.startswith("<") and path.startswith(tuple(_user_directories)) and not is_installed(path)
+    is_below = path.startswith(tuple(_user_directories)) or path in _own_installed
+    return not filename.startswith("<") and is_below and not is_installed(path)
 
 
 def _is_theirs(filename: str) -> bool:
