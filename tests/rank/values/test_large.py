@@ -85,8 +85,8 @@ def test_what_nobody_writes_to_is_hashed_at_the_first_boundaries_only(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[int] = []
-    digest_of = large.digest_of
-    monkeypatch.setattr(large, "digest_of", lambda view: (hashed.append(view.nbytes), digest_of(view))[1])
+    digest = large._digest
+    monkeypatch.setattr(large, "_digest", lambda value: (hashed.append(value.nbytes), digest(value))[1])
     value = make(ELEMENTS)
 
     met_often(value)

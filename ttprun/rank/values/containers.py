@@ -141,33 +141,20 @@ def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base:
 
 
 def restore_list(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, or a new one."""
-    target = _made(restore, live, node[1], node[3] if len(node) > 3 else None, list, name)
+    """A list or deque: in place, or a new one if it is another one's or a deque of another maximal length."""
+    base: Any = deque if node[0] == Tag.DEQUE else list
+    kind, attributes, *length = node[3:] or [None, {}]
+    is_alike = not (length and isinstance(live, deque)) or _max_length_of(live) == length[0]
+    target = _made(restore, live if is_alike else MISSING, node[1], kind, base, name)
     if target is MISSING:
         return live
-    items = restore.items(_held(live, list), node[2], name)
-    list.__setitem__(target, slice(None), items)
-    if len(node) > 3:
-        restore_attributes(restore, target, node[4], name)
-    return target
-
-
-def restore_deque(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place if the maximal length is the same, or a new one."""
-    _, number, nodes, kind_name, attributes, maxlen = node
-    kind: Any = look_up_type(kind_name, deque) or (type(live) if name_of(type(live)) == kind_name else None)
-    if kind is None:
-        return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {told(live)} here")
-    if type(live) is kind and _max_length_of(live) == maxlen and restore.claim(number, live):
-        target = live
+    items = restore.items(_held(live, base), node[2], name)
+    if base is list:
+        list.__setitem__(target, slice(None), items)
     else:
-        target = kind.__new__(kind)
-        deque.__init__(target, (), maxlen)
-        restore.claim(number, target)
-    items = restore.items(_held(live, deque), nodes, name)
-    deque.clear(target)
-    deque.extend(target, items)
-    restore_attributes(restore, target, attributes, name)
+        deque.__init__(target, items, length[0])
+    if len(node) > 3:
+        restore_attributes(restore, target, attributes, name)
     return target
 
 

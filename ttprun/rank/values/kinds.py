@@ -160,7 +160,7 @@ RESTORERS_OF_TAGS: dict[Tag, Restorer] = {
     Tag.TUPLE: containers.restore_tuple,
     Tag.SET: containers.restore_set,
     Tag.FROZENSET: containers.restore_frozenset,
-    Tag.DEQUE: containers.restore_deque,
+    Tag.DEQUE: containers.restore_list,
     Tag.DICT: containers.restore_dict,
     Tag.STATE: adapters.restore_state,
     Tag.BYTES: containers.restore_bytes,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -38,25 +37,20 @@ _LOOKS = 3  # boundaries at which something must have been as before until its m
 class _Met:
     """What is known of one tensor or array: it was so at the newest boundary.
 
-    node     of a tensor, as it was recorded last; [] if it must be made anew
-    stepped  what optimizers updated then
     looks    boundaries at which it was as before
+    probe    elements spread over a tensor, which are compared while its memory is not watched
     watched  its memory; None if it is not watched
     """
 
     __slots__ = (
-        *("at", "digest", "end", "is_changing", "looks", "node", "probe", "reference", "stepped", "values", "version"),
-        *("watched", "whole"),
+        *("at", "digest", "end", "is_changing", "looks", "probe", "reference", "values", "version", "watched"),
     )
 
     def __init__(self) -> None:
         self.looks = 0
         self.watched: Watched | None = None
-        self.node: list[Any] = []
-        self.stepped: Any = None
-        self.at = self.version = -1
-        self.end = -1  # of an array
-        self.digest = self.values = self.whole = b""
+        self.at = self.end = self.version = -1
+        self.digest = self.values = b""
         self.is_changing = False
         self.probe: Any = None
         self.reference: Any = None
@@ -66,34 +60,23 @@ class _Met:
         found: bytes = self.probe.tobytes() if self.probe is not None else b""
         return found
 
-    def is_untouched(self) -> bool:
-        """Whether nobody has written to its memory, as far as that can be seen."""
+    def is_as_it_was(self, at: int, size: int, version: int) -> bool:
+        """Whether it is known that nobody has written to it, as far as that can be seen."""
+        if (version < 0 and self.watched is None) or (self.at, self.end, self.version) != (at, at + size, version):
+            return False
         return self.values == self.read_probe() if self.watched is None else self.watched.is_untouched()
 
-    def is_at(self, at: int, size: int) -> bool:
-        """Whether its memory is where it was."""
-        return self.at == at and self.end == at + size
-
-    def is_as_it_was(self, at: int, size: int, version: int) -> bool:
-        """Whether it is known that nobody has written to it."""
-        is_told = version >= 0 or self.watched is not None
-        return is_told and self.is_at(at, size) and self.version == version and self.is_untouched()
-
-    def note_same(self, digest_now: Callable[[], bytes]) -> None:
-        """It was as before; after some such boundaries its memory is watched, and all of it hashed before and after."""
+    def note_same(self, value: Any) -> None:
+        """It was as before; after some such boundaries its memory is watched, and hashed once more."""
         self.looks += 1
-        if self.is_changing:
-            return
-        if self.looks == _LOOKS - 1:
-            self.whole = digest_now()
-        elif self.looks == _LOOKS:
+        if self.looks == _LOOKS and not self.is_changing:
             self.watched = watch(self.at, self.end - self.at)
             if self.watched is not None:
-                self.note_change(digest_now() != self.whole)
+                self.note_change(_digest(value) != self.digest)
 
     def begin_look(self, at: int, size: int) -> bool:
         """It is about to be hashed: what is written from now on has not been seen. Returns whether it has moved."""
-        has_moved = not self.is_at(at, size)
+        has_moved = (self.at, self.end) != (at, at + size)
         if has_moved:
             self.unwatch()
             self.at, self.end, self.looks = at, at + size, 0
@@ -152,9 +135,8 @@ def follow(value: Any) -> tuple[bytes, bool]:
         known = _keep(value)
     elif known.is_as_it_was(at, size, version):
         if is_tensor and value.is_contiguous() and value.device.type == "cpu":
-            known.note_same(lambda: digest_of(memoryview(_memory(at, size))))
+            known.note_same(value)
         return known.digest, known.is_changing
-    known.node = []
     if known.begin_look(at, size) and is_tensor:
         known.probe = _probe(value)
     digest = _digest(value)
@@ -165,7 +147,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
     if is_known:
         known.note_change(has_changed)
         if not (has_changed or is_tensor) and value.flags.forc:
-            known.note_same(lambda: _digest(value))
+            known.note_same(value)
     return digest, known.is_changing
 
 
@@ -180,23 +162,6 @@ def _version_of(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return -1 if value.is_inference() else value._version
     return -1 if value.flags.writeable else 0
-
-
-def node_as_before(tensor: torch.Tensor, stepped: Any) -> list[Any] | None:
-    """The node that was kept of a tensor, if it is as it was then; None if it must be made anew.
-
-    stepped   the storages that optimizers update: the very same object as long as these do not change
-    """
-    known = _met.get(id(tensor))
-    if known is None or not known.node or known.stepped is not stepped or known.reference() is not tensor:
-        return None
-    return known.node if known.is_as_it_was(tensor.data_ptr(), tensor.nbytes, tensor._version) else None
-
-
-def keep_node(tensor: torch.Tensor, node: list[Any], stepped: Any) -> None:
-    """Give a tensor that has just been followed the node that it has as long as nothing changes it."""
-    known = _met[id(tensor)]
-    known.node, known.stepped = node if known.version >= 0 and known.looks >= _LOOKS else [], stepped
 
 
 def is_followed(value: Any) -> bool:

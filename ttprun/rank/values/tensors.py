@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from ttprun.rank.values.arrays import is_changing
-from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed, keep_node, node_as_before
+from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed
 from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.not_proved import record_not_proved
@@ -45,9 +45,6 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     """Any tensor."""
-    known = node_as_before(value, snapshot.stepped)
-    if known is not None:
-        return known
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         return _record_unusual(value)
     try:
@@ -154,10 +151,7 @@ def _record_large(snapshot: Snapshot, value: torch.Tensor) -> list[Any]:
     if value.grad_fn is not None:
         return [Tag.ACTIVATION, list(value.shape)]
     digest, is_changing = follow(value)
-    node = record_data(snapshot, value, digest, is_changing)
-    if not is_changing:
-        keep_node(value, node, snapshot.stepped)
-    return node
+    return record_data(snapshot, value, digest, is_changing)
 
 
 def _record_unusual(value: torch.Tensor) -> Any:

@@ -131,17 +131,9 @@ def reduced_over_all() -> Iterator[torch.Tensor]:
                     yield parameter
 
 
-Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optimizer]
-
-
-def _plain_parameters() -> Iterator[Row]:
-    """(key, parameter, its state, its group, its optimizer) of all that are not sharded by torch itself."""
-    for number, optimizer in enumerate(optimizer_registry.optimizers()):
-        for group_number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if not is_distributed(parameter):
-                    key = replicated.key_of(number, group_number, index)
-                    yield key, parameter, optimizer.state.get(parameter, {}), group, optimizer
+def _plain_parameters() -> Iterator[replicated.Row]:
+    """Those of all parameters that torch itself has not sharded."""
+    return (row for row in replicated.rows() if not is_distributed(row[1]))
 
 
 def _hash(tensor: torch.Tensor) -> str:

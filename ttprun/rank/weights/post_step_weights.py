@@ -13,28 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Protocol
 
 import torch
 import xxhash
 
+from ttprun.rank.weights.optimizer_registry import Stepped
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 FULL_LOOKS = 2
-
-
-class Trained(Protocol):
-    """What all optimizers update."""
-
-    @property
-    def weights(self) -> Sequence[torch.Tensor]:
-        """All of it."""
-        ...
-
-    def sample(self, boundary: int) -> bytes:
-        """A hash of a part of them, another one for each boundary."""
-        ...
 
 
 class KeptWeights:
@@ -45,7 +32,7 @@ class KeptWeights:
     is_kept   copies are made
     """
 
-    def __init__(self, trained: Callable[[], Trained], tell: Callable[[str], None]) -> None:
+    def __init__(self, trained: Callable[[], Stepped], tell: Callable[[str], None]) -> None:
         self._trained = trained
         self._tell = tell
         self._copies: dict[int, torch.Tensor] = {}
@@ -78,7 +65,7 @@ class KeptWeights:
         self._noted, self._versions = (), None
         self._copies.clear()
 
-    def compare(self, trained: Trained, mark: bytes) -> None:
+    def compare(self, trained: Stepped, mark: bytes) -> None:
         """The next step is about to be taken: has the script changed weights since the one before?
 
         trained   what that step updates

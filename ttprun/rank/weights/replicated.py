@@ -52,17 +52,21 @@ def parameter_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-def _parameters() -> Iterator[tuple[str, torch.Tensor, dict[str, Any], torch.optim.Optimizer]]:
+Row = tuple[str, torch.Tensor, dict[str, Any], dict[str, Any], torch.optim.Optimizer]
+
+
+def rows() -> Iterator[Row]:
+    """(key, parameter, its state, its group, its optimizer) of all parameters."""
     for number, optimizer in enumerate(optimizer_registry.optimizers()):
         for group_number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                name = key_of(number, group_number, index)
-                yield name, parameter, optimizer.state.get(parameter, {}), optimizer
+                key = key_of(number, group_number, index)
+                yield key, parameter, optimizer.state.get(parameter, {}), group, optimizer
 
 
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
-    for name, parameter, state, _ in _parameters():
+    for name, parameter, state, _, _ in rows():
         yield f"{name}/{WEIGHT}", parameter.detach()
         yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if torch.is_tensor(value))
 
@@ -82,7 +86,7 @@ def _with_items(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def keys_of_parameters() -> dict[int, str]:
     """By its id, the key of each parameter's weights."""
-    return {id(parameter): f"{name}/{WEIGHT}" for name, parameter, _, _ in _parameters()}
+    return {id(parameter): f"{name}/{WEIGHT}" for name, parameter, *_ in rows()}
 
 
 def describe() -> tuple[list[Any], list[Part]]:
@@ -99,7 +103,7 @@ def describe() -> tuple[list[Any], list[Part]]:
     kept = None if session is None else session.kept_weights
     if kept is not None and kept.why_not():
         raise NotRepairableError(kept.why_not())
-    for name, parameter, state, _ in _parameters():
+    for name, parameter, state, _, _ in rows():
         entries = []
         entries_held = list(flat(state))
         why_not = sharded.why_not_stored((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
@@ -149,7 +153,7 @@ def digests() -> dict[str, str]:
 
 def keys() -> list[str]:
     """Of all parameters, in the order of `describe`."""
-    return [name for name, _, _, _ in _parameters()]
+    return [name for name, *_ in rows()]
 
 
 def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
@@ -162,10 +166,10 @@ def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> N
     Raises NotRepairableError if this rank's parameters are not like those.
     """
     device = registry.current()
-    held = list(_parameters())
+    held = list(rows())
     if len(held) != len(header):
         raise NotRepairableError(f"this rank's optimizers hold {len(held)} parameters, and {len(header)} are to come")
-    for (name, parameter, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
+    for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
             raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and one of {shape} is to come")
         fill(f"{name}/{WEIGHT}", parameter.detach())

@@ -101,24 +101,21 @@ def _receive(connection: socket.socket) -> None:
 
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:
     target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-    view = bytes_of(target)
-    got = 0
-    while got < len(view):
-        received = connection.recv_into(view[got:])
-        if not received:
-            raise ConnectionError("the source of the state has gone")
-        got += received
+    _receive_into(connection, bytes_of(target))
     if target is not tensor:
         tensor.copy_(target)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
     raw = bytearray(size)
-    view = memoryview(raw)
+    _receive_into(connection, memoryview(raw))
+    return bytes(raw)
+
+
+def _receive_into(connection: socket.socket, view: memoryview) -> None:
     got = 0
-    while got < size:
+    while got < len(view):
         received = connection.recv_into(view[got:])
         if not received:
             raise ConnectionError("the source of the state has gone")
         got += received
-    return bytes(raw)
