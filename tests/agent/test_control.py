@@ -17,6 +17,8 @@ import pytest
 from ttprun.agent import control
 from ttprun.agent.control import ControlSocket
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol.codec import decode
+from ttprun.protocol.requests import Accepted, Rejected
 
 LIMIT_S = 10.0
 Ask = Callable[[bytes], Any]
@@ -46,7 +48,7 @@ class Agent:
         self.asked.append(request)
         if request.fault == "wrong":
             raise ValueError("that is no fault")
-        return {"ok": True, "message": "done"}
+        return Accepted("done")
 
     def serve(self) -> float:
         """Answer all that is ready; returns the longest time in seconds that one call of ours has taken."""
@@ -92,7 +94,7 @@ def ask(run: RunDirectory, agent: Agent) -> Ask:
             reply = b""
             with contextlib.suppress(OSError):
                 reply = client.recv(1 << 16)
-        return json.loads(reply) if reply else None
+        return decode(reply, {"Accepted": Accepted, "Rejected": Rejected}) if reply else None
 
     return ask_once
 
@@ -104,7 +106,7 @@ def line_of(run: RunDirectory, **request: Any) -> bytes:
 
 
 def test_a_request_with_the_token_is_answered(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
-    assert ask(line_of(run)) == {"ok": True, "message": "done"}
+    assert ask(line_of(run)) == Accepted("done")
     assert [request.fault for request in asked] == ["kill:rank=0"]
 
 
@@ -114,18 +116,18 @@ def test_a_request_without_the_right_token_does_nothing(
 ) -> None:
     reply = ask(line_of(run, token=token))
 
-    assert reply is None or reply["ok"] is False
+    assert reply is None or isinstance(reply, Rejected)
     assert asked == []
 
 
 def test_a_request_that_nobody_knows_is_refused(run: RunDirectory, ask: Ask, asked: list[Any]) -> None:
-    assert ask(line_of(run, op="exec"))["ok"] is False
-    assert ask(line_of(run, fault=3)) == {"ok": False, "error": "InjectFault: fault: it should be str, and is 3"}
+    assert isinstance(ask(line_of(run, op="exec")), Rejected)
+    assert ask(line_of(run, fault=3)) == Rejected("InjectFault: fault: it should be str, and is 3")
     assert asked == []
 
 
 def test_a_wrong_request_is_answered_with_the_reason(run: RunDirectory, ask: Ask) -> None:
-    assert ask(line_of(run, fault="wrong")) == {"ok": False, "error": "that is no fault"}
+    assert ask(line_of(run, fault="wrong")) == Rejected("that is no fault")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_wrong_request_is_answered_with_the_reason(run: RunDirectory, ask: Ask
 def test_nonsense_does_not_end_the_agent(run: RunDirectory, ask: Ask, line: bytes) -> None:
     ask(line)
 
-    assert ask(line_of(run))["ok"] is True
+    assert ask(line_of(run)) == Accepted("done")
 
 
 def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory, agent: Agent, ask: Ask) -> None:
@@ -144,7 +146,7 @@ def test_clients_that_say_nothing_or_half_a_word_delay_nobody(run: RunDirectory,
 
     longest_s = agent.serve()
 
-    assert ask(line_of(run)) == {"ok": True, "message": "done"}
+    assert ask(line_of(run)) == Accepted("done")
     assert longest_s < 0.1
     for client in silent:
         client.close()
@@ -164,7 +166,7 @@ def test_of_too_many_clients_the_oldest_is_hung_up_on(run: RunDirectory, agent: 
     agent.serve()
 
     assert clients[0].recv(1) == b""
-    assert ask(line_of(run))["ok"] is True
+    assert ask(line_of(run)) == Accepted("done")
     for client in clients:
         client.close()
 
@@ -175,7 +177,7 @@ def test_who_does_not_take_its_answer_delays_nobody(run: RunDirectory, agent: Ag
 
         assert agent.serve() < 0.1
 
-    assert ask(line_of(run))["ok"] is True
+    assert ask(line_of(run)) == Accepted("done")
 
 
 def test_the_run_directory_and_what_is_in_it_are_the_owners_alone(run: RunDirectory, agent: Agent) -> None:

@@ -14,9 +14,10 @@ import pytest
 
 from tests.agent.starting import LIMIT_S, ROOT, wait_until_ready
 from ttprun.agent import preloads as preloads_module
-from ttprun.agent.preloads import Plan, Preloaded, Preloads, plan_of
+from ttprun.agent.preloads import Preloaded, Preloads, plan_of
 from ttprun.agent.processes import Standby
 from ttprun.protocol.from_rank import Imported
+from ttprun.protocol.plan import Plan
 
 SAY = "import os\nopen(os.path.join({folder!r}, 'imported'), 'a').write(f'{{__name__}}\\n')\n"
 

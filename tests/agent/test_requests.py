@@ -7,7 +7,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.requests import Requests
-from ttprun.protocol.requests import SaveNow
+from ttprun.protocol.requests import Rejected, SaveNow
 
 
 def requests_of(job: recovery.Job, **differing: Any) -> Requests:
@@ -22,7 +22,7 @@ def test_who_asks_too_early_hears_who_is_not_ready() -> None:
 
     told = requests_of(job).answer(SaveNow())
 
-    assert told == {"ok": False, "error": "the hooks of ranks 0, 1 have not reported yet"}
+    assert told == Rejected("the hooks of ranks 0, 1 have not reported yet")
 
 
 def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
@@ -30,4 +30,4 @@ def test_who_asks_when_nobody_decides_any_more_hears_so() -> None:
 
     told = requests_of(job, is_broken=True).answer(SaveNow())
 
-    assert told == {"ok": False, "error": "ttprun's supervisor has failed: the job runs as under torchrun"}
+    assert told == Rejected("ttprun's supervisor has failed: the job runs as under torchrun")

@@ -43,7 +43,7 @@ def test_the_list_names_every_kind_and_phase(capsys: pytest.CaptureFixture[str])
 def test_the_agent_is_asked_with_the_runs_token_and_its_answer_is_shown(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FakeAgent(run, '{"ok": true, "message": "rank 1 will be killed"}') as agent:
+    with FakeAgent(run, '{"op": "Accepted", "message": "rank 1 will be killed"}') as agent:
         code = main([*KILL, "--at-step", "5", "--phase", "backward", "--run", "night"])
 
     assert code == 0
@@ -54,7 +54,7 @@ def test_the_agent_is_asked_with_the_runs_token_and_its_answer_is_shown(
 
 
 def test_what_the_agent_refuses_is_an_error(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeAgent(run, '{"ok": false, "error": "rank 1 is in recovery"}'):
+    with FakeAgent(run, '{"op": "Rejected", "error": "rank 1 is in recovery"}'):
         code = main(KILL)
 
     assert code == 2
@@ -62,7 +62,7 @@ def test_what_the_agent_refuses_is_an_error(run: RunDirectory, capsys: pytest.Ca
 
 
 def test_a_schedule_is_one_order(run: RunDirectory) -> None:
-    with FakeAgent(run, '{"ok": true, "message": "ordered"}') as agent:
+    with FakeAgent(run, '{"op": "Accepted", "message": "ordered"}') as agent:
         code = main(["inject-fault", "kill,exit", "--every", "5steps", "--count", "3", "--seed", "7", "--code", "4"])
 
     assert code == 0
@@ -70,7 +70,7 @@ def test_a_schedule_is_one_order(run: RunDirectory) -> None:
 
 
 def test_the_answer_is_there_in_json(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeAgent(run, '{"ok": true, "message": "armed"}'):
+    with FakeAgent(run, '{"op": "Accepted", "message": "armed"}'):
         code = main([*KILL, "--json"])
 
     told = json.loads(capsys.readouterr().out)

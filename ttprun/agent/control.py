@@ -15,11 +15,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.codec import Refused, decode_fields
-from ttprun.protocol.requests import Request
+from ttprun.protocol.codec import Refused, decode_fields, encode
+from ttprun.protocol.requests import Rejected, Reply, Request
 
 KNOWN = {kind.__name__: kind for kind in get_args(Request)}
 CLIENT_LIMIT_S = 2.0
@@ -48,9 +48,7 @@ class ControlSocket:
     selector   whose keys' data are called when they are ready
     """
 
-    def __init__(
-        self, run: RunDirectory, answer: Callable[[Request], dict[str, Any]], selector: selectors.BaseSelector
-    ) -> None:
+    def __init__(self, run: RunDirectory, answer: Callable[[Request], Reply], selector: selectors.BaseSelector) -> None:
         self._run = run
         self._token = run.read_token()
         self._answer = answer
@@ -94,7 +92,7 @@ class ControlSocket:
         if not end and data and len(client.unread) < _REQUEST_LIMIT_BYTES:
             return
         with contextlib.suppress(OSError, ValueError):  # a reply that it does not take at once is not its to have
-            client.sock.send(json.dumps(self._reply(line)).encode() + b"\n")
+            client.sock.send(encode(self._reply(line)))
         self._hang_up(client)
 
     def _hang_up(self, client: _Client) -> None:
@@ -103,21 +101,21 @@ class ControlSocket:
             self._selector.unregister(client.sock)
         client.sock.close()
 
-    def _reply(self, line: bytes) -> dict[str, Any]:
+    def _reply(self, line: bytes) -> Reply:
         request = json.loads(line)
         if not isinstance(request, dict):
-            return {"ok": False, "error": "a request is a JSON object"}
+            return Rejected("a request is a JSON object")
         token = str(request.get("token", "")).encode(errors="surrogatepass")
         if not hmac.compare_digest(token, self._token.encode()):
-            return {"ok": False, "error": "the token is wrong"}
+            return Rejected("the token is wrong")
         request.pop("token")
         found: Request | Refused = decode_fields(request, KNOWN)
         if isinstance(found, Refused):
-            return {"ok": False, "error": found.reason}
+            return Rejected(found.reason)
         try:
             return self._answer(found)
         except (ValueError, KeyError) as error:
-            return {"ok": False, "error": str(error)}
+            return Rejected(str(error))
 
     def close(self) -> None:
         """Stop listening, and hang up on all."""

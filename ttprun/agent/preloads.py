@@ -8,18 +8,18 @@ whatever imports it: that costs a replay the time of their import, and nothing e
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ttprun.agent import priority
 from ttprun.agent.processes import Copy, Standby, command_of, kill_session
 from ttprun.protocol import to_rank
+from ttprun.protocol.codec import encode
 from ttprun.protocol.from_rank import Imported, Ready
+from ttprun.protocol.plan import Plan
 
 HANG_S = 300.0  # in one module, at a low priority on a busy machine
 MAX_ROUNDS = 6
@@ -28,35 +28,6 @@ _OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC
     "TORCHELASTIC_ERROR_FILE"
 }
 _TOLD_AT_MOST = 3
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be imported.
-
-    modules    name, file ("": not to be imported) and changes of the environment before it, in the leader's order
-    own        variables that differ between ranks
-    arguments  of the script
-    """
-
-    modules: tuple[tuple[str, str, dict[str, str | None]], ...]
-    own: tuple[str, ...]
-    arguments: list[str]
-
-    @property
-    def count(self) -> int:
-        """How many modules are to be imported."""
-        return sum(bool(file) for _, file, _ in self.modules)
-
-    def without(self, refused: dict[str, str]) -> Plan:
-        """The same without some modules, and without what lies inside of them."""
-
-        def is_refused(name: str) -> bool:
-            parts = name.split(".")
-            return any(".".join(parts[:length]) in refused for length in range(1, len(parts) + 1))
-
-        left = tuple((name, "" if is_refused(name) else file, changes) for name, file, changes in self.modules)
-        return Plan(left, self.own, self.arguments)
 
 
 def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Plan | str:
@@ -113,11 +84,10 @@ class Preloaded(Standby):
         priority.lower(self.process.pid)
         left = plan.without(refused)
         self.count = left.count
-        order = {"modules": left.modules, "own": left.own, "arguments": left.arguments, "left_out": sorted(refused)}
         # By a file: it reads at its low priority, and a message of this size would have to wait for it.
         fd = os.memfd_create("ttprun-plan")
         with open(fd, "wb") as file:
-            file.write(json.dumps(order).encode())
+            file.write(encode(left))
             file.flush()
             self.channel.send(to_rank.Preload(follow), [fd, self._notebook])
 

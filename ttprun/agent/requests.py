@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 from ttprun import recovery
 from ttprun.agent.checkpoints import Checkpoints
@@ -13,7 +13,7 @@ from ttprun.agent.repairs import Repairs
 from ttprun.agent.standing import Standing
 from ttprun.chaos.faults import parse_fault
 from ttprun.chaos.injections import Injections
-from ttprun.protocol.requests import InjectFault, Recall, Request, SaveNow
+from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Requests:
     repairs: Repairs
     standing: Standing
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """The reply to a request: {"ok": True, ...} or {"ok": False, "error": one line}."""
+    def answer(self, request: Request) -> Reply:
+        """The reply to a request. Raises ValueError if it cannot be carried out."""
         match request:
             case InjectFault(fault=fault):
                 return self._inject_fault(fault)
@@ -38,15 +38,15 @@ class Requests:
             case _:
                 assert_never(request)
 
-    def _inject_fault(self, fault: str) -> dict[str, Any]:
+    def _inject_fault(self, fault: str) -> Reply:
         if not self.node.config.allow_faults:
-            return {"ok": False, "error": "this run was started without --allow-faults"}
+            return Rejected("this run was started without --allow-faults")
         if self.node.verdict is not None:
-            return {"ok": False, "error": "the run has ended"}
-        return {"ok": True, "message": self.injections.order(parse_fault(fault), "inject-fault")}
+            return Rejected("the run has ended")
+        return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
 
-    def _checkpoint_now(self) -> dict[str, Any]:
-        """The reply says as "after" which checkpoint was tried last; the one that is asked for has a higher number."""
+    def _checkpoint_now(self) -> Reply:
+        """Have a checkpoint written, at a boundary from which a run can resume if one comes soon."""
         node, job = self.node, self.node.job
         if node.verdict is not None:
             why_not = "the run has ended"
@@ -59,15 +59,15 @@ class Requests:
         else:
             why_not = recovery.why_not_saved(job)
         if why_not:
-            return {"ok": False, "error": why_not}
+            return Rejected(why_not)
         number = 0 if self.checkpoints.status is None else self.checkpoints.status.number
         self.standing.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
-        return {"ok": True, "message": "", "after": number}
+        return Accepted(after=number)
 
-    def _call_back(self) -> dict[str, Any]:
+    def _call_back(self) -> Reply:
         """Have the ranks that are away train again."""
         ranks = ", ".join(map(str, self.node.job.away))
         if self.node.verdict is not None:
-            return {"ok": False, "error": "the run has ended"}
+            return Rejected("the run has ended")
         why_not = self.repairs.call_back("ttprun recall")
-        return {"ok": False, "error": why_not} if why_not else {"ok": True, "message": f"rank {ranks} called back"}
+        return Rejected(why_not) if why_not else Accepted(f"rank {ranks} called back")

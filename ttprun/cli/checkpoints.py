@@ -18,7 +18,7 @@ from ttprun.errors import ConfigError, one_line, suggestion
 from ttprun.observe.progress import SILENT_S, ProgressLine, format_bytes
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import CheckpointStatus
-from ttprun.protocol.requests import SaveNow
+from ttprun.protocol.requests import Rejected, SaveNow
 from ttprun.state.checkpoint import Checkpoint, inspect, verify
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.manifest import MANIFEST_NAME
@@ -55,10 +55,10 @@ def checkpoint_now(
     if before.has_ended:
         raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one with --run")
     answer = ask(directory, SaveNow())
-    if not answer.get("ok"):
-        raise ConfigError(f"run {before.run_id} cannot be saved now: {answer.get('error')}", "see 'ttprun status'")
+    if isinstance(answer, Rejected):
+        raise ConfigError(f"run {before.run_id} cannot be saved now: {answer.error}", "see 'ttprun status'")
     with ProgressLine("writing a checkpoint", 0, lambda: 0):
-        written = wait_for_checkpoint(directory, int(answer["after"]))
+        written = wait_for_checkpoint(directory, answer.after)
     if as_json:
         print(json.dumps(asdict(written)))
     elif written.path:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import socket
-from typing import Any
+from typing import get_args
 
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.requests import Request
+from ttprun.protocol.codec import Refused, decode
+from ttprun.protocol.requests import Reply, Request
 
 ANSWER_LIMIT_S = 10.0
+_REPLIES = {kind.__name__: kind for kind in get_args(Reply)}
 
 
-def ask(directory: RunDirectory, request: Request) -> dict[str, Any]:
-    """The agent's answer, one line of JSON each way: {"ok": true, ...} or {"ok": false, "error": why not}.
+def ask(directory: RunDirectory, request: Request) -> Reply:
+    """The agent's answer, one line of JSON each way.
 
     Waits at most ANSWER_LIMIT_S. Raises ConfigError if there is no answer.
     """
@@ -27,10 +29,10 @@ def ask(directory: RunDirectory, request: Request) -> dict[str, Any]:
             connection.settimeout(ANSWER_LIMIT_S)
             connection.connect(address)
             connection.sendall(json.dumps(request_line).encode() + b"\n")
-            with connection.makefile("r", encoding="utf-8") as lines:
-                answer = json.loads(lines.readline())
+            with connection.makefile("rb") as lines:
+                answer: Reply | Refused = decode(lines.readline(), _REPLIES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the run's agent does not answer ({error})", "see 'ttprun status'") from None
-    if not isinstance(answer, dict):
-        raise ConfigError(f"the run's agent does not answer ({answer!r} is no answer)", "see 'ttprun status'")
+    if isinstance(answer, Refused):
+        raise ConfigError(f"the run's agent does not answer ({answer.reason})", "see 'ttprun status'")
     return answer

@@ -18,7 +18,7 @@ from ttprun.config import read_config_file, resolve
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RunStatus, read_status
-from ttprun.protocol.requests import InjectFault
+from ttprun.protocol.requests import InjectFault, Rejected
 
 # Of a schedule without end, so many strikes are shown.
 SHOWN_STRIKES = 20
@@ -164,6 +164,6 @@ def check_run(directory: RunDirectory, fault: Fault) -> RunStatus:
 def send_fault(directory: RunDirectory, fault: Fault) -> str:
     """Ask the run's agent to cause the fault; returns its answer. Raises ConfigError."""
     answer = ask(directory, InjectFault(str(fault)))
-    if not answer.get("ok"):
-        raise ConfigError(f"the run refuses the fault: {answer.get('error')}", "see 'ttprun inject-fault list'")
-    return str(answer.get("message"))
+    if isinstance(answer, Rejected):
+        raise ConfigError(f"the run refuses the fault: {answer.error}", "see 'ttprun inject-fault list'")
+    return answer.message

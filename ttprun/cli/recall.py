@@ -11,7 +11,7 @@ from ttprun.cli.control import ask
 from ttprun.cli.status import load
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol.requests import Recall
+from ttprun.protocol.requests import Recall, Rejected
 
 
 def recall(
@@ -27,7 +27,9 @@ def recall(
     if before.has_ended:
         raise ConfigError(f"run {before.run_id} has ended ({before.state})", "name a running one")
     answer = ask(directory, Recall())
-    if not answer.get("ok"):
-        raise ConfigError(f"no rank was called back: {answer.get('error')}", "see 'ttprun status'")
-    print(json.dumps({"run": str(directory.path), **answer}) if as_json else answer["message"])
+    if isinstance(answer, Rejected):
+        raise ConfigError(f"no rank was called back: {answer.error}", "see 'ttprun status'")
+    print(
+        json.dumps({"run": str(directory.path), "ok": True, "message": answer.message}) if as_json else answer.message
+    )
     return 0

@@ -26,3 +26,28 @@ class Recall:
 
 
 Request = InjectFault | SaveNow | Recall
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The request is carried out.
+
+    message   what is done, for people
+    after     of SaveNow: number of the checkpoint that was tried last; the requested one has a higher number
+    """
+
+    message: str = ""
+    after: int = 0
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Nothing is done.
+
+    error   why, in one line
+    """
+
+    error: str
+
+
+Reply = Accepted | Rejected

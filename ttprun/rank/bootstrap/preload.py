@@ -19,7 +19,6 @@ import contextlib
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -27,6 +26,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ttprun.protocol.codec import Refused, decode
+from ttprun.protocol.plan import Plan
 from ttprun.rank.process import random_state
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
@@ -202,26 +203,23 @@ class Preloading:
 def preload(plan_fd: int, notebook: int) -> dict[str, str]:
     """Import modules, each after the changes of the environment that preceded it in a rank.
 
-    plan_fd   a memory file with JSON, read to its end and closed:
-              modules    name, file and environment changes of each; one without a file is not imported
-              left_out   modules that an earlier round has refused
-              own        variables that differ between ranks
-              arguments  sys.argv meanwhile
+    plan_fd   a memory file with a `Plan`, read to its end and closed
     notebook  see Preloading; closed
     returns   the reason for each refused module
     """
     with open(plan_fd, "rb") as file:
         file.seek(0)
-        plan = json.load(file)
-    modules = plan["modules"]
-    preloading = Preloading({name: origin for name, origin, _ in modules}, plan["left_out"], notebook)
+        plan: Plan | Refused = decode(file.read(), {"Plan": Plan})
+    if isinstance(plan, Refused):
+        raise RuntimeError(f"the plan of the imports cannot be used: {plan.reason}")
+    preloading = Preloading({name: origin for name, origin, _ in plan.modules}, plan.left_out, notebook)
     entry = sys.path.pop(0) if sys.path else ""  # the directory of this program, where a rank has its script's
     before = sys.argv
     with _silence():
-        sys.argv = list(plan["arguments"])
+        sys.argv = list(plan.arguments)
         try:
-            with preloading.watching(plan["own"]):
-                for name, origin, changes in modules:
+            with preloading.watching(plan.own):
+                for name, origin, changes in plan.modules:
                     _change_environment(changes)
                     if origin and name not in sys.modules:
                         preloading.get(name)
