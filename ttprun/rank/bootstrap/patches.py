@@ -207,6 +207,7 @@ ALSO: tuple[Change, ...] = (
         "CSVLogger and TensorBoardLogger._get_next_version, ModelCheckpoint.file_exists",
         "a replacement takes the names of folders and files that its rank had taken",
     ),
+    Change("lightning", "CSVLogger's _ExperimentWriter.save", "rows are counted, to write each once"),
     Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),
     Change(
         "torch.nn",

@@ -51,3 +51,10 @@ def resume_from(recorder: Recorder, boundary: int) -> None:
         size = newest if since == boundary else newest + before if since == boundary + 1 else 0
         recorder.set_appended(key, (boundary, size, 0))
         _to_skip[key] = size
+
+
+def forget(session: Session, path: str) -> None:
+    """What the lost rank has appended to this file has been taken out of it."""
+    key = key_of(os.path.abspath(path))
+    if _to_skip.pop(key, 0):
+        session.recorder.set_appended(key, (session.board.get(session.local_rank, Field.RECORDED), 0, 0))

@@ -41,7 +41,7 @@ _ON_BEHALF_OF_OTHERS = frozenset(
         *("pandas.io.common",),
     }
 )
-_real_open = builtins.open
+open_unfollowed = builtins.open
 _COARSE = 5  # Linux's CLOCK_REALTIME_COARSE, which Python has no name for
 # (absolute path, file opened for writing by the user's code)
 _tracked: list[tuple[str, weakref.ref[Any]]] = []
@@ -80,7 +80,7 @@ def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", 
         return original(file, mode, *args, **kwargs)
     path = os.path.abspath(os.fspath(file))
     if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
-        _real_open(path, "a").close()  # a new file, which no rank of the old run had
+        open_unfollowed(path, "a").close()  # a new file, which no rank of the old run had
     is_muted = session.replay is not None and os.path.isfile(path)
     if is_muted or "a" in mode:
         opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttprun.rank import fail_open
-from ttprun.rank.effects import files, origins
+from ttprun.rank.effects import csv_logs, files, origins
 from ttprun.rank.process.after_import import after_import
 from ttprun.rank.session import current
 
@@ -58,6 +58,10 @@ _CHANGES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...] = (
     *(
         (f"{package}.callbacks.model_checkpoint", "ModelCheckpoint", "file_exists", wrap_file_exists)
         for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
+    *(
+        (f"{package}.loggers.csv_logs", "_ExperimentWriter", "save", csv_logs.wrap_save)
+        for package in ("lightning.fabric", "lightning_fabric")
     ),
 )
 

@@ -1,0 +1,104 @@
+"""Lightning's Trainer and Fabric: a lost rank is replaced, and all that they write is the same.
+
+The extra `test-frameworks` has Lightning. All cases: ./scripts/test.sh -m 'slow or not slow' with this file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_only_replaced
+
+TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
+FABRIC = "frameworks/fabric_loop.py"  # 3 epochs of 5 steps
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed (the extra test-frameworks)"
+)
+
+
+def slow(case: str) -> Any:
+    """A further case of what the first one shows."""
+    return pytest.param(case, marks=pytest.mark.slow, id=case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--epochs 2: kill:rank=0,step=10,phase=forward",
+        slow(": kill:rank=1,step=1,phase=forward"),
+        slow(": kill:rank=0,step=1,phase=backward"),
+        slow(": kill:rank=1,step=14,phase=backward"),
+        slow(": kill:rank=1,step=20,phase=forward"),
+        slow(": kill:rank=1,step=19,phase=in_step"),
+        slow(": kill:rank=0,step=20,phase=validation"),
+        slow(": kill:rank=1,step=20,phase=validation"),
+        slow(": kill:rank=0,step=20,phase=checkpoint"),
+        slow("--bar tqdm --save-every 4 --no-sanity-check: kill:rank=0,step=15,phase=backward"),
+        slow("--manual: kill:rank=0,step=13,phase=backward"),
+        slow("--manual: kill:rank=1,step=21,phase=forward"),
+        slow("--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward"),
+        slow("--epochs 6 --early-stopping: kill:rank=1,step=12,phase=backward"),
+        slow("--workers 2: kill:rank=1,step=14,phase=backward"),
+    ],
+)
+def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["kill:rank=0,step=7,phase=backward", "kill:rank=0,step=5,phase=checkpoint"])
+def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs_are_the_same(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, kill: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, FABRIC, f": {kill}")
+
+
+def assert_replaced_and_the_same(run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str) -> None:
+    """A kill changes nothing of what comes out.
+
+    case   "arguments of the script: fault"
+    """
+    words, _, kill = case.partition(": ")
+    reference = undisturbed(script, 2, words.split())
+
+    result = run_ttprun(script, 2, faults=[kill], script_args=words.split())
+
+    assert_only_replaced(result)
+    assert said(result) == said(reference), result.story()
+    assert result.exit_code == reference.exit_code == 0, result.story()
+    assert not result.status["not_proved"], result.story()
+    assert written(result.folder) == written(reference.folder), result.story()
+
+
+def said(run: Run) -> dict[int, list[str]]:
+    """What the script itself printed; a progress bar says how fast it is."""
+    return {rank: [line for line in lines if line.startswith(("rank", "step"))] for rank, lines in run.stdout.items()}
+
+
+def written(folder: Path) -> dict[str, str]:
+    """Digest of each file that the script has written, by its name; a checkpoint holds paths in its folder."""
+    found = {}
+    for path in sorted((folder / "out").rglob("*")):
+        if path.is_file():
+            content = repr(plain(torch.load(path, weights_only=False))) if path.suffix == ".ckpt" else path.read_text()
+            content = content.replace(str(folder.resolve()), "")
+            found[str(path.relative_to(folder))] = hashlib.sha256(content.encode()).hexdigest()
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Tensors as bytes, all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), list(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return [(plain(key), plain(item)) for key, item in value.items()]
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
