@@ -346,7 +346,7 @@ def test_a_framework_without_handlers_for_fewer_ranks_is_restarted_as_ever(
     result = run_ttprun(PAIR, 2, faults=faults, options=options, script_args=STEPS)
 
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "replacement is switched off; the cause: rank 1" in result.incidents[0]["reason"], result.story()
+    assert "replacement is switched off (rungs); the cause: rank 1" in result.incidents[0]["reason"], result.story()
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
 
 

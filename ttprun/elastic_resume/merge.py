@@ -31,6 +31,7 @@ from ttprun.rank.values.trees import (
 )
 
 _HELD_IN = frozenset({Tag.LIST, Tag.TUPLE, Tag.DICT})
+_PLACE = 3  # of a generator's node: its instruction, and the positions of its loops
 
 
 class Merge(Outcome):
@@ -150,7 +151,8 @@ class Merge(Outcome):
             return False
         lengths = {len(first), len(last), len(mine)}
         plain = [at for at in range(len(last)) if at not in shape]
-        is_plain_alike = len(lengths) == 1 and all(first[at] == last[at] == mine[at] for at in plain)
+        nodes = [_without_positions(node) for node in (first, last, mine)]
+        is_plain_alike = len(lengths) == 1 and all(nodes[0][at] == nodes[1][at] == nodes[2][at] for at in plain)
         counts = [at for at, part in shape.items() if part in (Part.NODES, Part.GROUPS) and at < len(last)]
         return is_plain_alike and (
             last[0] == Tag.DICT
@@ -191,6 +193,8 @@ class Merge(Outcome):
             return self._merged_dict(first, last, mine)
         shape = shape_of(last)
         made = list(last)
+        if last[0] == Tag.SUSPENDED:
+            made[_PLACE] = mine[_PLACE]  # its loops have jumped
         for at in range(len(last)):
             part = shape.get(at)
             if part is Part.NUMBER:
@@ -294,6 +298,11 @@ class Merge(Outcome):
         found = {self._last.digest(part) for part in nodes} & self._ahead
         self.left |= {digest for digest in found if digest is not None}
         return bool(found)
+
+
+def _without_positions(node: list[Any]) -> list[Any]:
+    """A generator's node without the positions of its loops, which have advanced; any other node as it is."""
+    return [*node[:_PLACE], node[_PLACE][:1], *node[_PLACE + 1 :]] if node[0] == Tag.SUSPENDED else node
 
 
 def _is_key(node: Node) -> bool:
