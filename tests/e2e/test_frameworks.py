@@ -72,7 +72,6 @@ def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_lo
         slow(": kill:rank=1,step=13,phase=backward"),
         slow("--accumulate 2 --save: kill:rank=0,step=6,phase=checkpoint"),
         slow("--skip 3: kill:rank=1,step=4,phase=backward"),
-        slow("--local-sgd 4: kill:rank=1,step=15,phase=backward"),
         slow("--workers 1: kill:rank=1,step=15,phase=backward"),
     ],
 )
@@ -80,6 +79,29 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, ACCELERATE, case)
+
+
+@needs("transformers")
+@pytest.mark.slow
+def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpoint(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    checkpoint = undisturbed(TRANSFORMERS, 2, ["--save"]).folder / "checkpoints" / "checkpoint-16"
+
+    assert_replaced_and_the_same(
+        run_ttprun, undisturbed, TRANSFORMERS, f"--save --resume {checkpoint}: kill:rank=1,step=2,phase=backward"
+    )
+
+
+@needs("accelerate")
+@pytest.mark.slow
+def test_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+) -> None:
+    result = run_ttprun(ACCELERATE, 2, faults=["kill:rank=1,step=15,phase=backward"], script_args=["--local-sgd", "4"])
+
+    assert [incident["rung"] for incident in result.incidents] == ["rewind"], result.story()
+    assert result.hashes == undisturbed(ACCELERATE, 2, ["--local-sgd", "4"]).hashes, result.story()
 
 
 def assert_replaced_and_the_same(

@@ -137,6 +137,7 @@ def test_a_script_that_cannot_be_repaired_is_reported_after_its_first_step_and_n
 
     assert result.output.count("no rank can be replaced") == 1, result.story()
     assert "the optimizer step is taken in a loop of train" in result.output
+    assert "try this line in the configuration: follow: [package_with_a_loop]" in " ".join(result.output.split())
     assert "If a rank is lost, the job ends" in result.output
     reported = [event["boundary"] for event in result.events if event["event"] == "rank_hindered"]
     assert reported == [1, 1], result.story()
