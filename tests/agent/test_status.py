@@ -15,7 +15,7 @@ from ttprun.agent.status import StatusPublisher
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import read_status
-from ttprun.recovery.ladder import open_incident
+from ttprun.recovery.phases import open_incident
 
 
 def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.Incident, Incidents]:

@@ -17,7 +17,7 @@ from ttprun.protocol import to_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
-from ttprun.recovery.events import RankExited
+from ttprun.recovery.fault_events import RankExited
 
 
 @dataclass

@@ -3,10 +3,11 @@
     job = new_job(Settings(world_size=4))
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
-Files, lowest floor first: `shards`, `events`, `incident`, `actions`, `job`, `errors` (data); `ladder` (ways out of an
-incident); `repair`, `resize`, `faults`, `hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their
-own); `machine` (the table). Separate from these are `hangs` (which rank hangs), `cost` (what a loss would cost) and
-`replicas` (which rank has diverged). Read TRANSITIONS in `machine` first.
+Files, lowest floor first: `shards`, `event`, `events`, `fault_events`, `incident`, `actions`, `job`, `errors` (data);
+`phases` (how phases and incidents begin and end), `ladder` (ways out of an incident); `repair`, `resize`, `faults`,
+`hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table). Apart from
+these are `hangs` (which rank hangs), `cost` (what a loss would cost) and `replicas` (which rank has diverged). Read
+TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -31,23 +32,17 @@ from ttprun.recovery.actions import (
 from ttprun.recovery.alone import is_alone
 from ttprun.recovery.cost import cost_of_a_loss, cost_of_a_loss_alone
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition, UnexpectedStart
+from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
     CheckpointAsked,
-    ConnectionBroken,
     DeadlinePassed,
     DowngradeAsked,
     ElasticDeclared,
-    Event,
     GroupRestarted,
     MismatchFound,
-    RankDiverged,
-    RankEvent,
-    RankExited,
-    RankFaulted,
     RankFrozen,
     RankHindered,
     RankHoldsAlone,
-    RankHung,
     RankJoined,
     RankProtected,
     RankRebuilt,
@@ -58,7 +53,6 @@ from ttprun.recovery.events import (
     RankStarted,
     RankTrainsAlone,
     RankUnprotected,
-    RepairEvent,
     ReplacementAsked,
     ResumeAsked,
     Saved,
@@ -69,6 +63,7 @@ from ttprun.recovery.events import (
     StopAsked,
     UpgradeAsked,
 )
+from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved

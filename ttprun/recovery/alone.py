@@ -24,17 +24,10 @@ from ttprun.recovery.actions import (
     SetDeadline,
     SpawnRank,
 )
-from ttprun.recovery.events import (
-    DeadlinePassed,
-    Event,
-    RankEvent,
-    RankJoined,
-    RankTrainsAlone,
-    RepairEvent,
-    SnapshotTaken,
-)
+from ttprun.recovery.event import Event, RankEvent, RepairEvent
+from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken
 from ttprun.recovery.job import Job, Life, Member, Phase, Ties
-from ttprun.recovery.ladder import Result
+from ttprun.recovery.phases import Result
 
 _AT_REST = (Phase.RUNNING, Phase.DONE)
 _RUNGS = frozenset({"replace", "rewind", "restart"})

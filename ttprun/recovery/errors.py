@@ -5,7 +5,7 @@ The agent that catches one must fail open: go on as if under torchrun.
 
 from __future__ import annotations
 
-from ttprun.recovery.events import Event
+from ttprun.recovery.event import Event
 from ttprun.recovery.job import Job
 
 

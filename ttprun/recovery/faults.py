@@ -12,37 +12,36 @@ from ttprun.recovery.events import (
     DeadlinePassed,
     GroupRestarted,
     MismatchFound,
-    RankDiverged,
-    RankExited,
-    RankFaulted,
     RankHindered,
     RankHoldsAlone,
-    RankHung,
     RankProtected,
     RanksCompared,
     RankStarted,
     RankUnprotected,
     StopAsked,
 )
+from ttprun.recovery.fault_events import RankDiverged, RankExited, RankFaulted, RankHung
 from ttprun.recovery.job import Ending, Fault, Job, Life, Phase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
-    DEADLINE_NAMES,
-    RESUME,
-    Result,
     begin_attempt,
-    count_as_incident,
     drain,
     end_job,
-    enter,
     fail_job,
     finish_job,
-    open_incident,
-    reason_of,
     restart_group,
-    unchanged,
     why_no_restart,
     why_no_source,
     why_too_many_incidents,
+)
+from ttprun.recovery.phases import (
+    DEADLINE_NAMES,
+    RESUME,
+    Result,
+    count_as_incident,
+    enter,
+    open_incident,
+    reason_of,
+    unchanged,
 )
 from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN

@@ -9,28 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttprun.recovery.actions import KillRank
-from ttprun.recovery.events import (
-    ConnectionBroken,
-    DeadlinePassed,
-    MismatchFound,
-    RankDiverged,
-    RankExited,
-    RankHung,
-)
+from ttprun.recovery.events import DeadlinePassed, MismatchFound
+from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
 from ttprun.recovery.job import NOBODY, Fault, Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import (
-    DEADLINE_NAMES,
-    Result,
-    begin_attempt,
-    drain,
-    end_job,
-    fail_job,
-    open_incident,
-    restart_group,
-    unchanged,
-    why_too_many_incidents,
-)
+from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
+from ttprun.recovery.phases import DEADLINE_NAMES, Result, open_incident, unchanged
 from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
 

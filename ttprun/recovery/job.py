@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any
 
-from ttprun.recovery.events import ElasticDeclared, Event, RankFrozen, Saved, UpgradeAsked
+from ttprun.recovery.event import Event
+from ttprun.recovery.events import ElasticDeclared, RankFrozen, Saved, UpgradeAsked
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 

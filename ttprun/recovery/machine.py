@@ -16,23 +16,17 @@ from typing import Any
 
 from ttprun.recovery import alone, faults, hung, persist, planned, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
+from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
     CheckpointAsked,
-    ConnectionBroken,
     DeadlinePassed,
     DowngradeAsked,
     ElasticDeclared,
-    Event,
     GroupRestarted,
     MismatchFound,
-    RankDiverged,
-    RankEvent,
-    RankExited,
-    RankFaulted,
     RankFrozen,
     RankHindered,
     RankHoldsAlone,
-    RankHung,
     RankJoined,
     RankProtected,
     RankRebuilt,
@@ -43,7 +37,6 @@ from ttprun.recovery.events import (
     RankStarted,
     RankTrainsAlone,
     RankUnprotected,
-    RepairEvent,
     ReplacementAsked,
     ResumeAsked,
     SnapshotTaken,
@@ -53,9 +46,10 @@ from ttprun.recovery.events import (
     StopAsked,
     UpgradeAsked,
 )
+from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import Phase as P
-from ttprun.recovery.ladder import Result, unchanged
+from ttprun.recovery.phases import Result, unchanged
 
 STORY_LENGTH = 40
 

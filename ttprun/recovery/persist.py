@@ -13,13 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from ttprun.recovery.actions import Action, GiveUpCheckpoint, KillRank, NoteUnusable, Persist, Resume
+from ttprun.recovery.event import Event
 from ttprun.recovery.events import (
     CheckpointAsked,
     DeadlinePassed,
-    Event,
     MismatchFound,
-    RankExited,
-    RankFaulted,
     RankFrozen,
     RankStarted,
     ResumeAsked,
@@ -28,23 +26,20 @@ from ttprun.recovery.events import (
     StatePersisted,
     StopAsked,
 )
+from ttprun.recovery.fault_events import RankExited, RankFaulted
 from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted
 from ttprun.recovery.job import Ending, Job, Life, Phase
-from ttprun.recovery.ladder import (
+from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, go_back, why_not_saved
+from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     HALT,
     Result,
-    begin_attempt,
-    begin_persisting,
     deadline_of,
-    end_job,
     enter,
-    go_back,
     open_incident,
     open_resume,
     reason_of,
     unchanged,
-    why_not_saved,
 )
 from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors_disagree
 

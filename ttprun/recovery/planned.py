@@ -13,7 +13,8 @@ from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
 from ttprun.recovery.job import Job, Life, Phase, name_ranks
-from ttprun.recovery.ladder import Result, begin_attempt, open_incident, unchanged, why_no_source
+from ttprun.recovery.ladder import begin_attempt, why_no_source
+from ttprun.recovery.phases import Result, open_incident, unchanged
 from ttprun.recovery.resize import begin_shrinking, why_not_without
 
 

@@ -21,16 +21,8 @@ from ttprun.recovery.events import (
     StateSent,
 )
 from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
-from ttprun.recovery.ladder import (
-    Result,
-    deadline_of,
-    end_job,
-    enter,
-    restart_group,
-    steps_reached,
-    unchanged,
-    why_no_source,
-)
+from ttprun.recovery.ladder import end_job, restart_group, steps_reached, why_no_source
+from ttprun.recovery.phases import Result, deadline_of, enter, unchanged
 
 
 def note_process(job: Job, event: RankStarted) -> Job:

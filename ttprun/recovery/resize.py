@@ -13,7 +13,8 @@ from dataclasses import replace
 from ttprun.recovery.actions import Freeze, KillRank
 from ttprun.recovery.events import ElasticDeclared, RankStarted, SpawnFailed
 from ttprun.recovery.job import Job, Life, Phase, name_ranks
-from ttprun.recovery.ladder import UNDONE, Result, deadline_of, enter, reason_of, restart_group
+from ttprun.recovery.ladder import restart_group
+from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter, reason_of
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves
 
 

@@ -1,0 +1,174 @@
+"""Events that can open an incident: each has a kind, and a sentence for the operator. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ttprun.recovery.event import Event, RankEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankExited(RankEvent):
+    """A rank's process has ended.
+
+    pid                the process; an exit of any other than the rank's present one is an echo
+    code               exit code, None if a signal ended it; 0 says that the script has finished
+    signal             number of the signal, else None
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   seconds between the death and the agent's seeing it
+    is_script_error    the script's own uncaught exception ended it
+    device_fault       what has happened to its device, "" if nothing is known of that
+    reason             root cause if the agent knows it, else ""
+    """
+
+    pid: int
+    code: int | None
+    signal: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    is_script_error: bool = False
+    device_fault: str = ""
+    reason: str = ""
+
+    @property
+    def is_finish(self) -> bool:
+        """The script came to its end; everything else is a fault."""
+        return self.code == 0 and self.signal is None
+
+    @property
+    def kind(self) -> str:
+        """The fault in two words: "exception", "signal 9", "exit 3", "device-lost"."""
+        if self.device_fault:
+            return self.device_fault
+        if self.is_script_error:
+            return "exception"
+        if self.signal is not None:
+            return f"signal {self.signal}"
+        return "exit" if self.code is None else f"exit {self.code}"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        if self.device_fault:
+            how = f"ended with a device fault ({self.device_fault})"
+        elif self.is_script_error:
+            how = "ended with an uncaught exception"
+        elif self.signal is not None:
+            how = f"was ended by signal {self.signal}"
+        else:
+            how = "ended" if self.code is None else f"exited with code {self.code}"
+        return f"rank {self.rank} {how} at boundary {self.boundary}{_cause(self.reason)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFaulted(RankEvent):
+    """A transient error has ended a rank's script; the process lives, and waits for orders to run it again.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   the rank says so at once
+    device_fault       what has happened to its device, "" if it is another error
+    reason             the error
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    device_fault: str = ""
+    reason: str = ""
+
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "exception", "memory-persistent"."""
+        return self.device_fault or "exception"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        what = f"a device fault ({self.device_fault})" if self.device_fault else "a transient error"
+        return f"rank {self.rank} met {what} at boundary {self.boundary}{_cause(self.reason)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHung(RankEvent):
+    """A rank's process is there, but does not get on while others wait for it. It is killed, and then lost.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record, 0 if it never had one
+    detected_after_s   seconds since it last got on
+    reason             how it hangs: phase, collective, how long, innermost frame
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "hang"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"rank {self.rank} hung at boundary {self.boundary}{_cause(self.reason)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDiverged(RankEvent):
+    """A rank's weights differ from the majority's. It is killed, and so lost; its replacement gets the majority's.
+
+    pid                the process; if it is not the rank's present one, this is an echo
+    boundary           newest boundary in the rank's record
+    detected_after_s   not known: a replica may have diverged at any moment since all were last alike
+    reason             at which boundary it was seen
+    """
+
+    pid: int | None
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "divergence"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"rank {self.rank} has diverged ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionBroken(Event):
+    """A connection between ranks is broken or silent, though every process lives and all ranks are equally far.
+
+    generation         of the connections
+    boundary           newest boundary that all ranks have passed
+    rank               whose device has lost a link; None: nobody's, or it is not known whose
+    detected_after_s   seconds since anything last moved
+    device_fault       the device fault, "" if it is none
+    reason             who noticed, and how
+    """
+
+    generation: int
+    boundary: int
+    rank: int | None = None
+    detected_after_s: float = 0.0
+    device_fault: str = ""
+    reason: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The fault in a word: "connection", "link"."""
+        return self.device_fault or "connection"
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        return f"the connections broke at boundary {self.boundary} ({self.reason})"
+
+
+def _cause(reason: str) -> str:
+    return f" ({reason})" if reason else ""

@@ -1,0 +1,104 @@
+"""How phases begin, and how incidents are opened, counted and closed.
+
+A function that answers an event returns a `Result`: the job as it is then, and the orders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ttprun.recovery.actions import Action, RecordIncident, SetDeadline
+from ttprun.recovery.event import Event
+from ttprun.recovery.incident import Incident
+from ttprun.recovery.job import WINDOW_S, Job, Opening, Phase
+
+Result = tuple[Job, tuple[Action, ...]]
+
+DEADLINE_NAMES = {
+    Phase.FREEZING: "freeze",
+    Phase.REPLAYING: "replay",
+    Phase.TRANSFERRING: "transfer",
+    Phase.RESUMING: "resume",
+    Phase.PERSISTING: "persist",
+    Phase.DRAINING: "drain",
+}
+RESUME = "resume"  # kind of a new launch that resumes from a checkpoint, which is not an incident
+HALT = "halt"  # the deadline to quiesce, with which PERSISTING begins
+# What each attempt measures.
+UNDONE = dict.fromkeys(("boundary", "freeze_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s"))
+
+
+def open_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Job:
+    """The job with a new incident, in which no rank is lost yet.
+
+    fault   completes "the cause:"
+    """
+    job = replace(job, incident=_new_incident(job, at_s, kind, fault, detect_s))
+    return count_as_incident(job, at_s, kind)
+
+
+def open_resume(job: Job, at_s: float, why: str) -> Job:
+    """A new launch that resumes from a checkpoint: not an incident, unless a rank is lost meanwhile."""
+    return replace(job, incident=_new_incident(job, at_s, RESUME, why, detect_s=0.0))
+
+
+def count_as_incident(job: Job, at_s: float, kind: str) -> Job:
+    """Number the open incident, and count it against the limits."""
+    recent = (opening for opening in job.openings if opening.at_s > at_s - WINDOW_S)
+    openings = (*recent, Opening(at_s=at_s, kind=kind))
+    number = job.incident_count + 1
+    return replace(job.with_incident(id=number, kind=kind), incident_count=number, openings=openings)
+
+
+def _new_incident(job: Job, at_s: float, kind: str, fault: str, detect_s: float) -> Incident:
+    return Incident(
+        id=0,
+        kind=kind,
+        ranks=(),
+        rung="replace",
+        outcome="open",
+        reason=fault,
+        phase=job.phase,
+        generation=job.generation,
+        opened_at_s=at_s,
+        detect_s=detect_s,
+    )
+
+
+def enter(job: Job, phase: Phase, at_s: float, actions: tuple[Action, ...] = (), **incident_changes: Any) -> Result:
+    """Begin a phase; the open incident is recorded, and closed if its outcome is no longer open."""
+    job = replace(job, phase=phase, phase_since_s=at_s)
+    if job.incident is None:
+        return job, actions
+    incident = replace(job.incident, phase=phase, generation=job.generation, **incident_changes)
+    if incident.outcome == "open":
+        return replace(job, incident=incident), (*actions, RecordIncident(incident))
+    incident = replace(incident, total_s=(incident.detect_s or 0.0) + at_s - incident.opened_at_s)
+    return replace(job, incident=None), (*actions, RecordIncident(incident))
+
+
+def deadline_of(job: Job, phase: Phase, extra_s: float = 0.0) -> SetDeadline:
+    """The deadline with which a phase begins."""
+    name = DEADLINE_NAMES[phase]
+    limit_s: float = getattr(job.settings.limits, f"{name}_s")
+    return SetDeadline(job.generation, name, limit_s + extra_s)
+
+
+def reason_of(job: Job, why: str) -> str:
+    """Why a rung is left, followed by the reasons before it, back to the first fault.
+
+    why   "" if there is nothing to add
+    """
+    if job.incident is None:
+        return why
+    if not why:
+        return job.incident.reason
+    if job.incident.rung in ("reconnect", "rerun", "replace", "rewind"):
+        return f"{why}; the cause: {job.incident.reason}"
+    return f"{why}; {job.incident.reason}"
+
+
+def unchanged(job: Job, event: Event) -> Result:
+    """The event needs no answer; its row says why."""
+    return job, ()
