@@ -223,7 +223,7 @@ def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> N
         assert sharded.why_not_stored(good) == ""
         assert "in a way that is not stored yet" in sharded.why_not_stored([*good, strided])
         assert "over a part of the ranks" in sharded.why_not_stored([shard(whole, part, [Shard(0)])])
-        assert "not as their mesh says" in sharded.why_not_stored(
+        assert "do not match their mesh" in sharded.why_not_stored(
             [DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))]
         )
 

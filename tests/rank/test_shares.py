@@ -158,7 +158,7 @@ def test_a_model_of_another_shape_is_refused(tmp_path: Path, trained: Trained) -
     header, paths = write_all(tmp_path)
     header[0][1] = [32, 17]
 
-    with pytest.raises(NotRepairableError, match=r"has shape \[32, 16\], and one of \[32, 17\] is to come"):
+    with pytest.raises(NotRepairableError, match=r"has shape \[32, 16\], and the source's has \[32, 17\]"):
         checkpoint_shards.load(header, paths)
 
 
@@ -323,5 +323,5 @@ def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the
 
     assert board.get(0, Field.SNAPSHOT_AT) == 0
     (told,) = channel.sent
-    why_not = "it takes 0 MiB of shared memory, and less than that is free"
+    why_not = "it takes 0 MiB of shared memory, and only 0 MiB more is free"
     assert told == SnapshotTaken(1, 40, why_not)

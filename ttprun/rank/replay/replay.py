@@ -359,7 +359,7 @@ class Replay:
         session = self.session
         moments.reached("replay")
         if sharded.are_any(optimizer_registry.parameters()):
-            sharded.tell(session.channel)
+            sharded.report(session.channel)
         proof.report(session, self._equal, self._not_proved)
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process

@@ -211,7 +211,7 @@ def pass_boundary(session: Session) -> None:
         _look_at_state(session)
         for_standbys.report(session)
         if not session.unprotected:
-            session.snapshots.tell_size(session.channel)
+            session.snapshots.report_size(session.channel)
 
 
 def _look_at_state(session: Session) -> None:
@@ -270,7 +270,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
         return ""
     why_not = sharded.why_not_stored(optimizer_registry.stepped_tensors())
     if not why_not:
-        sharded.tell(session.channel)
+        sharded.report(session.channel)
     return why_not or sharded.why_not_at_rest(optimizer)
 
 

@@ -1,1 +1,1 @@
-"""What is trained: which tensors those are, who holds the same, how they are sent, stored and compared."""
+"""The trained tensors: which they are, which ranks hold the same, how they are sent, stored and compared."""

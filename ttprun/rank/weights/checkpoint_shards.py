@@ -1,10 +1,9 @@
 """The share of a snapshot or checkpoint that one rank writes, and loading all shares again.
 
-All replicas hold the same tensors, so each writes some of them. Which, follows from the tensors' sizes alone: all ranks
-come to the same division without talking. Of tensors that are sharded over the ranks, each writes the part that it has.
-Of parameters that the ranks have been found to hold each for itself (`Apart`), the lowest of those that hold the same
-writes all, under a key with its number.
-A share is a file of safetensors, in the memory of a snapshot too.
+All replicas hold the same tensors, so each writes some of them; the division follows from the tensors' sizes, so that
+ranks need not communicate. Of sharded tensors each rank writes its part. Parameters that differ between ranks (`Apart`)
+are written by the lowest rank of those that hold the same, under a key with its number. A share is a safetensors file,
+also in the memory of a snapshot.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from ttprun.state.pieces import CannotReshardError
 from ttprun.state.tensor_file import chunks, lay_out, metadata_of
 
 _MOST_MODULES = 16
-BOTH_KINDS = "some parameters are DTensors, and other ones differ between the ranks: both together are not stored yet"
+BOTH_KINDS = "some parameters are DTensors, and others differ between the ranks: both together are not stored yet"
 
 
 class Apart(NamedTuple):
-    """Parameters that not all ranks hold alike.
+    """Parameters that differ between ranks.
 
     owners   key of each -> by rank, the lowest rank that has always held the same
     rank     this one
@@ -51,7 +50,7 @@ class Apart(NamedTuple):
         return parameter_of(key) in self.owners
 
     def stored(self, key: str) -> str:
-        """Under which key a file holds what this rank has of a tensor."""
+        """The key under which a file holds this rank's version of a tensor."""
         owners = self.owners.get(parameter_of(key))
         return key if owners is None else f"{key}{OWNER}{owners[self.rank]}"
 
@@ -65,9 +64,9 @@ NOTHING_APART = Apart({}, 0, ())
 
 
 def version_of(owners: Mapping[str, Sequence[int]]) -> str:
-    """A hash of `owners` of `Apart`, to see whether ranks and agent know the same."""
-    told = json.dumps([[key, *owners[key]] for key in sorted(owners)])
-    return str(xxhash.xxh3_64_hexdigest(told.encode()))
+    """A hash of `owners` of `Apart`, to check that ranks and agent agree."""
+    packed = json.dumps([[key, *owners[key]] for key in sorted(owners)])
+    return str(xxhash.xxh3_64_hexdigest(packed.encode()))
 
 
 def file_of(share: int) -> str:
@@ -87,35 +86,35 @@ def divide(sizes: list[int], of: int) -> list[int]:
 
 
 def write(path: str, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
-    """Write one share of what this rank holds to a new file of a checkpoint; a file of an earlier attempt is removed.
+    """Write one share of this rank's state to a new file of a checkpoint; a file of an earlier attempt is removed.
 
-    share  number of it, from 0; the first one has the models' own tensors too
-    of     how many shares there are
+    share  its number, from 0; the first one has the models' own tensors too
+    of     number of shares
     frame  innermost of the main thread's: its variables name the models
-    apart  what is not alike in all ranks
+    apart  parameters that differ between ranks
 
-    returns  what the agent must know of it
+    returns  its description, for the agent
 
     Raises NotRepairableError, OSError.
     """
-    told, header, tensors = _describe(share, of, frame, apart)
+    described, header, tensors = _describe(share, of, frame, apart)
     Path(path).unlink(missing_ok=True)
     entry = write_file(Path(path), chunks(header, tensors))
-    return replace(told, bytes=entry.bytes, xxh3=entry.xxh3)
+    return replace(described, bytes=entry.bytes, xxh3=entry.xxh3)
 
 
 def copy(memory: Memory, share: int, of: int, frame: FrameType | None, apart: Apart = NOTHING_APART) -> Share:
-    """Copy one share of what this rank holds into shared memory; arguments, result and errors as those of `write`."""
-    told, header, tensors = _describe(share, of, frame, apart)
+    """Copy one share of this rank's state into shared memory; arguments, result and errors as those of `write`."""
+    described, header, tensors = _describe(share, of, frame, apart)
     size = len(header) + sum(tensor.nbytes for tensor in tensors)
     memory.fill(size, chunks(header, tensors))
-    return replace(told, bytes=size)
+    return replace(described, bytes=size)
 
 
 def _describe(
     share: int, of: int, frame: FrameType | None, held_apart: Apart
 ) -> tuple[Share, bytes, list[torch.Tensor]]:
-    """(what the agent must know beside the file's size and hash, its header, its tensors) of one share."""
+    """(description without the file's size and hash, the file's header, its tensors) of one share."""
     header, parts = replicated.describe()
     alike = [part for part in parts if part.chunk is None and not held_apart.holds(part.key)]
     alone = [part for part in parts if part.chunk is None and held_apart.holds(part.key)]
@@ -126,7 +125,7 @@ def _describe(
     mine = {part.key: part.tensor for part, owner in zip(alike, owners, strict=True) if owner == share}
     mine |= {held_apart.stored(part.key): part.tensor for part in alone if held_apart.is_mine(part.key)}
     common = [entry for key, entry in zip(replicated.keys(), header, strict=True) if key not in held_apart.owners]
-    told = Share(
+    described = Share(
         share,
         bytes=0,
         xxh3="",
@@ -142,10 +141,10 @@ def _describe(
         apart += [part for part in own if part.chunk is not None]
     if share == 0:
         files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
-        files |= {part.key: file_of(0) for part in (*apart, *own)}  # of those apart, the other files have parts too
+        files |= {part.key: file_of(0) for part in (*apart, *own)}  # the other files have further parts of `apart`
         files |= {part.key: file_of(0) for part in alone}  # the lowest rank that writes is the first of its peers
-        told = replace(
-            told,
+        described = replace(
+            described,
             model={
                 name: {n: (files[key], held_apart.stored(key)) for n, key in names.items()}
                 for name, names in models.items()
@@ -156,17 +155,17 @@ def _describe(
     mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
     chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}
     try:
-        return told, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
+        return described, *lay_out(mine, {"format": "pt"} | metadata_of(mine, chunks_of))
     except ValueError as error:
         raise replicated.NotRepairableError(str(error)) from None
 
 
 def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> None:
-    """Take over the state that all shares hold together.
+    """Load the state in all shares.
 
-    header  as `replicated.describe` has given it in this rank, or in one that held the same
+    header  from `replicated.describe` in this rank, or in one that held the same
     files   paths of all shares
-    apart   what was not alike in all ranks that have written them
+    apart   parameters that differed between the ranks that have written them
 
     Raises NotRepairableError, OSError.
     """
@@ -176,7 +175,7 @@ def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> N
         _load_parts(header, files)
         return
     opened: list[Any] = [safetensors.safe_open(path, framework="pt") for path in files]
-    holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - it is no mapping
+    holder = {key: file for file in opened for key in file.keys()}  # noqa: SIM118 - not a mapping
 
     def fill(name: str, tensor: torch.Tensor) -> None:
         key = apart.stored(name)
@@ -192,7 +191,7 @@ def load(header: list[Any], files: list[str], apart: Apart = NOTHING_APART) -> N
 
 
 def _load_parts(header: list[Any], files: list[str]) -> None:
-    """The same where tensors are sharded: each rank reads what it needs of the files, whoever has written it."""
+    """The same for sharded tensors: each rank reads its parts, from any of the files."""
     from ttprun.state.resharding import load as load_resharded
 
     targets: dict[str, torch.Tensor] = {}
@@ -229,10 +228,10 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """What the module's state_dict would hold.
+    """The items of the module's state_dict.
 
-    It is not asked for it if FSDP2 manages its parameters: that would take gathered ones away, and the module may be
-    at work on another thread.
+    If FSDP2 manages its parameters, state_dict() is not called: it would reshard gathered ones, and another thread may
+    be using the module.
     """
     managed = sharded.sharded_parameters(module)
     if not managed:
@@ -246,7 +245,7 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _held_by_all(models: dict[str, dict[str, str]]) -> list[Any]:
-    """Of each sharded weight its name for people, and what each rank has: [name, [[rank, shape, offsets, sizes]]]."""
+    """The name of each sharded weight, and the part of each rank: [name, [[rank, shape, offsets, sizes]]]."""
     named: dict[str, str] = {}
     for variable, names in models.items():
         for name, key in names.items():

@@ -1,8 +1,8 @@
-"""Gradients of a replay must not be used: a replacement refuses a script that carries gradients across a step.
+"""Refuse a script that carries gradients across a step.
 
-Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. Those that
-the replay has left are made NaN, so that using them cannot pass unseen; if some are left when their optimizer steps for
-the first time, the script has added to gradients that nobody knows any more.
+Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. After a
+replay they are made NaN; if NaN is left when their optimizer steps for the first time, the script has added to
+gradients that are lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forget() -> None:
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer that is about to step has gradients of the replay; asked once an optimizer."""
+    """Whether an optimizer that is about to step has gradients of the replay; True at most once per optimizer."""
     if not any(optimizer is known for known in _poisoned):
         return False
     _poisoned[:] = [known for known in _poisoned if known is not optimizer]

@@ -1,9 +1,9 @@
-"""What this rank trains, in digests: the agent compares them, and so knows which ranks are replicas of each other.
+"""Digests of this rank's trained tensors, by which the agent knows which ranks are replicas of each other.
 
 A full look hashes every parameter of the optimizers with its gradient and its optimizer state, on the main thread,
-before the step. It is taken at the first two steps of an optimizer, whenever parameters or groups have been added, and
-after a recovery: seldom enough to be exact. In between, each record holds some bytes of every parameter whose gradient
-DistributedDataParallel does not reduce over all ranks: shards that began with equal values and part later show there.
+before the step. It is taken at the first two steps of an optimizer, when parameters or groups were added, and after a
+recovery. In between, each record holds some bytes of every parameter whose gradient DistributedDataParallel does not
+reduce over all ranks: shards that began with equal values and diverge later are seen there.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ttprun.rank.weights.tensor_bytes import bytes_of
 FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
 SAMPLE_BYTES = 64
 _MOST_SAMPLES = 64  # parameters, at one boundary
-_STRIDE = 8191  # bytes by which the sampled place moves on from boundary to boundary
+_STRIDE = 8191  # bytes by which the sampled place moves from boundary to boundary
 _PLAIN = (int, float, bool, str, type(None))
 
 
 class Holdings:
-    """Knows which of the parameters have been looked at, and samples them. Asked in each step."""
+    """Decides when a full look is needed, and samples parameters; called in each step."""
 
     def __init__(self) -> None:
         self._looks: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -40,7 +40,7 @@ class Holdings:
         self._sampled: tuple[optimizer_registry.Stepped | None, list[torch.Tensor]] = (None, [])
 
     def are_new(self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer, groups_count: int) -> bool:
-        """Whether this step must be preceded by a full look; the answer is the same in all ranks that train alike.
+        """Whether a full look is needed before this step; the same in all ranks that train alike.
 
         groups_count   process groups that the script has made so far
         """
@@ -56,13 +56,13 @@ class Holdings:
         self._seen = stepped
 
     def forget(self) -> None:
-        """The run of the script is over, and no tensor of it may outlive it."""
+        """The run of the script is over: drop its tensors."""
         self._seen, self._sampled = None, (None, [])
 
     def mark(
         self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer | None, boundary: int
     ) -> bytes:
-        """A hash of some bytes of each parameter that ranks may hold each for itself, and of its gradient."""
+        """A hash of some bytes of each parameter that may differ between ranks, and of its gradient."""
         if stepped is not self._sampled[0]:
             managed = set(map(id, reduced_over_all()))
             self._sampled = stepped, [one for one in stepped.weights if id(one) not in managed]
@@ -80,9 +80,9 @@ class Holdings:
 
 
 def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str]]:
-    """Key of each parameter -> (digest of its weights, digest of its gradient, its state and what it is stepped with).
+    """Key of each parameter -> (digest of its weights, digest of its gradient, state and hyper-parameters).
 
-    optimizer   about to step: of the others the gradients are not looked at, they may not be complete
+    optimizer   about to step; gradients of others are left out, as they may be incomplete
     """
     return {
         key: (_hash(parameter), _hash_of_rest(parameter, state, group, parameter.grad if one is optimizer else None))
@@ -91,10 +91,10 @@ def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:
-    """What is compared now and then: (key, whether it is the gradient, tensor).
+    """The tensors of a periodic comparison: (key, whether it is the gradient, tensor).
 
-    A gradient is added where DistributedDataParallel does not reduce it: it tells replicas of which one has gone wrong
-    from ranks that are no replicas.
+    Gradients that DistributedDataParallel does not reduce are included: they distinguish a replica that has diverged
+    from ranks that are not replicas.
     """
     managed = set(map(id, reduced_over_all()))
     found = []
@@ -107,7 +107,7 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
 
 
 def names(frame: FrameType | None) -> dict[str, str]:
-    """Key of each parameter -> what the script calls it, as far as its variables tell."""
+    """Key of each parameter -> the script's name for it, if its variables have one."""
     keys = {id(parameter): key for key, parameter, _, _, _ in _plain_parameters()}
     found: dict[str, str] = {}
     modules = dict(modules_in(frame))
@@ -132,7 +132,7 @@ def reduced_over_all() -> Iterator[torch.Tensor]:
 
 
 def _plain_parameters() -> Iterator[replicated.Row]:
-    """Those of all parameters that torch itself has not sharded."""
+    """All parameters that are not DTensors."""
     return (row for row in replicated.rows() if not is_distributed(row[1]))
 
 
@@ -172,7 +172,7 @@ def _parts_of_sparse(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _some_bytes(tensor: torch.Tensor, boundary: int) -> bytes:
-    """At most SAMPLE_BYTES of a tensor, from another place at each boundary; none if it does not lie in one piece."""
+    """At most SAMPLE_BYTES of a tensor, from another place at each boundary; none if it is not contiguous."""
     if not (_is_dense(tensor) and tensor.is_cpu and tensor.is_contiguous()) or is_distributed(tensor):
         return b""
     size = min(SAMPLE_BYTES, tensor.nbytes)

@@ -1,8 +1,8 @@
-"""The place of our hook before Optimizer.step: after the script's own ones, global and the optimizer's.
+"""Call our pre-hook of Optimizer.step after the script's own ones, global and the optimizer's.
 
-These belong to the step that the record closes. A hook of the script may print, reduce gradients or clip them, and what
-it did after the record would be lost with its rank. torch calls the global hooks first and then the optimizer's, as the
-values of a dictionary: ours is the last of these values, and no item, so that hooks may come and go meanwhile.
+A hook of the script may print, or reduce or clip gradients; what it did after our record would be lost with its rank.
+torch calls the global hooks first and then the optimizer's, as the values of a dictionary: ours is appended to these
+values, without being an item.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def after_all_others(hook: Any) -> Any:
 
 
 def make_place(optimizer: torch.optim.Optimizer) -> None:
-    """Called with a new optimizer, before the script can give it a hook: one that has some keeps them as they are."""
+    """Called with a new optimizer, before the script can add hooks; one that has some already is left as it is."""
     if _last is not None and type(own := getattr(optimizer, _NAME, None)) is OrderedDict and not own:
         setattr(optimizer, _NAME, _HooksAndOurs())

@@ -1,12 +1,12 @@
-"""Open boundaries: behind them the script may still go backward through what it has computed in front of them.
+"""Open boundaries: after them the script may still call backward on what it has computed before them.
 
-A GAN's discriminator learns from `fake.detach()`, and behind its step the generator from `fake` itself: at the
-boundary between the two what `fake` was computed from is needed, and in no record. Nothing can go on from there, nor
-from a snapshot or checkpoint of it; from the boundary behind the generator's step it can. So snapshots are put off to
-the next boundary (`snapshots.py`), and a job that is to end trains on up to it (`ttprun.agent.standing`).
+A GAN's discriminator learns from `fake.detach()`, and after its step the generator from `fake` itself: at the boundary
+between the two steps, the graph of `fake` is needed, and is in no record. No run can resume there, nor from a snapshot
+or checkpoint of it; after the generator's step it can. So snapshots are postponed to the next boundary
+(`snapshots.py`), and a job that is to end continues up to it (`ttprun.agent.standing`).
 
-Whether one is open is foreseen from the graphs that are still there (`values/histories.py`): where that is wrong, a run
-is refused that goes on from a boundary (`values/unrecorded.py`), or a snapshot comes a few steps late.
+Whether one is open is predicted from the existing graphs (`values/histories.py`): if that is wrong, a resume is refused
+(`values/unrecorded.py`), or a snapshot is taken a few steps late.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import time
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank.session import Session
 
-MOST_PUT_OFF = 8  # boundaries; a script that keeps a graph all the time is never to be seen without one
-_HOLD_LIMIT_S = 5.0  # the agent looks several times a second
+MOST_PUT_OFF = 8  # boundaries: a script may keep a graph all the time
+_HOLD_LIMIT_S = 5.0  # the agent looks several times per second
 _LOOK_AGAIN_S = 0.05
 
 
 def come_to(session: Session, boundary: int) -> None:
-    """The first rank, in front of the announcement of an open boundary: note it.
+    """Called by the first rank before it announces an open boundary: note it on the board.
 
-    If the agent waits for a boundary that is not, and the newest is such a one, this rank does not go past it: it waits
-    to be frozen, for _HOLD_LIMIT_S at most, and then until the freeze is over. The others cannot step without it: one
-    that has not heard of the freeze yet would, if this rank announced that it has recorded the next boundary.
+    If the agent waits for a boundary that is not open, and the newest one is, this rank stays there: it waits for the
+    freeze, for _HOLD_LIMIT_S at most, and then until the freeze is over. The others cannot step before this rank has
+    announced the next boundary.
     """
     if session.local_rank != LEADER:
         return

@@ -1,6 +1,6 @@
-"""What is trained: the script's optimizers and wrapped models, and the tensors that a step changes.
+"""The script's optimizers and wrapped models, and the tensors that a step changes.
 
-All are told in the order in which the script has made them, which is the same in every rank.
+All in the order in which the script has made them, which is the same in every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _wrapped_models: list[weakref.ref[Any]] = []
 
 
 def wrap_optimizer_init(original: Any) -> Any:
-    """Optimizer.__init__: know the optimizers in the order in which they were made, which is the same in every rank."""
+    """Optimizer.__init__: note the optimizers in the order of their making."""
 
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -32,7 +32,7 @@ def wrap_optimizer_init(original: Any) -> Any:
 
 
 def wrap_ddp_init(original: Any) -> Any:
-    """DistributedDataParallel.__init__: know the wrapped models, for their buckets' order."""
+    """DistributedDataParallel.__init__: note the wrapped models, for their buckets' order."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -49,7 +49,7 @@ def forget() -> None:
     _stepped = None
 
 
-# What is asked for at each boundary is gathered in plain loops: to call a comprehension takes longer than all its work.
+# Functions called at each boundary use plain loops, which are faster than comprehensions here.
 
 
 def optimizers() -> list[torch.optim.Optimizer]:
@@ -68,7 +68,7 @@ def wrapped_models() -> list[Any]:
 
 
 def rebuilt() -> list[bool]:
-    """Of each living wrapped model, whether it has ordered its buckets anew."""
+    """Of each living wrapped model, whether it has rebuilt its buckets."""
     have = []
     for ref in _wrapped_models:
         found = ref()
@@ -78,14 +78,14 @@ def rebuilt() -> list[bool]:
 
 
 class Stepped:
-    """What the living optimizers update, as of a boundary.
+    """The tensors that the living optimizers update, at a boundary.
 
-    seen        what would show it if it were not so any more, see `stepped`
-    storages    data pointers of the tensors, see `places`, each with its place in `stepped_tensors`
+    seen        counts and addresses, by which a change is detected, see `stepped`
+    storages    data pointer of each tensor -> its index in `stepped_tensors`, see `places`
     weights     the parameters of all optimizers
-    counts      of each optimizer: how many parameters, and how many tensors of state, `stepped_tensors` holds of it
+    counts      of each optimizer: number of parameters, and of state tensors, in `stepped_tensors`
     is_sharded  some parameter is sharded over the ranks
-    held        of each optimizer's groups, the list of its parameters
+    held        the list of parameters of each group of each optimizer
     """
 
     def __init__(self, seen: list[int], held: list[list[torch.Tensor]]) -> None:
@@ -96,11 +96,11 @@ class Stepped:
         self.is_sharded = are_any(self.weights)
         self.held = held
         places_held = [(of_group, at) for of_group, group in enumerate(held) for at in range(len(group))]
-        # Of each parameter: its group and place there; and if it was asked for: itself, where it lies, and its sample.
+        # Of each parameter: its group and index there; and once sampled: itself, its address, and its sample.
         self._samples: list[tuple[int, int, Any, int, Any]] = [(*place, None, 0, b"") for place in places_held]
 
     def sample(self, boundary: int) -> bytes:
-        """A hash of the beginning of what this rank holds of one parameter, another one at each boundary."""
+        """A hash of the first bytes of this rank's part of one parameter, another one at each boundary."""
         samples = self._samples
         if not samples:
             return b""
@@ -123,10 +123,10 @@ _SAMPLE_BYTES = 4096
 
 
 def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
-    """What these optimizers, all that are living, update now.
+    """The tensors that these optimizers, all living ones, update now.
 
-    The very same object as before as long as nothing shows that it has changed, as it does when parameters are added or
-    when the state is loaded anew: counts, and where the ends of each group and of their state lie.
+    Returns the same object as before unless counts, or the addresses of the first and last parameter of each group and
+    of their state, have changed, as they do when parameters are added or state is loaded.
     """
     global _stepped
     known = _stepped
@@ -153,14 +153,14 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
 
 
 def newest() -> Stepped:
-    """The same as of the newest boundary; as of now if there was none."""
+    """The same at the newest boundary; now if there was none."""
     return _stepped or stepped(optimizers())
 
 
 def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Where each tensor stands in the sequence, by the addresses of its storage and of its own first element.
+    """Index in the sequence by the address of each tensor's storage, and of its first element.
 
-    Of tensors that share a storage, the parts of one flat buffer, the storage tells the first.
+    If tensors share a storage (parts of one flat buffer), its address maps to the first of them.
     """
     held = list(map(local_of, tensors))
     found: dict[int, int] = {}
@@ -171,14 +171,14 @@ def places(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def are_sharded() -> bool:
-    """Whether some parameter is sharded over the ranks, as of the newest boundary."""
+    """Whether some parameter is sharded over the ranks, at the newest boundary."""
     return _stepped is not None and _stepped.is_sharded
 
 
 def stepped_tensors() -> list[torch.Tensor]:
-    """What the optimizers update, in an order that is the same in every rank: all parameters, then all of their state.
+    """The tensors that the optimizers update, in the same order in every rank: all parameters, then all state.
 
-    An optimizer has its state from its first step on; a replacement's may not have come to that yet.
+    An optimizer has its state from its first step on; a replacement's may not have taken it yet.
     """
     return [*parameters(), *(tensor for optimizer in optimizers() for tensor in _state(optimizer))]
 
@@ -199,7 +199,7 @@ def counts_now() -> list[list[int]]:
 
 
 def parameters() -> Iterator[torch.Tensor]:
-    """What the living optimizers are to update, as they hold it now: one that two of them hold comes twice."""
+    """The parameters of the living optimizers now; one in two optimizers comes twice."""
     for optimizer in optimizers():
         for group in optimizer.param_groups:
             yield from group["params"]

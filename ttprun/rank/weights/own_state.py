@@ -1,9 +1,9 @@
-"""What a rank without others keeps of itself in shared memory, behind a step: its next process goes on from there.
+"""The state that a rank without others keeps in shared memory after a step; its next process resumes from it.
 
-Two files of safetensors take turns, so that one is whole at any moment; the board says which, and of which boundary.
-Where that is cheap it is done behind each step, and no step can be lost; else so rarely that it takes a small part of
+Two safetensors files take turns, so that one is complete at any moment; the board says which, and of which boundary. If
+that is cheap it is done after each step, and no step can be lost; otherwise so rarely that it takes a small share of
 the time. The records of the newest boundaries outlive the process anyway (`records/recorder.py`); if the next boundary
-is not kept, those that a replay needs are written out before they are overwritten. Begin with `OwnState.keep`.
+is not kept, those that a replay needs are exported before they are overwritten. Begin with `OwnState.keep`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from ttprun.state.tensor_file import lay_out
 if TYPE_CHECKING:
     from ttprun.rank.session import Session
 
-CHEAP_S = 0.0005  # what takes no longer is done behind each step
-SHARE = 0.01  # of the time, that the rest may take
+CHEAP_S = 0.0005  # up to this, it is done after each step
+SHARE = 0.01  # of the time that it may take otherwise
 _LOOKED_AT = 4  # measurements
-HEADER = "ttprun"  # under this name the file's own header says what the tensors are, as `replicated.describe` does
+HEADER = "ttprun"  # the key of `replicated.describe`'s header in the file's own header
 
 
 class _Layout(NamedTuple):
-    """Where each tensor goes in a file, as long as the optimizers hold what they hold now.
+    """The layout of a file for the optimizers' current tensors.
 
     header   of the file
-    forms    of each parameter and each value of its state, as `_held` gives them
+    forms    of each parameter and each value of its state, as `_held` yields them
     offsets  in the file, of all tensors in that order
     size     of the file in bytes
-    is_lasting  it can be seen whether it is still so: no state is a list, whose items may be other ones
+    is_lasting  a change can be detected: no state is a list, whose items may change
     """
 
     header: bytes
@@ -56,7 +56,7 @@ class OwnState:
 
     shelves   paths of the agent's memory, for records and tensors each, of the two places; none: nothing is kept
     why_off   why nothing is kept any more; "" if it is
-    is_apt    the newest recorded boundary is one that a replay can come to
+    is_apt    a replay can reach the newest recorded boundary
     """
 
     def __init__(self, board: Board, local_rank: int, shelves: Sequence[Sequence[str]]) -> None:
@@ -69,24 +69,24 @@ class OwnState:
         self._are_records_kept = False
         self._at_s = 0.0
         self._took_s: deque[float] = deque(maxlen=_LOOKED_AT)
-        self._not_measured = 0  # copies: the first one in each place makes the layout and gets the memory
+        self._not_measured = 0  # copies: the first one in each place makes the layout and allocates the memory
         self._layout: _Layout | None = None
-        self._has_told = False
+        self._has_reported = False
 
     def keep(self, session: Session, boundary: int) -> None:
-        """The step to this boundary has run to its end: keep what it has left, if it is time to. Raises nothing."""
+        """The step to this boundary has ended: keep the state, if it is due. Raises nothing."""
         if self.why_off:
             return
         try:
             if self.is_apt and self._is_due():
                 self._copy(boundary)
-                if not self._has_told and self._took_s:
-                    self._has_told = True
+                if not self._has_reported and self._took_s:
+                    self._has_reported = True
                     size = self._layout.size if self._layout else 0
                     session.channel.send(from_rank.OwnStateKept(boundary, size, self.cost_s))
             elif self._kept and not self._are_records_kept:
                 self._keep_records(session)
-        except Exception as error:  # no memory for it, say: the script must go on
+        except Exception as error:  # e.g. no memory: training continues
             self._board.set(self._local_rank, Field.OWN_STATE, 0)
             self.why_off = str(error) or repr(error)
             session.channel.send(from_rank.OwnStateKept(boundary, why_not=self.why_off))
@@ -97,7 +97,7 @@ class OwnState:
 
     @property
     def cost_s(self) -> float:
-        """Processor time that it takes to keep the state: what was measured without others in the way."""
+        """CPU time of keeping the state: the least of the newest measurements."""
         return min(self._took_s, default=0.0)
 
     def _copy(self, boundary: int) -> None:
@@ -127,16 +127,16 @@ class OwnState:
             self._took_s.append(time.thread_time() - began_s)
 
     def _check_room(self, size_bytes: int) -> None:
-        """Raises MemoryError if there is no room for this rank's two copies, and those of the ranks that have none."""
+        """Raises MemoryError if there is no room for two copies of each rank that has none yet."""
         rows = [self._board.get(row, Field.OWN_STATE) for row in range(self._board.n_ranks)]
         needed, free = 2 * size_bytes * rows.count(0), free_bytes()
         if free is not None and needed > free:
-            raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and less than that is free")
+            raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
 
     def _keep_records(self, session: Session) -> None:
-        """The next boundary was not kept: what a replay to this one needs would be overwritten soon."""
+        """The next boundary was not kept: export the records for a replay to this one before they are overwritten."""
         began_s = time.thread_time()
-        # What is written after this boundary comes out again: how much that will be is not known.
+        # Output after this boundary is printed again: its length is not known yet.
         records = msgpack.packb(session.recorder.export(self._kept) | {"lines": [0, 0]})
         memory = self._shelves[self._place][0]
         memory.fit(len(records))
@@ -146,7 +146,7 @@ class OwnState:
             self._took_s[-1] += time.thread_time() - began_s
 
     def _tensors(self) -> list[torch.Tensor] | None:
-        """What the optimizers hold now, if it is what the layout is for, else None."""
+        """The optimizers' tensors now, if they fit the layout, else None."""
         if self._layout is None or not self._layout.is_lasting:
             return None
         found = list(_held())
@@ -154,7 +154,7 @@ class OwnState:
 
 
 def _held() -> Iterator[tuple[tuple[Any, ...], torch.Tensor | None]]:
-    """(form, tensor or None) of each parameter and of each value of its state: [shape, dtype], and before it a name."""
+    """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
     for optimizer in optimizer_registry.optimizers():
         state_of = optimizer.state
         for group in optimizer.param_groups:
@@ -172,10 +172,10 @@ def _forms(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tupl
 
 
 def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
-    """A layout for what the optimizers hold, and that in its order. Raises NotRepairableError, ValueError."""
+    """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
     if any(part.chunk is not None for part in parts):
-        raise replicated.NotRepairableError("its parameters are sharded, and such are kept in snapshots only")
+        raise replicated.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
     tensors = {part.key: part.tensor for part in parts}
     packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})
     at, offset_of = len(packed), {}
@@ -190,7 +190,7 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
 
 
 def joined(boundary: int, place: int) -> int:
-    """How the board says what is kept: of which boundary, and in which of the two places."""
+    """The board's cell for a kept boundary in one of the two places."""
     return boundary << 1 | place
 
 

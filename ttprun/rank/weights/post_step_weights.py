@@ -1,12 +1,12 @@
-"""The weights as the newest optimizer step has left them, whatever the script does to them before its next one.
+"""The weights after the newest optimizer step, even if the script changes them before its next one.
 
-A replacement begins behind that step with a survivor's weights, and does again what the script does from there on. If
-that changes weights (averaged ones take their place for validation, they are scaled or clipped by hand, a best state is
-loaded again), a survivor in the middle of a step does not hold any more what the replacement needs. So a change is
-looked for in front of each step; once there has been one, a copy is made behind each step from then on.
+A replacement begins after that step with a survivor's weights, and repeats what the script does from there on. If that
+changes weights (averaged ones replace them for validation, they are scaled or clipped by hand, a best state is loaded),
+a survivor in the middle of a step no longer holds what the replacement needs. So a change is looked for before each
+step; after the first one, a copy is made after each step.
 
-A change shows in the tensors' version counters. One by way of `.data` does not; hence the hash of a part of one
-parameter, another one at each step, and of all of them behind the first steps.
+A change shows in the tensors' version counters, except through `.data`: hence the hash of a part of one parameter,
+another one at each step, and of all of them after the first steps.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ FULL_LOOKS = 2
 
 
 class KeptWeights:
-    """What this process knows of its weights behind the newest step.
+    """This process's weights after the newest step.
 
-    trained   called behind each step
-    tell      called once, with what is said to people when copies begin
+    trained   called after each step
+    report    called once, with a note for the operator, when copies begin
     is_kept   copies are made
     """
 
-    def __init__(self, trained: Callable[[], Stepped], tell: Callable[[str], None]) -> None:
+    def __init__(self, trained: Callable[[], Stepped], report: Callable[[str], None]) -> None:
         self._trained = trained
-        self._tell = tell
+        self._report = report
         self._copies: dict[int, torch.Tensor] = {}
         self.is_kept = False
         self._looks = 0
-        # Behind the newest step:
+        # After the newest step:
         self._noted: Sequence[torch.Tensor] = ()
         self._versions: int | None = None
         self._mark = b""
         self._digest = b""
 
     def note(self, boundary: int) -> None:
-        """The step to `boundary` has run to its end."""
+        """The step to `boundary` has ended."""
         trained = self._trained()
         weights = trained.weights
         if self.is_kept:
@@ -61,14 +61,14 @@ class KeptWeights:
             self._digest = b""
 
     def forget(self) -> None:
-        """The run of the script is over, and nothing of it may outlive it."""
+        """The run of the script is over: drop its tensors."""
         self._noted, self._versions = (), None
         self._copies.clear()
 
     def compare(self, trained: Stepped, mark: bytes) -> None:
-        """The next step is about to be taken: has the script changed weights since the one before?
+        """Before the next step: find out whether the script has changed weights since the previous one.
 
-        trained   what that step updates
+        trained   what the next step updates
         mark      the sample for the boundary to which it leads
         """
         if self.is_kept or self._versions is None:
@@ -78,17 +78,17 @@ class KeptWeights:
             return
         self.is_kept = True
         size = sum(local_of(weight).nbytes for weight in weights)
-        self._tell(
-            "the script changes weights between its optimizer's steps: behind each step they are copied from now on, "
-            f"{size / (1 << 20):.1f} MiB, for a rank that is lost in between"
+        self._report(
+            f"the script changes weights between its optimizer's steps: {size / (1 << 20):.1f} MiB are copied after "
+            "each step from now on, to repair a rank that is lost in between"
         )
 
     def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight as the newest step has left it; of a sharded one, what this rank holds."""
+        """A weight as the newest step has left it; of a sharded one, this rank's part."""
         return local_of(self._copies.get(id(weight), weight))
 
     def why_not(self) -> str:
-        """Why `of` cannot tell; "" if it can."""
+        """Why `of` does not know; "" if it does."""
         if self._copies or self._versions is None or not (self.is_kept or self._is_changed()):
             return ""
         return "the script has changed weights since its optimizer's step, for the first time, and there is no copy yet"
@@ -112,7 +112,7 @@ _version_of = attrgetter("_version")
 
 
 def _are_same(weights: Sequence[torch.Tensor], noted: Sequence[torch.Tensor]) -> bool:
-    """False if parameters have been added or taken away."""
+    """False if parameters have been added or removed."""
     return len(weights) == len(noted) and all(map(is_, weights, noted))
 
 

@@ -1,10 +1,10 @@
-"""What all replicas hold alike: the optimizers' parameters and their state, described, hashed and taken over.
+"""The replicated state: the optimizers' parameters and their state, described, hashed and loaded.
 
-The order is the same in every rank: optimizers as they were made, their groups, the groups' parameters, of each the
-weights and then the optimizer's state by name. Each tensor has a key made of these.
+The order is the same in every rank: optimizers in the order of their making, their groups, the groups' parameters, of
+each the weights and then the optimizer's state by name. Each tensor has a key made of these.
 
-Of a tensor that is sharded over the ranks (sharded.py) the description tells the whole, which is the same everywhere;
-of its elements each rank has a part of its own, which nothing here hashes.
+A sharded tensor (sharded.py) is described as a whole, which is the same everywhere; each rank has its own part of the
+elements, which is not hashed here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ WEIGHT = "weight"
 
 
 class NotRepairableError(RuntimeError):
-    """An optimizer holds something that cannot be taken over; the message names it."""
+    """An optimizer holds something that another rank cannot load; the message names it."""
 
 
 class Part(NamedTuple):
-    """What this rank holds of one tensor.
+    """This rank's part of one tensor.
 
-    tensor  its elements in this rank's memory
-    chunk   which of the whole tensor's these are; None: all of them, and every rank has them
+    tensor  the elements in this rank's memory
+    chunk   their place in the whole tensor; None: all of it, which every rank has
     """
 
     key: str
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 def key_of(optimizer: int, group: int, index: int) -> str:
-    """The key of a parameter, the same in all ranks: numbers of its optimizer and group, and its place there."""
+    """The key of a parameter, the same in all ranks: numbers of its optimizer and group, and its index there."""
     return f"optimizer.{optimizer}/{group}.{index}"
 
 
@@ -65,7 +65,7 @@ def rows() -> Iterator[Row]:
 
 
 def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-    """What the optimizers update now, with its keys; `describe` tells of the newest boundary. Some may be sharded."""
+    """The optimizers' tensors now, with keys; some may be sharded. (`describe` is about the newest boundary.)"""
     for name, parameter, state, _, _ in rows():
         yield f"{name}/{WEIGHT}", parameter.detach()
         yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if torch.is_tensor(value))
@@ -90,10 +90,10 @@ def keys_of_parameters() -> dict[int, str]:
 
 
 def describe() -> tuple[list[Any], list[Part]]:
-    """What this rank holds of the newest boundary: the weights as the optimizer has left them there.
+    """This rank's state of the newest boundary: the weights as the optimizer has left them there.
 
-    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and what this
-             rank holds of all tensors; the value of a list is [its length], and its items follow
+    returns  for each parameter [dtype, shape, [[name, is a tensor, dtype or value, shape] of its state]], and this
+             rank's parts of all tensors; the value of a list is [its length], and its items follow
 
     Raises NotRepairableError.
     """
@@ -128,7 +128,7 @@ def describe() -> tuple[list[Any], list[Part]]:
 
 
 def digest() -> str:
-    """A hash of everything that optimizers update and all ranks should hold alike. Raises NotRepairableError."""
+    """A hash of all replicated state. Raises NotRepairableError."""
     header, parts = describe()
     state = xxhash.xxh3_64(msgpack.packb(header))
     for part in parts:
@@ -138,7 +138,7 @@ def digest() -> str:
 
 
 def digests() -> dict[str, str]:
-    """Key of each parameter that torch has not sharded -> digest of its weights and its optimizer state.
+    """Key of each parameter that is not sharded -> digest of its weights and its optimizer state.
 
     Raises NotRepairableError.
     """
@@ -157,21 +157,20 @@ def keys() -> list[str]:
 
 
 def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
-    """Make this rank hold what another one has described; its device may use that again, whatever was there before.
+    """Load the state that another rank has described; the device is told that repaired memory is safe.
 
-    header  as `describe` gives it
-    fill    called with the key of each tensor, in that order, and with the tensor to write its elements to, which may
-            be sharded
+    header  from `describe`
+    fill    called with the key of each tensor, in that order, and with the tensor (maybe sharded) to write to
 
-    Raises NotRepairableError if this rank's parameters are not like those.
+    Raises NotRepairableError if this rank's parameters differ from those.
     """
     device = registry.current()
     held = list(rows())
     if len(held) != len(header):
-        raise NotRepairableError(f"this rank's optimizers hold {len(held)} parameters, and {len(header)} are to come")
+        raise NotRepairableError(f"this rank's optimizers have {len(held)} parameters, and the source {len(header)}")
     for (name, parameter, _, _, optimizer), (dtype, shape, entries) in zip(held, header, strict=True):
         if list(parameter.shape) != shape or str(parameter.dtype)[6:] != dtype:
-            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and one of {shape} is to come")
+            raise NotRepairableError(f"{name} has shape {list(parameter.shape)}, and the source's has {shape}")
         fill(f"{name}/{WEIGHT}", parameter.detach())
         device.mark_safe(parameter)
         if not entries:
@@ -196,7 +195,7 @@ def _take_over_state(
 ) -> Any:
     """One value of a parameter's state, as `entry` describes it.
 
-    old    what stands there; a tensor of that form is written to
+    old    the present value; a tensor of the right form is written to
     left   the entries after it: a list's items are taken from there
     """
     key, is_tensor, value, shape = entry
@@ -204,7 +203,7 @@ def _take_over_state(
         kind = getattr(torch, value)
         if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
             if sharded.is_distributed(parameter):
-                raise NotRepairableError(f"{name} has no '{key}' here, and whether it is sharded is not known")
+                raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
             old = torch.empty(shape, dtype=kind)
         fill(f"{name}/{key}", old)
         registry.current().mark_safe(old)

@@ -1,7 +1,7 @@
-"""Tensors of which each rank holds a part of its own: DTensors, as FSDP2 and tensor parallelism make them.
+"""Tensors that are sharded over the ranks: DTensors, as FSDP2 and tensor parallelism make them.
 
-What such a rank holds is in no other one, so a lost rank cannot be repaired from a survivor; but all ranks together can
-be stored, and go back. Begin with `chunk_of` and `why_not_stored`.
+No other rank has a lost rank's shards, so it cannot be repaired from a survivor; but the state of all ranks can be
+stored, and all can rewind. Begin with `chunk_of` and `why_not_stored`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
 
 HELD_ALONE = (
-    "the parameters are sharded over the ranks (FSDP2 or another use of DTensor), so that no other rank holds what a "
-    "lost one held"
+    "the parameters are sharded over the ranks (FSDP2 or another use of DTensor), so no other rank has a lost rank's "
+    "shards"
 )
 
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
-_FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to who has asked for it, by way of torch's wrappers
+_FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to its caller, through torch's wrappers
 
 
 def kind() -> type | None:
-    """The class of sharded tensors; None as long as nobody has imported it, so that there can be none."""
+    """The class of sharded tensors; None if it is not imported, so that there can be none."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 
@@ -46,7 +46,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in this rank's memory of a tensor; the tensor itself if it is no DTensor."""
+    """The part of a tensor in this rank's memory; the tensor itself if it is not a DTensor."""
     if not is_distributed(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_of(tensor: torch.Tensor) -> Chunk | None:
-    """Which part of the whole this rank holds; None if all ranks hold all of it."""
+    """The part of the whole that this rank holds; None if all ranks hold all of it."""
     if not is_distributed(tensor):
         return None
     whole: Any = tensor
@@ -67,7 +67,7 @@ def chunk_of(tensor: torch.Tensor) -> Chunk | None:
 
 
 def held_by_all(tensor: torch.Tensor) -> list[list[Any]]:
-    """The part that each rank holds of a sharded tensor, as follows from its mesh: [rank, shape, offsets, sizes]."""
+    """Each rank's part of a sharded tensor, by its mesh: [rank, shape, offsets, sizes]."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     whole: Any = tensor
@@ -87,7 +87,7 @@ def are_any(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
-    """Why what this rank holds of these cannot be put together with what the others hold; "" if it can."""
+    """Why the ranks' parts of these tensors cannot be stored together; "" if they can."""
     for tensor in filter(is_distributed, tensors):
         whole: Any = tensor
         from torch.distributed.tensor import Replicate, Shard
@@ -96,16 +96,16 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
         if odd is not None:
             return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
         if whole.device_mesh.size() != torch.distributed.get_world_size():
-            return "its parameters are sharded over a part of the ranks only"
+            return "its parameters are sharded over some of the ranks only"
         local, chunk = local_of(whole), chunk_of(whole)
         sizes = tuple(whole.shape) if chunk is None else chunk.sizes
         if type(local) not in (torch.Tensor, torch.nn.Parameter) or tuple(local.shape) != sizes:
-            return "the parts of its sharded parameters are not as their mesh says"
+            return "the parts of its sharded parameters do not match their mesh"
     return ""
 
 
-def tell(channel: Channel) -> None:
-    """Let the agent know that no rank of this job can be repaired from another one."""
+def report(channel: Channel) -> None:
+    """Report that no rank of this job can be repaired from another one."""
     channel.send(from_rank.HoldsAlone(HELD_ALONE))
 
 
@@ -127,10 +127,9 @@ def _groups() -> Iterator[Any]:
 
 
 def is_gathering() -> bool:
-    """Whether FSDP2 itself issues the collective under way: gathers parameters, or spreads gradients.
+    """Whether FSDP2 itself issues the current collective, to gather parameters or to reduce gradients.
 
-    What that gives is not kept for a replay, however small it is: there are many in each step, and all that comes of
-    them is replaced.
+    Its results are not kept for a replay, however small: there are many in each step, and a repair replaces them.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_TO_COLLECTIVES):
@@ -143,25 +142,25 @@ def is_gathering() -> bool:
 
 
 def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:
-    """Why this is no moment to record what FSDP2 holds; "" if all of it lies in the shards that the optimizer steps."""
+    """Why FSDP2's state cannot be recorded now; "" if all of it is in the shards that the optimizer steps."""
     stepped: set[int] | None = None
     for group in _groups():
         for param in group.fsdp_params:
             unsharded = getattr(param, "_unsharded_param", None)
             if param.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None):
-                return "gradients that are not reduced yet are kept across an optimizer step"
+                return "unreduced gradients are kept across an optimizer step"
         if group._all_gather_result is not None:
             return "parameters are being gathered while the optimizer steps"
         if not group.is_sharded:
             if stepped is None:
                 stepped = {id(one) for of_group in optimizer.param_groups for one in of_group["params"]}
             if any(id(param.sharded_param) in stepped for param in group.fsdp_params):
-                return "gathered parameters are kept across the optimizer's step (set_reshard_after_backward(False)?)"
+                return "gathered parameters are kept across the optimizer step (set_reshard_after_backward(False)?)"
     return ""
 
 
 def forget_gathered() -> None:
-    """The shards have been loaded: whatever was gathered before is void, and is gathered again when it is needed."""
+    """After the shards have been loaded: drop gathered parameters, which FSDP2 gathers again."""
     for group in _groups():
         if not group.is_sharded:
             group._to_sharded()
@@ -170,7 +169,7 @@ def forget_gathered() -> None:
 def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.Tensor]:
     """(id of the module, name) of each parameter that FSDP2 manages in a module -> the sharded one.
 
-    The module itself may just have the gathered one in its place.
+    The module itself may hold the gathered one at the moment.
     """
     parts = {id(part) for part in module.modules()}
     found: dict[tuple[int, str], torch.Tensor] = {}

@@ -1,6 +1,6 @@
-"""State on its way from a survivor to a replacement: what the optimizers update, as raw bytes over a Unix socket.
+"""Send the optimizers' tensors from a survivor to a replacement, as raw bytes over a Unix socket.
 
-The tensors go in the order of `replicated`; a header in msgpack says what comes, and nothing is pickled.
+The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _LOOK_AGAIN_S = 0.05
 def serve(directory: str, name: str, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
     """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
 
-    check    called while it waits for a receiver; raises if there is nothing to wait for any more
+    check    called while it waits for a receiver; its exception ends the wait
 
-    Blocks at most `limit_s` seconds a receiver. Raises NotRepairableError, TimeoutError, OSError.
+    Blocks at most `limit_s` seconds per receiver. Raises NotRepairableError, TimeoutError, OSError.
     """
     header, parts = describe()
     if any(part.chunk is not None for part in parts):
@@ -66,9 +66,9 @@ def _accept(listener: socket.socket, end: float, check: Callable[[], None]) -> s
 
 
 def fetch(directory: str, name: str, limit_s: float) -> str:
-    """Take over a survivor's state; returns the digest of what this rank holds then.
+    """Load a survivor's state; returns the digest of this rank's state then.
 
-    Raises NotRepairableError if this rank's parameters are not the survivor's, TimeoutError, OSError.
+    Raises NotRepairableError if this rank's parameters do not match the survivor's, TimeoutError, OSError.
     """
     end = time.monotonic() + limit_s
     at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
@@ -117,5 +117,5 @@ def _receive_into(connection: socket.socket, view: memoryview) -> None:
     while got < len(view):
         received = connection.recv_into(view[got:])
         if not received:
-            raise ConnectionError("the source of the state has gone")
+            raise ConnectionError("the source of the state has closed the connection")
         got += received

@@ -1,4 +1,4 @@
-"""A tensor's elements as bytes, in place: what is hashed, recorded and sent."""
+"""A tensor's elements as bytes, in place, to be hashed, recorded and sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose elements lie in the CPU's memory one behind the other, as they are; itself if it is such a one."""
+    """The tensor as a contiguous CPU tensor without conjugate or negative bit; itself if it is one."""
     if tensor.is_contiguous() and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -22,16 +22,16 @@ def elements_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Bytes that it takes, of a sparse one too."""
+    """Bytes of its elements, and of a sparse one's indices."""
     if tensor.layout is torch.sparse_coo:
         return tensor._indices().nbytes + tensor._values().nbytes
     return tensor.nbytes
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The elements of a strided tensor, in order; shares its memory if that is contiguous and the CPU's.
+    """The elements of a strided tensor, in order; shares the memory of a contiguous CPU tensor.
 
-    Not by tensor.numpy(), behind which torch lets nobody resize the tensor's storage any more, as FSDP does.
+    Without tensor.numpy(), after which torch does not allow the storage to be resized any more, as FSDP does.
     """
     flat = plain(tensor.detach()).contiguous()
     if not flat.numel():
