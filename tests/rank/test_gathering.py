@@ -30,9 +30,9 @@ GATHERS = {
     "in a loop that its first round leaves": ("for a in [1]:\n    [train(b) for b in [a]]\n    break", "a comprehension"),
     "around a followed loop": ("def epoch():\n    for b in [1]:\n        train(b)\n\n[epoch() for _ in [1]]", "a comprehension"),
     "nested, in a generator": ("for a in (train(c) for b in [1] for c in (b, b)):\n    pass", "a comprehension"),
-    "sum": ("total = sum(train(b) for b in [1, 2])", "a generator expression that a call takes all items of"),
-    "join": ("text = ''.join(str(train(b)) for b in [1, 2])", "a generator expression that a call takes all items of"),
-    "unpacked": ("a, b = (train(b) for b in [1, 2])", "a generator expression that a call takes all items of"),
+    "sum": ("total = sum(train(b) for b in [1, 2])", "a generator expression that a call consumes"),
+    "join": ("text = ''.join(str(train(b)) for b in [1, 2])", "a generator expression that a call consumes"),
+    "unpacked": ("a, b = (train(b) for b in [1, 2])", "a generator expression that a call consumes"),
     "list of map": ("losses = list(map(train, [1, 2]))", "a call of list"),
     "reduce": ("import functools\ntotal = functools.reduce(lambda a, b: a + train(b), [1, 2], 0)", "a call of functools.reduce"),
     "any of map": ("found = any(map(train, [1, 2]))", "a call of any"),
@@ -138,7 +138,7 @@ def test_the_record_of_such_a_step_says_why_no_replacement_can_use_it_and_what_t
 
     why = (
         f"the optimizer step is taken within a comprehension ({tmp_path}/script.py:1), "
-        "and what that has gathered so far is in no variable: a for loop in its place is followed"
+        "and its results so far are in no variable: use a `for` loop instead"
     )
     assert found == [why, why, ""]
 

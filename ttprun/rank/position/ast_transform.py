@@ -1,9 +1,9 @@
-"""Compile the user's modules so that their `for` loops can be followed, as pytest compiles asserts anew.
+"""Compile the user's modules so that their `for` loops can be followed, as pytest rewrites asserts.
 
-`finder` takes modules whose loops are followed (see whose.py) before Python's own import does; `script_finder` takes
-the script itself when `python script.py` looks whether the script is a folder or a zip file with a `__main__` in it,
-which is the one place where Python lets us in before it runs a script. Nothing is written to `__pycache__`; what is
-followed by its name, a framework's module, is kept compiled in a folder of ours (compiled_cache.py).
+`_Finder` loads modules whose loops are followed (see whose.py) before Python's own import does; `script_hook` loads the
+script itself when `python script.py` checks whether the script is a folder or a zip file with a `__main__` in it, the
+only hook that Python calls before it runs a script. Nothing is written to `__pycache__`; a framework's module, which is
+followed by its name, is kept compiled in a folder of ours (compiled_cache.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ def _follow(
     statements: list[ast.stmt], filename: str, is_class_body: bool = False, is_generator: bool = False
 ) -> list[ast.stmt]:
     """The statements with each `for` statement wrapped; comprehensions and `async for` are left alone.
-
-    What stands in expressions is not looked at: no statement can be there, and there are ten times as many.
 
     is_generator   they are a generator's
     """
@@ -99,7 +97,7 @@ def compile_followed(source: bytes, filename: str, is_script: bool = False) -> C
 
 
 def compile_named(source: bytes, filename: str) -> CodeType:
-    """The same of a module that is followed by its name: large, and the same in each run, so it is kept on disk."""
+    """The same for a module that is followed by its name: it is large, and the same in each run, so kept on disk."""
     followed[filename] = source
     kept = compiled_cache.Kept(source, filename, how=__file__)
     known = kept.read()
@@ -116,7 +114,7 @@ def compile_named(source: bytes, filename: str) -> CodeType:
 def prepare(filenames: Sequence[str]) -> None:
     """Compile modules of the user's beforehand; one that cannot be read or compiled is left to the script."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the ranks have said it
+        warnings.simplefilter("ignore")  # the ranks have warned
         for filename in filenames:
             with contextlib.suppress(OSError, SyntaxError, ValueError):
                 source = Path(filename).read_bytes()
@@ -134,7 +132,7 @@ def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
 
 
 def _first_statement(tree: ast.Module) -> int:
-    """Behind the docstring and the `from __future__` imports."""
+    """The index after the docstring and the `from __future__` imports."""
     at = 0
     for node in tree.body:
         is_docstring = at == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -144,13 +142,13 @@ def _first_statement(tree: ast.Module) -> int:
     return at
 
 
-# Names of the user's modules, the script's among them, in the order in which they were loaded.
+# Names of the user's modules, including the script, in the order in which they were loaded.
 loaded: list[str] = ["__main__"]
-# Names of modules that are followed by name, in that order: a process imports them once, whatever it runs.
+# Names of modules that are followed by name, in that order: a process imports them once, also if the script runs again.
 loaded_by_name: list[str] = []
-# Files whose loops are followed, and their source; a user's frame of any other file cannot be replayed.
+# Files whose loops are followed -> their source; a user's frame of any other file cannot be replayed.
 followed: dict[str, bytes] = {}
-# Of files that may come to be followed: their source, and what it was compiled to.
+# Files compiled beforehand -> (source, code).
 _prepared: dict[str, tuple[bytes, CodeType]] = {}
 
 
@@ -177,7 +175,7 @@ class NamedLoader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder:
-    """On sys.meta_path: asks Python's own finder, and changes the loader of what is the user's."""
+    """On sys.meta_path: asks Python's own finder, and replaces the loader of modules that are followed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -207,7 +205,7 @@ def _ask(finder: Any, *asked: Any) -> importlib.machinery.ModuleSpec | None:
 
 
 class _ScriptFinder:
-    """Finds `__main__` in the script itself, and puts sys.path[0] right, which Python has set to the script's path."""
+    """Finds `__main__` in the script itself, and corrects sys.path[0], which Python has set to the script's path."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -244,7 +242,7 @@ def full_path(script: str) -> str:
 
 
 def directory_of(script: str) -> str:
-    """What Python puts first into sys.path for a script: the folder of the file itself, behind all links."""
+    """What Python puts first into sys.path for a script: the folder of the file, with symbolic links resolved."""
     return os.path.dirname(os.path.realpath(script))
 
 
@@ -259,9 +257,9 @@ def script_hook(path: str) -> Any:
 
 
 def install(modules: Sequence[str] = ()) -> None:
-    """Follow loops in everything of the user's that is imported from now on.
+    """Follow loops in the user's modules that are imported from now on.
 
-    modules   names of more that are followed, beside those that are known
+    modules   names of further modules to follow
     """
     imported.begin()
     whose.follow(modules)

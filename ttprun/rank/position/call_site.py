@@ -1,8 +1,8 @@
-"""Where the script stands when it steps an optimizer: the user's frames, and the loops around the step.
+"""The script's place when it steps an optimizer: the user's frames, and the loops around the step.
 
-Most of that the instructions on the call stack tell alone: whose code they are, in which loops they stand. A training
-loop comes to its step on the same way each time, so it is worked out once for each way, which the codes and their
-instructions name. Begin with `look`.
+Most of that follows from the instructions on the call stack: whose code they are, and the loops around them. A training
+loop reaches its step by the same instructions each time, so this is computed once for each such stack. Begin with
+`look`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MOST_WAYS = 1000
 
 
 class _OfUser:
-    """One of the user's frames on a way.
+    """One of the user's frames on a stack.
 
-    index       where it stands, the innermost frame being the first
+    index       on the stack, the innermost frame being the first
     loops       (variable, site) of the `for` statements around its instruction
-    gathering   what gathers something there; "" if nothing does
+    gathering   what collects results there outside of variables; "" if nothing does
     """
 
     __slots__ = ("gathering", "index", "loops", "place")
@@ -35,13 +35,13 @@ class _OfUser:
 
 
 class _Way:
-    """What the instructions on the stack tell.
+    """What follows from the instructions on a stack.
 
-    codes         of all frames; they are held here, since a way is known by their ids
+    codes         of all frames; held here, since a stack is identified by their ids
     place         as in a record
     frames        the user's, outermost first
     foreign       see library_loops.py
-    is_compiled   whether all of the user's files were compiled with their loops followed
+    is_compiled   all of the user's files were compiled with their loops followed
     whose         a remark on the first that was not
     """
 
@@ -71,13 +71,13 @@ _ways: dict[tuple[int, ...], _Way] = {}
 
 
 class Whereabouts:
-    """Where it stands at this moment.
+    """The script's place at this moment.
 
     place        [file, function, line] of each of the user's frames, outermost first, as another process can compare it
     codes        of these frames
     scopes       their variables
-    active       of each of these frames, its loops that are under way and followed, outermost first
-    unfollowed   `for` statements that are under way and not followed
+    active       of each of these frames, its active followed loops, outermost first
+    unfollowed   active `for` statements that are not followed
     why_not      why a replacement cannot come here by itself; "" if it can
     """
 
@@ -108,18 +108,18 @@ class Whereabouts:
             self.why_not = f"a loop around the optimizer step is not followed{way.whose}"
         elif gathers:
             self.why_not = (
-                f"the optimizer step is taken within {gathers}, and what that has gathered so far is in no variable: "
-                "a for loop in its place is followed"
+                f"the optimizer step is taken within {gathers}, and its results so far are in no variable: use a `for` "
+                "loop instead"
             )
 
     @property
     def around(self) -> list[loops.Loop]:
-        """All followed loops that are under way, outermost first."""
+        """All active followed loops, outermost first."""
         return [loop for of_frame in self.active for loop in of_frame]
 
 
 def look(frame: FrameType | None) -> Whereabouts:
-    """Where it stands as seen from a frame."""
+    """The script's place, seen from a frame."""
     stack, key = [], []
     while frame is not None:
         stack.append(frame)

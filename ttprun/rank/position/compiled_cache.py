@@ -1,9 +1,9 @@
 """Compiled modules kept on disk, so that a large one is compiled with its loops followed only once.
 
-One file a module, in `ttprun/followed` of the user's cache folder ($XDG_CACHE_HOME, else ~/.cache). What it holds is
-code that will be run, so it is only read from a folder and a file that belong to this user and that nobody else may
-write to or read. A file that does not fit the source, this Python or this ttprun is written anew; where nothing can be
-kept, each process compiles by itself.
+One file per module, in `ttprun/followed` of the user's cache folder ($XDG_CACHE_HOME, else ~/.cache). It holds code
+that will be run, so it is only read if folder and file belong to this user, and no one else may write to or read them.
+A file that does not match the source, this Python or this ttprun is replaced; if nothing can be kept, each process
+compiles by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the instructions of a function tell of its loops."""
+"""Loops in the instructions of a function."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 _CACHE = dis.opmap["CACHE"]
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
-_ENDS = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")  # nothing goes on behind these
+_ENDS = ("RETURN_", "RAISE_", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")  # the next instruction does not follow these
 
 
 def instruction_at(code: CodeType, offset: int) -> int:
-    """Where the instruction begins that a frame's `f_lasti` is in: for some calls it tells the end of their cache."""
+    """The start of the instruction of a frame's `f_lasti`, which for some calls is the end of their cache."""
     instructions = code.co_code
     while offset > 0 and instructions[offset] == _CACHE:
         offset -= 2
@@ -23,9 +23,9 @@ def instruction_at(code: CodeType, offset: int) -> int:
 
 @functools.cache
 def looping(code: CodeType) -> frozenset[int]:
-    """The instructions from which a loop, `while` or `for`, leads back to themselves; what awaits something is none.
+    """The instructions inside a `while` or `for` loop; awaiting is not a loop.
 
-    A jump backward alone is no loop: from Python 3.12 on a `with` whose error was suppressed goes on by one.
+    A jump backward alone is not a loop: from Python 3.12 on a `with` whose error was suppressed continues by one.
     """
     steps = list(dis.get_instructions(code))
     following: dict[int, list[int]] = {step.offset: [] for step in steps}
@@ -35,8 +35,8 @@ def looping(code: CodeType) -> frozenset[int]:
             following[step.offset].append(after.offset)
         if step.opcode in _JUMPS and step.argval not in awaiting:
             following[step.offset].append(step.argval)
-    told: Any = dis.Bytecode(code)
-    for handled in told.exception_entries:
+    bytecode: Any = dis.Bytecode(code)
+    for handled in bytecode.exception_entries:
         for offset in following.keys() & range(handled.start, handled.end):
             following[offset].append(handled.target)
     leading: dict[int, list[int]] = {offset: [] for offset in following}

@@ -1,7 +1,6 @@
-"""The user's part of the call stack: the frames that are recorded (see whose.py), and where they stand.
+"""The user's part of the call stack: the frames that are recorded (see whose.py), and their places.
 
-The names of frames are the same in every rank that runs the same script, so a place in the script can be told to
-another process as text.
+The names of frames are the same in every rank that runs the same script, so places can be compared between processes.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ def user_frames(start: FrameType | None) -> list[FrameType]:
 
 
 def place(frames: list[FrameType]) -> list[list[str | int]]:
-    """Where these frames stand: [file, function, line] of each, as another process can compare it."""
+    """[file, function, line] of each of these frames, as another process can compare it."""
     return [[frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lineno] for frame in frames]
 
 
 def location_key() -> str:
-    """The present place in the user's code as one text."""
+    """The current place in the user's code as a str."""
     parts = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -47,9 +46,9 @@ def location_key() -> str:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running frame; a module's are the very dictionary that holds them."""
+    """The variables of a running frame; of a module, its own dictionary."""
     scope: Any = frame.f_locals
-    return scope if type(scope) is dict else dict(scope)  # Python 3.13: a function's are looked up one by one
+    return scope if type(scope) is dict else dict(scope)  # Python 3.13 looks up a function's one by one
 
 
 def set_local(frame: FrameType, name: str, value: object) -> None:
@@ -61,7 +60,7 @@ def set_local(frame: FrameType, name: str, value: object) -> None:
 
 
 def unset_local(frame: FrameType, name: str) -> bool:
-    """Take a variable of a running frame away, as `del` does; False if this Python cannot do that to a function."""
+    """Delete a variable of a running frame; False if this Python cannot do that in a function."""
     scope = frame.f_locals
     if scope is not frame.f_globals and sys.version_info >= (3, 12):
         return False  # 3.12 writes None, with a warning

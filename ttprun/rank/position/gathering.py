@@ -1,9 +1,9 @@
-"""Loops around an optimizer step that gather something where nobody can see it.
+"""Loops around an optimizer step whose results so far are in no variable.
 
-A comprehension under way, and a call such as sum(...) or list(map(...)), hold what they have so far in no variable: it
-is in no record, and a replacement's result would be short of it. Of calls only the commonest are known, by their names;
-a generator expression tells of any other that asks it for its items. What an instruction belongs to is asked of the
-source, since the compiler puts comprehensions into the code around them (from Python 3.12 on), and handlers behind it.
+A running comprehension, and a call such as sum(...) or list(map(...)), keep their results so far outside of variables:
+they are in no record, and would be missing from a replacement's result. Only the most common calls are known, by name;
+other calls are recognized if they consume a generator expression. The place of an instruction is looked up in the
+source, since the compiler inlines comprehensions (from Python 3.12 on), and moves handlers to the end.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ _GATHER = frozenset({
     "all", "any", "dict", "frozenset", "functools.reduce", "list", "max", "min", "reduce", "set", "sorted", "sum",
     "tuple",
 })  # fmt: skip
-# First line, first column, last line, last column. Python may keep no columns of its instructions: -X no_debug_ranges.
+# First line, first column, last line, last column. With -X no_debug_ranges Python keeps no columns.
 Span = tuple[int, int, int, int]
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
 class _Loops:
-    """The parts of a module's source that are evaluated in loops whose position nobody knows.
+    """The parts of a module's source that are evaluated in loops whose position is unknown.
 
-    parts   what a comprehension evaluates for each item; of a generator expression, what its inner loops do
-    apart   what in them is a function or generator of its own, and runs whenever that is asked
+    parts   what a comprehension evaluates for each item; of a generator expression, its inner loops
+    apart   functions and generators inside these parts, which may run at any time
     """
 
     parts: list[Span]
     apart: list[Span]
 
     def hold(self, at: Span) -> bool:
-        """Whether what stands there is evaluated in these loops, or may be, if only its line is known."""
+        """Whether the code at a place is evaluated in these loops, or may be, if only its line is known."""
         is_apart = _has_columns(at) and any(_is_within(at, one) for one in self.apart)
         return not is_apart and any(_is_within(at, part) for part in self.parts)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What gathers something in a module: calls of functions that take all items of what they are given, and loops."""
+    """What collects results in a module: calls of functions that consume an iterable, and loops."""
 
     calls: dict[Span, str]
     loops: list[_Loops]
 
     def call_at(self, at: Span) -> str:
-        """The name of the function that is called there, or may be, if only its line is known; "" if there is none."""
+        """The name of the function that is called there, or may be, if only its line is known; "" if none is."""
         if _has_columns(at):
             return self.calls.get(at, "")
         return next((name for span, name in self.calls.items() if _is_within(at, span)), "")
 
 
 def look(frame: FrameType, outer: FrameType | None) -> str:
-    """What gathers something in a frame of the user's that stands at its present instruction; "" if nothing does.
+    """What collects results at the current instruction of a frame of the user's; "" if nothing does.
 
-    outer   the user's frame that is next outwards
+    outer   the next outer frame of the user's
     """
     code = frame.f_code
     source = _read(ast_transform.followed.get(code.co_filename, b""))
@@ -74,28 +74,28 @@ def look(frame: FrameType, outer: FrameType | None) -> str:
     if any(loops.hold(at) for loops in source.loops):
         return "a comprehension"
     if code.co_name == "<genexpr>" and outer is frame.f_back and outer is not None and not _stands_in_loop(outer):
-        return "a generator expression that a call takes all items of"
+        return "a generator expression that a call consumes"
     name = source.call_at(at)
     return name and f"a call of {name}"
 
 
 def _stands_in_loop(frame: FrameType) -> bool:
-    """Whether it asks another generator by a loop or `yield from` of its own, which keeps nothing."""
+    """Whether it consumes another generator by a loop or `yield from`, which keeps nothing."""
     code = frame.f_code
     return dis.opname[code.co_code[instruction_at(code, frame.f_lasti)]] in _ASKED_BY_LOOPS
 
 
 def _span_of(code: CodeType, instruction: int) -> Span:
-    """Where an instruction stands in the source; nowhere if it belongs to nothing there."""
-    told = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    line, last_line, column, last_column = (_UNKNOWN if place is None else place for place in told)
+    """The place of an instruction in the source; _UNKNOWN if it has none."""
+    found = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    line, last_line, column, last_column = (_UNKNOWN if place is None else place for place in found)
     return line, column, last_line, last_column
 
 
 @functools.cache
 def _read(source: bytes) -> _Source:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python has said it when the module was compiled
+        warnings.simplefilter("ignore")  # Python has warned when the module was compiled
         nodes = list(ast.walk(ast.parse(source)))
     calls = {
         _span(node): name
@@ -114,7 +114,7 @@ def _loops_of(node: Any) -> _Loops:
 
 
 def _inside(node: Any, loops: list[ast.comprehension]) -> list[ast.expr]:
-    """What is evaluated within these loops of a node, its innermost ones: not what the first of them runs over."""
+    """What is evaluated within these innermost loops of a node, without the iterable of the first of them."""
     if not loops:
         return []
     items = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
@@ -123,7 +123,7 @@ def _inside(node: Any, loops: list[ast.comprehension]) -> list[ast.expr]:
 
 
 def _functions_in(parts: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """What of the parts is evaluated by a function or generator of its own."""
+    """The parts that are evaluated by a function or generator of their own."""
     for node in itertools.chain.from_iterable(map(ast.walk, parts)):
         if isinstance(node, ast.Lambda):
             yield node.body
@@ -140,7 +140,7 @@ def _has_columns(at: Span) -> bool:
 
 
 def _is_within(inner: Span, outer: Span) -> bool:
-    """Whether it is; of what has no columns, whether its line is."""
+    """Whether `inner` is within `outer`; without columns, whether its line is."""
     if not _has_columns(inner):
         return outer[0] <= inner[0] <= outer[2]
     return outer[:2] <= inner[:2] and inner[2:] <= outer[2:]

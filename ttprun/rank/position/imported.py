@@ -1,8 +1,8 @@
-"""What a rank has imported, in its order, and what the script did to the environment in between: for the standby.
+"""The modules that a rank has imported, in order, and the script's changes of the environment in between.
 
-A module sees the environment as it is when its code runs. The standby imports the same modules in the same order, so it
-needs to know between which imports the script has changed a variable: the finder that takes the user's modules is asked
-at each import, and looks here first.
+A module sees the environment at the time of its import. The standby imports the same modules in the same order, so it
+must know between which imports the script has changed a variable: the finder of the user's modules is called at each
+import, and notes that here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ttprun.rank.position.whose import is_installed
 
-# What each Python runs by itself.
+# Run by each Python by itself.
 _AT_START = frozenset({"__main__", "sitecustomize", "usercustomize"})
 _environment: Any = os.environ
 _seen: dict[bytes, bytes] = {}
@@ -23,14 +23,14 @@ _changes: dict[str, dict[str, str | None]] = {}
 
 
 def begin() -> None:
-    """The rank has the environment that it was started with."""
+    """Begin with the environment of the rank's start."""
     global _seen
     _seen = dict(_environment._data)
     _changes.clear()
 
 
 def note_environment(importing: str) -> None:
-    """A module is about to be looked for: note what has changed in the environment since the last one was."""
+    """Before a module is searched for: note what has changed in the environment since the previous one."""
     global _seen
     now = _environment._data
     if now == _seen:
@@ -58,8 +58,8 @@ def modules() -> list[tuple[str, str, dict[str, str | None]]]:
 
 
 def _file_of(name: str, module: Any) -> str:
-    """Where an installed module comes from; "" for any other."""
-    spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None  # a lazy one is not asked
+    """The origin of an installed module; "" for any other."""
+    spec = vars(module).get("__spec__") if isinstance(module, ModuleType) else None  # do not load a lazy one
     if type(spec) is not ModuleSpec or spec.name != name or name in _AT_START:
         return ""
     origin = spec.origin

@@ -1,8 +1,8 @@
-"""What a loop under way runs over, as far as its position does not tell how that stands.
+"""What an active loop iterates over, if the loop's position does not determine its state.
 
-In a replay a loop asks for the items before its own, so what Python and libraries put around them counts on by itself.
-But a generator of the user's begins in the middle of a loop of its own, and what an object of the user's makes of items
-is not made of placeholders. So these are recorded like values of the script's.
+In a replay a loop requests the items before its own, so iterators of Python and libraries around them advance by
+themselves. But a generator of the user's begins in the middle of its own loop, and an object of the user's must not
+compute with placeholders. So these are recorded like values of the script's.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ttprun.rank.position.loops import Loop
 from ttprun.rank.position.whose import holds_state, is_state
 
-_LOOKED_INTO = (tuple, list, dict, CellType)  # beside iterators
+_LOOKED_INTO = (tuple, list, dict, CellType)  # in addition to iterators
 _MOST = 200  # values
-# What holds nothing but its place.
+# Types that hold nothing but a position.
 _EMPTY: tuple[Any, ...] = ([], (), "", b"", {}, {}.items(), {}.values(), set(), range(0), range(1 << 70), reversed([]))
 _PLAIN = (*map(type, map(iter, _EMPTY)), itertools.count, itertools.repeat, _BaseDataLoaderIter)
-_LASTING = (*_PLAIN, zip, map, filter, enumerate)  # and what holds on to what it runs over
+_LASTING = (*_PLAIN, zip, map, filter, enumerate)  # and those that keep what they iterate over
 
 
 def over(loop: Loop) -> Any:
-    """The value to record with a loop: a generator or file that it runs over, or a tuple of what is inside of others.
+    """The value to record with a loop: the generator or file that it iterates over, or a tuple of iterators in that.
 
-    None if its position tells all.
+    None if its position determines everything.
     """
     if loop.tells_all:
         return None
@@ -43,7 +43,7 @@ def over(loop: Loop) -> Any:
 
 
 def followed(loops: Iterable[Loop]) -> set[int]:
-    """Ids of the iterators and files whose place is known from that of a loop that asks them."""
+    """Ids of the iterators and files whose position is known from the loop that uses them."""
     found: set[int] = set()
     for loop in loops:
         value = over(loop)
@@ -55,7 +55,7 @@ def followed(loops: Iterable[Loop]) -> set[int]:
 
 
 def _below(table: Any) -> list[Any]:
-    """What a reader of tables reads: the reader within, and its file."""
+    """What a csv reader reads: the reader inside, and its file."""
     if isinstance(table, csv.DictReader):
         return [table.reader, *_below(table.reader)]
     if isinstance(table, type(csv.reader(()))):
@@ -64,12 +64,12 @@ def _below(table: Any) -> list[Any]:
 
 
 def ids_of_generators(values: Iterable[Any]) -> set[int]:
-    """Ids of the generators among some iterators: of another one, what it tells of itself must do."""
+    """Ids of the generators among some iterators."""
     return {id(value) for value in values if isinstance(value, GeneratorType)}
 
 
 def _iterators_in(items: Any) -> Iterator[Any]:
-    """An iterator, and those that it is made of; what is inside of one of the user's is recorded with that."""
+    """An iterator and those inside it; what is inside one of the user's is recorded with that."""
     seen: set[int] = set()
     left = [items]
     while left and len(seen) <= _MOST:
@@ -93,7 +93,7 @@ def _is_of_user(items: Any) -> bool:
 
 
 def _is_first_round(items: Any) -> bool:
-    """Whether it is a cycle that still gathers its items, and in a replay it would gather placeholders."""
+    """Whether it is a cycle in its first round, which would collect placeholders in a replay."""
     return isinstance(items, itertools.cycle) and any(
         isinstance(one, GeneratorType | _BaseDataLoaderIter) or _is_of_user(one) for one in _iterators_in(items)
     )

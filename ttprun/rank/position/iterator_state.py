@@ -1,7 +1,7 @@
-"""Where one of Python's own iterators stands: what its `__reduce__` tells, and its `__setstate__` takes.
+"""The state of one of Python's own iterators, by its `__reduce__` and `__setstate__`.
 
-Those of itertools warn in Python 3.12 and 3.13 that they will be gone in 3.14. The script has not asked for it, and
-may have made errors of all warnings.
+Those of itertools warn in Python 3.12 and 3.13 that they will be removed in 3.14; the warnings are suppressed, since
+the script may turn warnings into errors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _WARNS = (3, 12) <= sys.version_info < (3, 14)
 
 
 def reduce(items: Any) -> Any:
-    """What `__reduce__` tells. Raises TypeError if it tells nothing."""
+    """The result of `__reduce__`. Raises TypeError if it has none."""
     with _unwarned(items):
         return items.__reduce__()
 
 
 def set_state(items: Any, state: Any) -> None:
-    """Have an iterator stand as the state of another one's `reduce` tells."""
+    """Set an iterator to a state from `reduce`."""
     with _unwarned(items):
         items.__setstate__(state)
 

@@ -1,7 +1,7 @@
-"""Loops around an optimizer step in code that is not the user's: a framework's training loop, say.
+"""Loops around an optimizer step in code that is not the user's, e.g. a framework's training loop.
 
-Such a loop is not compiled anew, so nobody knows where it stands, nor what its variables hold. Where code of somebody
-else's only hands a step through (a wrapped optimizer, a context manager), nothing is lost by not following it.
+Such a loop is not followed, so its position and variables are unknown. Foreign code that only forwards a step (a
+wrapped optimizer, a context manager) need not be followed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from ttprun.rank.position import control_flow
 from ttprun.rank.position.whose import follows_loops
 
-# Their loops are no training loops: they run threads, event loops and hooks.
+# Their loops are not training loops: they run threads, event loops and hooks.
 _HARMLESS = tuple(
     path.rstrip(os.sep) + os.sep
     for path in (
@@ -31,10 +31,10 @@ _SITE = f"{os.sep}site-packages{os.sep}"
 
 
 def loop_around(frame: FrameType | None) -> tuple[str, list[str]]:
-    """The outermost loop that is under way in code of somebody else's.
+    """The outermost active loop in foreign code.
 
-    returns   its function and file, "" if there is none; and the modules, outermost first, that would have to be
-              followed: those of frames on the stack that are in a package with such a loop
+    returns   its function and file, "" if there is none; and the modules to follow, outermost first: those of frames on
+              the stack that are in a package with such a loop
     """
     found, packages, modules = "", set(), []
     while frame is not None:

@@ -11,13 +11,13 @@ turned into
     for x in __ttp_loop_7_4__: ...
     __ttp_loop_7_4__ = None
 
-so that a frame's loops can be found in its variables, and are forgotten when they end, by `break` too. KEY is
-"file:7:4", where the loop stands, so that compiled code can be kept on disk. These variables are seen in locals() and
-globals(); they begin with an underscore, and are None when the loop is over. `while` loops need nothing: what they
-depend on lives in variables. Code that torch.compile traces runs over EXPR itself.
+so that a frame's loops can be found in its variables, and are dropped when they end, also by `break`. KEY is
+"file:7:4", the loop's place, so that compiled code can be kept on disk. These variables are visible in locals() and
+globals(); they begin with an underscore, and are None when the loop is over. `while` loops need nothing: their state is
+in variables. Code that torch.compile traces iterates over EXPR itself.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
-few times without a step inside, the loop runs over EXPR itself.
+few times without a step inside, the loop iterates over EXPR itself.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
 from ttprun.rank.process import random_state
 
 VARIABLE_PREFIX = "__ttp_loop_"
-TRIALS = 8  # times that a loop is followed before it is taken for one without a step inside
-# What does not begin anew when another loop runs over it.
+TRIALS = 8  # times that a loop is followed before it is assumed to have no step inside
+# Types that do not start again when another loop iterates over them.
 _READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
 
 
@@ -61,7 +61,7 @@ class Site:
 
     @property
     def filename(self) -> str:
-        """Where it stands."""
+        """The file of the loop."""
         return self.key.rsplit(":", 2)[0]
 
     @property
@@ -93,15 +93,15 @@ def variable_of(line: int, column: int) -> str:
 
 
 class Loop:
-    """A loop that is under way.
+    """An active loop.
 
-    position     items handed out so far
-    lead         items that had been handed out when the first boundary inside was reached; 0 before that
+    position     items yielded so far
+    lead         items yielded before the first boundary inside was reached; 0 before that
     began_with   states of the random generators before EXPR was evaluated
     over         EXPR, if it is a generator, or a file or table that is read line by line
     bounds       (start, stop, step) of EXPR, if it is a range
-    item_rng     the same when the present item was handed out, for loops around other loops
-    tells_all    its position is known to tell how all stands that it runs over; see iterables.py
+    item_rng     the same when the current item was yielded, for loops around other loops
+    tells_all    its position is known to determine the state of all that it iterates over; see iterables.py
     """
 
     __slots__ = (
@@ -132,7 +132,7 @@ class Loop:
         self._following: weakref.ref[Generator[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # Called once, by the `for`, which alone holds what is returned: that lets go of EXPR when the loop is left.
+        # Called once, by the `for`, which alone holds the result: so EXPR is released when the loop is left.
         iterable, self._iterable = self._iterable, None
         assert iterable is not None
         following = self._follow(iterable)
@@ -140,20 +140,20 @@ class Loop:
         return following
 
     def items(self) -> Any:
-        """The iterator that it runs over, None if it has been left."""
+        """The iterator that it uses, None if the loop has been left."""
         following = self._following() if self._following is not None else None
         return inspect.getgeneratorlocals(following).get("items") if following is not None else None
 
     def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
         site = self.site
         items = self._begin(iterable)
-        while (item := next(items, END)) is not END:  # a `for` would ask it for its iterator once more
+        while (item := next(items, END)) is not END:  # a `for` would call iter() once more
             self.position += 1
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
                 self.item_rng = self._random_states()
             held = [item]
-            item = None  # the script alone decides how long an item lives
+            item = None  # the script alone keeps an item alive
             yield held.pop()
 
     def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
@@ -163,8 +163,8 @@ class Loop:
         return random_state.capture()
 
     def note_suspended(self) -> None:
-        """The generator that it is in is suspended, and a step has been reached."""
-        self.site.began = 0  # it is followed however often it begins
+        """Its generator is suspended, and a step has been reached."""
+        self.site.began = 0  # keep following it
         if not self.lead:
             self.lead = self.position
 
@@ -184,7 +184,7 @@ class Loop:
 
 
 class Jump(Loop):
-    """A loop of a replay that begins where the lost rank's record says."""
+    """A loop of a replay that begins at the lost rank's position."""
 
     __slots__ = ("_first_rng", "_record")
 
@@ -194,14 +194,14 @@ class Jump(Loop):
         super().__init__(site, record["began_with"], iterable)
 
     def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
-        """An iterator behind the items that are not handed out again."""
+        """An iterator after the items that are skipped."""
         record = self._record
         self.lead = record["lead"]
         is_inside = record["is_inside"]  # the step is taken while the next item is made
         self.position = skip = record["position"] - (0 if is_inside else max(1, record["lead"]))
         if is_inside:
             self.current, self._first_rng = record["current"], None
-            if isinstance(iterable, GeneratorType):  # that finds its place as the rest of the script does
+            if isinstance(iterable, GeneratorType):  # its own loops jump
                 return iterable
         if isinstance(iterable, range) and record["bounds"]:
             return iter(self._rest(iterable, skip, record["bounds"]))
@@ -219,14 +219,14 @@ class Jump(Loop):
     def _rest(self, iterable: range, skip: int, bounds: list[int]) -> range:
         """What is left of a range.
 
-        bounds   the lost rank's own: a script with resume code, which finds a later checkpoint, begins elsewhere now
+        bounds   the lost rank's: a script with resume code, which finds a later checkpoint, now begins elsewhere
         """
         self.bounds = bounds
         return range(*bounds)[skip:] if bounds[1:] == [iterable.stop, iterable.step] else range(0)
 
 
 class JumpToNewEnd(Jump):
-    """The same in a run that goes on with other arguments: a range may end elsewhere now."""
+    """The same in a run that resumes with other arguments: a range may end elsewhere now."""
 
     __slots__ = ()
 
@@ -237,23 +237,23 @@ class JumpToNewEnd(Jump):
 
 
 def _plain(item: Any) -> Any:
-    """What of an item can be recorded and compared: a scalar, or a list for a tuple; None for all else."""
+    """The recordable part of an item: a scalar, or a list for a tuple; None for all else."""
     if item.__class__ in SCALARS:
         return item
     return [_plain(part) for part in item] if item.__class__ is tuple else None
 
 
 def _is_whole(plain: Any) -> bool:
-    """Whether that is all of the item."""
+    """Whether a result of `_plain` is the whole item."""
     return all(map(_is_whole, plain)) if plain.__class__ is list else plain is not None
 
 
 def _place_of(value: Any, values: Any, index: int) -> int:
-    """Where in `values` an item stands that stood at `index` in the lost rank.
+    """The index in `values` of an item that was at `index` in the lost rank.
 
-    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is not there, or
-    not at its index and there are several like it, nobody knows where to go on: the loop ends, and the replay is
-    refused, since it does not come by.
+    A script with its own resume code starts its loop elsewhere than the lost rank did. If the value is missing, or not
+    at its index and there several times, the position is unknown: the loop ends, and the replay is refused, since it
+    does not reach the boundary.
     """
     plain = [_plain(item) for item in values]
     if index < len(plain) and plain[index] == value:
@@ -262,10 +262,10 @@ def _place_of(value: Any, values: Any, index: int) -> int:
 
 
 class Hooks:
-    """What the compiled code asks before it follows a loop.
+    """Functions that the compiled code calls before it follows a loop.
 
-    enter, loop    a replay's own functions, as long as it lasts
-    is_compiling   torch.compiler.is_dynamo_compiling, once the script has torch: code that it traces is left alone
+    enter, loop    a replay's own functions, during the replay
+    is_compiling   torch.compiler.is_dynamo_compiling, if the script has torch: code that it traces is left alone
     """
 
     enter: Callable[[Site, FrameType], Any] | None = None
@@ -274,12 +274,12 @@ class Hooks:
 
 
 def take_over(enter: Callable[[Site, FrameType], Any], loop: Callable[[Site, Any, Iterable[Any]], Any]) -> None:
-    """A replay is on its way to its first boundary, and tells how loops begin."""
+    """A replay begins, and decides how loops begin until its first boundary."""
     Hooks.enter, Hooks.loop, Way.is_open = enter, loop, True
 
 
 def give_back() -> None:
-    """It is there: loops are followed as in a run."""
+    """The replay has reached its first boundary: loops are followed as in a run."""
     Hooks.enter, Hooks.loop, Way.is_open = None, None, False
 
 
@@ -306,20 +306,20 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
 
 
 def owed(loop: Any) -> Iterator[Any]:
-    """Called with what a `for` in a generator will run over: what the generator hands out first.
+    """Called before a `for` in a generator: the items that the generator yields first.
 
-    In a replay it may begin in the middle of the loop, while a loop over the generator still asks for the items before.
+    In a replay its loop may begin in the middle, while a loop over the generator still requests the items before that.
     """
     return hand_out() if isinstance(loop, Jump) else iter(())
 
 
 Variables = list[tuple[str, Site]]
-# By the code's id, since a code takes long to hash; it is held here, so that its id stays its own.
+# By the code's id, since hashing a code is slow; it is held here, so that its id is not reused.
 _variables: dict[int, tuple[CodeType, Variables]] = {}
 
 
 def _variables_of(code: CodeType) -> Variables:
-    """The variables in which a code keeps its loops, in the order in which these stand in it."""
+    """The variables in which a code keeps its loops, in the order of the loops."""
     known = _variables.get(id(code))
     if known is None:
         names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
@@ -335,7 +335,7 @@ def variables_around(code: CodeType, line: int) -> Variables:
 
 
 def under_way(variables: Variables, scope: Mapping[str, Any]) -> tuple[list[Loop], list[Site]]:
-    """The loops that are under way in a frame, outermost first: (followed, those whose position is not known).
+    """The active loops of a frame, outermost first: (followed, those whose position is unknown).
 
     variables   of the loops around the frame's line: a loop that an exception has left is over, though its variable is
                 set
@@ -353,7 +353,7 @@ def under_way(variables: Variables, scope: Mapping[str, Any]) -> tuple[list[Loop
 
 
 def of_frame(frame: FrameType) -> list[Loop]:
-    """The loops that are under way in a frame and followed, outermost first."""
+    """The active followed loops of a frame, outermost first."""
     return under_way(variables_around(frame.f_code, frame.f_lineno), frame.f_locals)[0]
 
 

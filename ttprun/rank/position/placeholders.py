@@ -1,13 +1,13 @@
-"""What stands in a replay for the items that the lost rank has used up.
+"""Placeholders for the items that the lost rank has used, in a replay.
 
-A loop that a replay begins at item k asks what it runs over for the k items before, and drops them. So `enumerate`,
-`zip`, `islice`, a progress bar or a generator in between counts on by itself, whatever it is made of. But nothing is
-loaded for these items: what knows its own place, which is a DataLoader's iterator or a generator with a loop that
-begins in its middle, hands out placeholders instead.
+A loop that a replay begins at item k requests the k items before that, and drops them. So `enumerate`, `zip`, `islice`,
+a progress bar or a generator in between advances by itself. But nothing is loaded for these items: an iterator that
+knows its own position (a DataLoader's, or a generator with a loop that begins in the middle) yields placeholders
+instead.
 
-Whatever is computed from a placeholder is a placeholder, until the replay comes to the boundary whose record tells what
-the script's variables hold. Code that needs to know what is in one fails, and so does all code that meets one later:
-that ends the replay, with this reason.
+Every computation with a placeholder gives a placeholder, until the replay reaches the boundary whose record restores
+the script's variables. Code that needs the value of one fails, and so does any code that gets one later: that ends the
+replay, with this reason.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _left = 0
 
 
 class Way:
-    """Of a replay, to its first recorded boundary.
+    """A replay's way to its first recorded boundary.
 
-    is_open   the replay is on it: what its variables hold will be written over
+    is_open   the replay has not reached it: its variables will be overwritten
     """
 
     is_open = False
 
 
 class PlaceholderUsedError(RuntimeError):
-    """Code of the script needs an item that a replay passes over."""
+    """Code of the script needs an item that a replay skips."""
 
 
 def pass_over(iterable: Iterable[Any], count: int) -> Iterator[Any]:
@@ -37,7 +37,7 @@ def pass_over(iterable: Iterable[Any], count: int) -> Iterator[Any]:
     global _left
     before, _left = _left, count
     try:
-        items = iter(iterable)  # which may ask for an item already
+        items = iter(iterable)  # which may request an item already
         while _left and next(items, END) is not END:
             _left -= 1
     finally:
@@ -46,15 +46,15 @@ def pass_over(iterable: Iterable[Any], count: int) -> Iterator[Any]:
 
 
 def wanted() -> int:
-    """How many items the loop that is asking now will drop, the one that it asks for included."""
+    """How many items the loop that requests one now will drop, including that one."""
     return _left
 
 
 def hand_out(of: Any = None, at_least: int = 0) -> Iterator[Any]:
-    """Placeholders, as long as items are dropped, for all of these.
+    """Placeholders for all items that are dropped.
 
-    of         an item: the placeholders are made of the same tuples, lists and dictionaries
-    at_least   placeholders, if more items are asked for here than the loop drops: it may get some of them at a time
+    of         an item: the placeholders have the same structure of tuples, lists and dictionaries
+    at_least   placeholders, if more items are requested here than the loop drops, as it gets several at a time
     """
     for _ in range(max(at_least, _left)):
         if not _left:
@@ -63,7 +63,7 @@ def hand_out(of: Any = None, at_least: int = 0) -> Iterator[Any]:
 
 
 def like(item: Any) -> Any:
-    """A placeholder for an item that can be unpacked as the item can."""
+    """A placeholder that can be unpacked like the item."""
     kind = type(item)
     if kind is dict:
         return {key: like(value) for key, value in item.items()}
@@ -76,7 +76,7 @@ def like(item: Any) -> Any:
 
 
 class Placeholder:
-    """Whatever is done with it while items are dropped gives the same placeholder."""
+    """Every operation on it gives the same placeholder, while items are dropped."""
 
     __hash__ = __iter__ = __contains__ = None  # type: ignore[assignment]
     __slots__ = ()
@@ -103,8 +103,8 @@ def _absorb(self: Placeholder, *args: Any, **kwargs: Any) -> Placeholder:
 
 
 _WHY = (
-    "a replay passes over the items that the lost rank had used up, and here the script uses what is in one of them: "
-    "what a generator or iterator makes of its items can be replayed if it takes them by a `for` loop of its own"
+    "a replay skips the items that the lost rank had used, and the script uses the value of one here: let the "
+    "generator or iterator take its items by a `for` loop of its own"
 )
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod pow and or xor lshift rshift radd rsub rmul rmatmul rtruediv rfloordiv rmod

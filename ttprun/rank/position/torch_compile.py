@@ -1,8 +1,8 @@
-"""torch.compile leaves our own functions alone: what it traced of them would be ours no more.
+"""Keep torch.compile from tracing our functions.
 
-A compiled function calls our process groups, hooks and wrappers. Dynamo, which looks at each Python function that is
-called inside of it, cannot trace a process group at all. What stands in the middle of the user's own code, in `loops`
-and here, must be traced, or one graph would become several; it does nothing then.
+A compiled function calls our process groups, hooks and wrappers, and Dynamo cannot trace a process group. Functions
+that are called inside the user's own code, in `loops` and here, must be traced, or the graph would break; they do
+nothing then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RULES = "torch._dynamo.trace_rules"
 
 
 def leave_us_alone() -> None:
-    """See to it that Dynamo does not trace our modules, now or when it is imported."""
+    """Tell Dynamo not to trace our modules, now or when it is imported."""
     if _RULES in sys.modules:
         _add_rules()
     else:
@@ -28,15 +28,15 @@ def leave_us_alone() -> None:
 
 
 def _add_rules() -> None:
-    # By files: `rules.add` compiles one pattern of all that is not traced, each time, which takes a second in all.
-    skipped: Any = getattr(sys.modules[_RULES], "FORCE_SKIP_FILES", set())  # another torch may have none
+    # By files: `rules.add` compiles one pattern of all untraced modules each time, which takes a second in all.
+    skipped: Any = getattr(sys.modules[_RULES], "FORCE_SKIP_FILES", set())  # other versions may have none
     traced = (loops.__name__, __name__)
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("ttprun.") and name not in traced]
     skipped.update(module.__file__ for module in ours if module.__file__ is not None)
 
 
 def unless_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """A hook that is not called where torch.compile traces."""
+    """The hook, not called while torch.compile traces."""
 
     def call(*args: Any) -> None:
         if not torch.compiler.is_dynamo_compiling():

@@ -1,14 +1,14 @@
-"""Whose code this is: four questions, each asked by those who need its answer.
+"""Which code counts as the user's, in four separate questions:
 
 whose loops are followed      `follows_loops`
 whose frames are recorded     `records_frames`
 whose objects are state       `holds_state`, `is_state`
 whose effects are muted       `has_muted_effects`
 
-A file is the user's if it is the script, lies below the script's directory or below a directory of `user_paths`, and is
-no installed package, but for one that `user_paths` names itself. The user's code is in all four. A module that the
-configuration names under `follow`, or that `ttprun.frameworks` knows, is in the first three like the user's own; its
-whole package has its effects muted, since a framework writes its logs and checkpoints from all over its package.
+A file is the user's if it is the script, or below the script's directory or a directory of `user_paths`, and not an
+installed package, unless `user_paths` names that itself. All four are true for it. A module that the configuration
+names under `follow`, or that `ttprun.frameworks` knows, counts as the user's for the first three; its whole package has
+its effects muted, since a framework writes its logs and checkpoints from all over its package.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def add_named_path(path: str) -> None:
 
 
 def follow(modules: Iterable[str]) -> None:
-    """Modules of these names count as the user's when they are imported; a package with all below it."""
+    """Modules of these names, and packages with all their modules, count as the user's when they are imported."""
     _named.update(modules)
 
 
@@ -107,7 +107,7 @@ def is_state(kind: type) -> bool:
 
 
 def has_muted_effects(filename: str) -> bool:
-    """Whether what code from this file writes, removes, or leaves in the process is kept from coming out twice."""
+    """Whether writes, removals and other effects of code from this file are muted in a replay."""
     known = _muted.get(filename)
     if known is None:
         known = _muted[filename] = _is_theirs(filename) or os.path.abspath(filename).startswith(_followed_packages)
