@@ -42,7 +42,7 @@ def test_an_incident_that_goes_on_is_open_in_the_status_as_in_the_event_log(tmp_
 
 def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
     run, publisher, incident, incidents = publishing(tmp_path)
-    incidents.not_proved.take(0, ("game (sim.Game): it can change, and tells nothing of its state",))
+    incidents.not_proved.take(0, ("game (sim.Game): it can change, and does not show its state",))
 
     incidents.note(replace(incident, ranks=(0,)))
     incidents.note_compared(0, ["1 batch"], ["1 loss is another one but for rounding"])
@@ -51,7 +51,7 @@ def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
     (published,) = read_status(run.status).incidents
     assert published.equal == ("rank 0: 1 batch",)
     assert published.not_proved == (
-        "game (sim.Game): it can change, and tells nothing of its state",
+        "game (sim.Game): it can change, and does not show its state",
         "rank 0: 1 loss is another one but for rounding",
     )
     run.release()

@@ -20,7 +20,7 @@ RANKS = tuple(RankStatus(rank, rank, 4000 + rank, "running", 41, "COMPUTING", 0.
 REASON = "rank 1 was killed by SIGKILL in step 41, in backward; state of boundary 41 from rank 0 [long]"
 INCIDENT = IncidentStatus(
     1, "signal 9", (1,), "replace", "recovered", REASON, 0.002, 0.011, 0.0, 0.31, 0.04, 0.05, 0.006, 0.42, 0, 41,
-    not_proved=("game (sim.Game): it can change, and tells nothing of its state", "rank 1: loss number 1 of step 41"),
+    not_proved=("game (sim.Game): it can change, and does not show its state", "rank 1: loss number 1 of step 41"),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ def test_what_events_and_memory_of_c_hold_is_restored_and_the_rest_is_named(
 ) -> None:
     result = run_ttprun("keeps_much.py", 2, faults=[KILL])
 
-    untold = "it can change, and tells nothing of its state"
+    untold = "it can change, and does not show its state"
     named = [f"compressor (zlib.Compress): {untold}", f"inbox (__main__.Inbox): {untold}"]
     assert [incident["outcome"] for incident in result.incidents] == ["recovered"], result.story()
     assert result.status["not_proved"] == result.incidents[0]["not_proved"] == named

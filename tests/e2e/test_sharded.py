@@ -55,7 +55,7 @@ def test_when_a_rank_dies_all_go_back_to_a_snapshot_and_nothing_differs(
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
     assert incident["boundary"] in (5, 10, 15), run.story()
-    assert "no other rank holds what a lost one held" in incident["reason"], run.story()
+    assert "no other rank has a lost rank's shards" in incident["reason"], run.story()
     assert_as_undisturbed(run, undisturbed(FSDP, 2))
 
 

@@ -201,7 +201,7 @@ def test_a_replacement_gets_no_shards_of_a_survivor(tmp_path: Path) -> None:
 
     with world(0, 2) as mesh:
         train(mesh, 1)
-        with pytest.raises(NotRepairableError, match="no other rank holds what a lost one held"):
+        with pytest.raises(NotRepairableError, match="no other rank has a lost rank's shards"):
             state_transfer.serve(str(tmp_path), "state", 1, 1.0, lambda: None)
 
 
@@ -222,7 +222,7 @@ def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> N
 
         assert sharded.why_not_stored(good) == ""
         assert "in a way that is not stored yet" in sharded.why_not_stored([*good, strided])
-        assert "over a part of the ranks" in sharded.why_not_stored([shard(whole, part, [Shard(0)])])
+        assert "over some of the ranks" in sharded.why_not_stored([shard(whole, part, [Shard(0)])])
         assert "do not match their mesh" in sharded.why_not_stored(
             [DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))]
         )

@@ -188,7 +188,7 @@ def test_a_subclass_of_a_compiled_type_that_tells_nothing_is_named() -> None:
     assert carry({"inbox": lost}, {"inbox": Inbox()}) == []
 
     (named,) = not_proved({"inbox": lost})
-    assert named == f"inbox ({__name__}.Inbox): it can change, and tells nothing of its state"
+    assert named == f"inbox ({__name__}.Inbox): it can change, and does not show its state"
 
 
 def test_a_subclass_of_a_compiled_type_is_named_without_attributes_too() -> None:
@@ -207,7 +207,7 @@ def test_a_subclass_of_a_compiled_type_is_compared_by_what_it_gives_to_pickle() 
     assert carry({"best": lost}, {"best": live}) == []
 
     assert not_proved({"best": lost}) == []
-    with pytest.raises(CannotRestoreError, match="best, a Moment, is not as in the lost rank"):
+    with pytest.raises(CannotRestoreError, match="best, a Moment, differs from the lost rank's"):
         carry({"best": lost}, {"best": other})
 
 

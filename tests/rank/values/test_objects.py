@@ -235,7 +235,7 @@ def test_what_few_programs_change_is_compared_and_refused_if_it_differs(kind: st
 
     assert carry({"x": make()}, {"x": make()}) == []
     assert not_proved({"x": make()}) == []
-    with pytest.raises(CannotRestoreError, match="is not as in the lost rank, and cannot be recorded"):
+    with pytest.raises(CannotRestoreError, match="differs from the lost rank's, and cannot be recorded"):
         carry({"x": make()}, {"x": make_other()})
 
 

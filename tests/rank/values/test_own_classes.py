@@ -110,7 +110,7 @@ def test_objects_beyond_the_budget_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
     named = not_proved({"x": [[number] for number in range(8)], "y": user_values.Meter()})
 
-    assert named[-1].startswith("y (tests.rank.user_values.Meter): it comes behind the 5 objects")
+    assert named[-1].startswith("y (tests.rank.user_values.Meter): it comes after the 5 objects")
 
 
 def test_an_object_that_cannot_be_read_just_now_does_not_cost_the_others_their_record() -> None:

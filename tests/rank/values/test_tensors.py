@@ -477,7 +477,7 @@ def test_two_names_for_one_array_stay_two_names_for_one_array() -> None:
 
 def test_a_large_array_that_differs_is_a_mismatch() -> None:
     assert carry({"x": np.ones(LARGE)}, {"x": np.ones(LARGE)}) == []
-    assert carry({"x": np.ones(LARGE)}, {"x": np.zeros(LARGE)}) == ["x holds other data than in the lost rank"]
+    assert carry({"x": np.ones(LARGE)}, {"x": np.zeros(LARGE)}) == ["x has other data than in the lost rank"]
     assert carry({"x": np.ones(LARGE)}, {"x": None}) == ["x is large data in the lost rank and not in the replacement"]
 
 
@@ -533,7 +533,7 @@ def test_a_single_element_of_large_data_that_differs_is_a_mismatch() -> None:
     live = big(1.0)
     live[12_345] = 2.0
 
-    assert carry({"data": big(1.0)}, {"data": live}) == ["data holds other data than in the lost rank"]
+    assert carry({"data": big(1.0)}, {"data": live}) == ["data has other data than in the lost rank"]
 
 
 def test_a_tensor_that_was_recorded_can_still_be_resized() -> None:

@@ -1,8 +1,8 @@
 """The values in a script's variables: recorded at a boundary, and restored in a replacement.
 
 snapshot.py walks over the variables, restore.py writes them back, nodes.py is the form between the two; kinds.py is the
-table that says how each kind of value is treated, and the other files treat one kind each. trees.py compares records.
-The rule of all: what is neither restored, nor reproduced by the replay and compared, is refused with the variable's
+table of how each kind of value is treated, and the other files treat one kind each. trees.py compares records. The rule
+of all: a value that is neither restored, nor reproduced by the replay and compared, is refused with the variable's
 name.
 """
 
@@ -26,18 +26,18 @@ __all__ = [
 
 
 def begin_boundary() -> None:
-    """What was kept of values that were not met at the boundary before is forgotten."""
+    """Forget what was remembered about values that were not met at the previous boundary."""
     unchanged.begin_boundary()
 
 
 def let_go() -> None:
-    """Nothing that the script has dropped is kept alive by what is remembered of it."""
+    """Keep nothing alive that the script has dropped."""
     begin_boundary()
     begin_boundary()
 
 
 def forget() -> None:
-    """The run of the script is over: nothing is kept of its values."""
+    """The run of the script is over: forget its values."""
     unchanged.forget()
     large.forget()
     named.forget()

@@ -1,4 +1,4 @@
-"""Lists, tuples, sets, deques and dictionaries, their subclasses, and what else holds plain items."""
+"""Lists, tuples, sets, deques and dictionaries, their subclasses, and other containers of plain items."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _OTHER_ORDER = "another iteration order than in the lost rank, which a rebuilt o
 Handler = Callable[[Snapshot, Any, int], Any]
 
 
-# What a class overrides is its own business: it may load modules, or count. All is read and written by way of the base.
+# Methods that a class overrides may load modules, or count: everything is read and written through the base class.
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 _factory_of = _FACTORY.__get__
 _max_length_of: Any = deque.maxlen.__get__
 
 
 def _base_of(value: Any) -> Any:
-    """Who knows the order of a dictionary."""
+    """The base class that knows the order of a dictionary."""
     return OrderedDict if issubclass(type(value), OrderedDict) else dict
 
 
 def _held(live: Any, base: Any) -> list[Any]:
-    """The items of a container, those of a dictionary being its keys; none if it is no such container."""
+    """The items of a container (keys of a dictionary); none if it is not such a container."""
     if not issubclass(type(live), base):
         return []
     return list((_base_of(live) if base is dict else base).__iter__(live))
@@ -54,7 +54,7 @@ def _length_of(live: Any) -> int:
 
 
 def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list[Any]:
-    """What a container of a subclass has beside its items: its type and attributes."""
+    """What a container of a subclass has in addition to its items: its type and attributes."""
     kind = type(value)
     if kind is exact:
         return []
@@ -65,12 +65,12 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
 
 
 def nodes_of_items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
-    """Nodes of what an object holds, packed where they are many and have not changed; as _items."""
+    """Nodes of an object's items, packed if they are many and unchanged; as _items."""
     return _packed(_items(snapshot, value, items, depth, which))
 
 
 def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept:
-    """Nodes of items; what is known of them, where they are many and have not changed."""
+    """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
         return snapshot.items(items, depth)
     return kept_items(snapshot, value, items, which) or snapshot.items(list(items), depth)
@@ -109,7 +109,7 @@ def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 
 def record_sequence(tag: Tag, exact: type | None) -> Handler:
-    """A handler for lists and deques; `exact` is the type that need not be told."""
+    """A handler for lists and deques; `exact` is the type that need not be recorded."""
     iterate: Any = list.__iter__ if tag is Tag.LIST else deque.__iter__
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -126,7 +126,7 @@ def record_sequence(tag: Tag, exact: type | None) -> Handler:
 
 
 def _made(restore: Restore, live: Any, number: int, kind_name: str | None, base: type, name: str) -> Any:
-    """The container to fill: the live one if it can stand for the recorded one, else a new and empty one."""
+    """The container to fill: the live one if it can be the recorded one's counterpart, else a new and empty one."""
     kind: Any = base if kind_name is None else look_up_type(kind_name, base)
     if kind is None and name_of(type(live)) == kind_name:
         kind = type(live)
@@ -159,7 +159,7 @@ def restore_list(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 
 def record_tuple(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A tuple; of named tuples and the like the type, too."""
+    """A tuple; with the type of a named tuple."""
     items = snapshot.items(value if type(value) is tuple else tuple(tuple.__iter__(value)), depth)
     if len(items) > MAX_ITEMS:
         return [Tag.REFUSED, f"is a tuple of {len(items)} items"]
@@ -179,7 +179,7 @@ def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> An
         return live
     if len(items) != len(node[1]):
         return live
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max and time.localtime give
+    if hasattr(kind, "n_sequence_fields"):  # e.g. results of torch.max and time.localtime
         return kind(items)
     made = tuple.__new__(kind, items) if kind is not tuple else tuple(items)
     if len(node) > 2 and node[3]:
@@ -188,7 +188,7 @@ def restore_tuple(restore: Restore, live: Any, node: list[Any], name: str) -> An
 
 
 def record_set(tag: Tag, exact: Any) -> Handler:
-    """A handler for sets: of values that are told by themselves, or that the replay reproduces."""
+    """A handler for sets of plain values, or of objects that the replay reproduces."""
 
     def handle(snapshot: Snapshot, value: Any, depth: int) -> Any:
         number = [snapshot.number(value)] if tag is Tag.SET else []
@@ -213,7 +213,7 @@ def _is_found_class(value: Any, node: Any) -> bool:
 
 
 def _has_lasting_hash(item: Any) -> bool:
-    """Whether it has the same hash in each run, also in one without ttprun."""
+    """Whether it has the same hash in each run, even without ttprun."""
     if item.__class__ is tuple:
         return all(map(_has_lasting_hash, item))
     if item.__class__ in (str, bytes):
@@ -222,7 +222,7 @@ def _has_lasting_hash(item: Any) -> bool:
 
 
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, or a new one. Refuses if the items then come in another order, which depends on the set's history."""
+    """In place, or a new one. Refuses if the iteration order differs then, which depends on the set's history."""
     _, number, nodes, kind, attributes = node
     target = _made(restore, live, number, kind, set, name)
     if target is MISSING:
@@ -261,7 +261,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     all_keys: Any
     all_values: Any
     if type(value) is dict and len(value) >= MIN_ITEMS:
-        all_keys, all_values = value.keys(), value.values()  # mostly nobody looks into them
+        all_keys, all_values = value.keys(), value.values()  # mostly not iterated over
     elif type(value) is dict:
         all_keys, all_values = list(value), list(value.values())
     else:
@@ -279,7 +279,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place, in the order of the lost rank, without what it has not; or a new one."""
+    """In place, in the order of the lost rank, without further keys; or a new one."""
     target = _made(restore, live, node[1], node[4] if len(node) > 4 else None, dict, name)
     if target is MISSING:
         return live

@@ -1,9 +1,9 @@
 """Whether a script can still go backward through a tensor that it keeps in a variable.
 
-What such a tensor was computed from is in no record. So a boundary in front of which one was computed, and behind
-which the script goes backward through it (`fake` of a GAN behind the discriminator's step), is none that a run can go
-on from (`unrecorded.py` refuses it). That cannot be foreseen for sure; but a backward() frees what a graph has kept,
-and through a graph whose tensors are still there another one is likely to come.
+The graph of such a tensor is in no record. So if one is computed before a boundary, and the script calls backward on it
+after that (`fake` of a GAN after the discriminator's step), no run can resume from the boundary (`unrecorded.py`
+refuses it). That cannot be predicted exactly; but a backward() frees the tensors that a graph has saved, so if they are
+still there, another one is likely to follow.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def wrap_saved_tensors_hooks(original: Any) -> Any:
 
 
 def is_awaited(tensor: torch.Tensor) -> bool:
-    """Whether what a tensor was computed from is still kept for a backward().
+    """Whether a tensor's graph is still kept for a backward().
 
-    Only looks: what was packed by torch.autograd.graph.saved_tensors_hooks stays so. False where nothing had to be kept
-    (a sum of weights), since it cannot be seen then.
+    Unpacks nothing that torch.autograd.graph.saved_tensors_hooks has packed. False if nothing had to be saved (a sum of
+    weights), since that cannot be seen.
     """
     nodes = [tensor.grad_fn]
     met: set[Any] = set()
@@ -47,7 +47,7 @@ def is_awaited(tensor: torch.Tensor) -> bool:
         met.add(node)
         keeps = _keeps(node)
         if keeps is False:
-            # A backward() has been here: of `_, best = outputs.max(1)` that leaves `_`, but none comes again.
+            # A backward() has freed it: of `_, best = outputs.max(1)`, `_` is left, but no other backward() follows.
             return False
         is_kept = is_kept or keeps is True
         nodes += [before for before, _ in node.next_functions]
@@ -65,7 +65,7 @@ def _keeps(node: Any) -> bool | None:
     for name in _names_of_kept(type(node)):
         try:
             value = getattr(node, name)
-        except Exception:  # a torch.autograd.Function raises when it is freed; of any other kind nothing is known
+        except Exception:  # a torch.autograd.Function raises if it is freed; other kinds are unknown
             return False
         for one in value if isinstance(value, tuple | list) else (value,):
             if one is not None:

@@ -1,14 +1,14 @@
 """Tensors and arrays too large to be recorded each time: the replay makes them again, and they are compared.
 
-A large tensor is hashed when it is first met (of more than TENSOR_BYTES blocks spread over it, since batches are
-new at each step). As long as it is the same tensor, at the same place, with the same version counter, and nobody has
-written to its memory, the hash stands. One that has changed since the boundary before is no data that a replay would
-load again: it is copied into the record.
+A large tensor is hashed when it is first met (above TENSOR_BYTES only blocks spread over it, since batches are new at
+each step). The hash is valid as long as it is the same tensor, at the same address, with the same version counter, and
+its memory was not written. One that has changed since the previous boundary is not data that a replay would load again:
+it is copied into the record.
 
-Where the kernel tells what was written (written_pages.py) it is asked, once a tensor or array has been met a few times.
-Elsewhere a few elements spread over a tensor are looked at, since writes through `.data` are not counted; and an array,
-which has no version counter, is hashed at each boundary: of one that is too large for that the blocks between those
-that are looked at can change unseen.
+If the kernel can report writes (written_pages.py), it is asked after a tensor or array has been met a few times.
+Otherwise a few elements spread over a tensor are checked, since writes through `.data` are not counted; and an array,
+which has no version counter, is hashed at each boundary: if it is too large for that, changes between the sampled
+blocks are not noticed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _BLOCKS = 8192
 _TENSOR_BLOCKS = 2048
 _BLOCK_BYTES = 256
 _PROBES = 64
-_LOOKS = 3  # boundaries at which something must have been as before until its memory is watched
+_LOOKS = 3  # boundaries at which it must have been unchanged before its memory is watched
 
 
 class _Met:
-    """What is known of one tensor or array: it was so at the newest boundary.
+    """What is known about one tensor or array, as of the newest boundary.
 
-    looks    boundaries at which it was as before
+    looks    boundaries at which it was unchanged
     probe    elements spread over a tensor, which are compared while its memory is not watched
     watched  its memory; None if it is not watched
     """
@@ -56,18 +56,18 @@ class _Met:
         self.reference: Any = None
 
     def read_probe(self) -> bytes:
-        """The elements spread over it; only while it is known to live where it lived."""
+        """The sampled elements; only valid while its address is known."""
         found: bytes = self.probe.tobytes() if self.probe is not None else b""
         return found
 
     def is_as_it_was(self, at: int, size: int, version: int) -> bool:
-        """Whether it is known that nobody has written to it, as far as that can be seen."""
+        """Whether it is known to be unwritten, as far as can be seen."""
         if (version < 0 and self.watched is None) or (self.at, self.end, self.version) != (at, at + size, version):
             return False
         return self.values == self.read_probe() if self.watched is None else self.watched.is_untouched()
 
     def note_same(self, value: Any) -> None:
-        """It was as before; after some such boundaries its memory is watched, and hashed once more."""
+        """It was unchanged; after some such boundaries its memory is watched, and hashed once more."""
         self.looks += 1
         if self.looks == _LOOKS and not self.is_changing:
             self.watched = watch(self.at, self.end - self.at)
@@ -75,26 +75,26 @@ class _Met:
                 self.note_change(_digest(value) != self.digest)
 
     def begin_look(self, at: int, size: int) -> bool:
-        """It is about to be hashed: what is written from now on has not been seen. Returns whether it has moved."""
+        """It is about to be hashed: later writes are new. Returns whether it has moved."""
         has_moved = (self.at, self.end) != (at, at + size)
         if has_moved:
             self.unwatch()
             self.at, self.end, self.looks = at, at + size, 0
         elif self.watched is not None:
             self.watched.note()
-            if self.watched.is_over:  # its memory was mapped anew
+            if self.watched.is_over:  # its memory was mapped again
                 self.unwatch()
                 self.looks = 0
         return has_moved
 
     def note_change(self, has_changed: bool) -> None:
-        """It was hashed; what has ever changed is recorded each time, and need not be watched."""
+        """It was hashed; one that has ever changed is recorded each time, and need not be watched."""
         self.is_changing = self.is_changing or has_changed
         if self.is_changing:
             self.unwatch()
 
     def unwatch(self) -> None:
-        """It is gone, or elsewhere, or is recorded each time."""
+        """Stop watching its memory."""
         if self.watched is not None:
             self.watched.end()
             self.watched = None
@@ -104,7 +104,7 @@ _met: dict[int, _Met] = {}
 
 
 def digest_of(view: memoryview) -> bytes:
-    """A hash of bytes, of all of them if they are not too many."""
+    """A hash of all bytes, or of blocks spread over more than WHOLE_BYTES."""
     if view.nbytes <= WHOLE_BYTES:
         return xxhash.xxh3_64_digest(view)
     state = xxhash.xxh3_64(view[-_BLOCK_BYTES:])
@@ -114,7 +114,7 @@ def digest_of(view: memoryview) -> bytes:
 
 
 def fingerprint(tensor: torch.Tensor) -> bytes:
-    """A hash of a tensor's elements; of a tensor that was met before and has not changed, the same as then."""
+    """A hash of a tensor's elements, remembered while it is unchanged."""
     return follow(tensor)[0]
 
 
@@ -140,7 +140,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
     if known.begin_look(at, size) and is_tensor:
         known.probe = _probe(value)
     digest = _digest(value)
-    # Of what is larger only blocks were hashed, and something was written to it.
+    # Only blocks of a larger one were hashed, and something was written to it.
     is_written = size > TENSOR_BYTES if is_tensor else known.watched is not None and size > WHOLE_BYTES
     has_changed = digest != known.digest or is_written
     known.version, known.digest, known.values = version, digest, known.read_probe()
@@ -152,13 +152,13 @@ def follow(value: Any) -> tuple[bytes, bool]:
 
 
 def address_of(value: Any) -> int:
-    """Where a tensor or array begins."""
+    """The address of a tensor or array."""
     at: int = value.data_ptr() if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
     return at
 
 
 def _version_of(value: Any) -> int:
-    """Another one after each write, -1 if there is none; an array that cannot be written always has the same."""
+    """A counter that changes with each write, -1 if there is none; constant for a read-only array."""
     if isinstance(value, torch.Tensor):
         return -1 if value.is_inference() else value._version
     return -1 if value.flags.writeable else 0
@@ -223,12 +223,12 @@ def _digest_of_blocks(memory: Any) -> bytes:
 
 
 def _memory(at: int, size: int) -> Any:
-    """Memory as a buffer. Not by way of numpy: a tensor that numpy has seen cannot be resized any more."""
+    """Memory as a buffer, without numpy: a tensor on which numpy() was called cannot be resized any more."""
     return (ctypes.c_char * size).from_address(at)
 
 
 def _probe(tensor: torch.Tensor) -> Any:
-    """A view of elements spread over a tensor's memory, which it does not keep alive; None where there can be none."""
+    """A view of elements spread over a tensor's memory, which it does not keep alive; None if that is impossible."""
     word = tensor.element_size()
     if not tensor.is_contiguous() or tensor.device.type != "cpu" or word not in (1, 2, 4, 8):
         return None

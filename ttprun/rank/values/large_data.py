@@ -1,8 +1,8 @@
-"""Large tensors and arrays in a record: compared, or recorded whole once they are known to change (large.py tells).
+"""Large tensors and arrays in a record: compared, or recorded whole once they are known to change (see large.py).
 
 Both have the same two nodes: [tag, dtype, shape, fingerprint] and [tag, number, dtype, shape, blob, number of the first
-one that begins at the same address]. A dtype of numpy
-begins with its byte order or a bracket, one of torch with a letter.
+one that begins at the same address]. A dtype of numpy begins with its byte order or a bracket, one of torch with a
+letter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _form(value: Any) -> tuple[str, list[int]] | None:
 
 
 def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
-    """A large tensor or array, with what `follow` tells of it."""
+    """A large tensor or array, with the result of `follow`."""
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
         return [Tag.DATA, dtype, shape, digest]
@@ -60,7 +60,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the replay has loaded again."""
+    """Compare what the replay has loaded again."""
     _, dtype, shape, expected = node
     if not restore.is_comparing:
         return live
@@ -70,14 +70,14 @@ def compare_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     elif form != (dtype, shape):
         restore.is_same(False, name, f"has shape {form[1]} of {form[0]} where the lost rank had {shape} of {dtype}")
     else:
-        restore.is_same(follow(live)[0] == expected, name, "holds other data than in the lost rank")
+        restore.is_same(follow(live)[0] == expected, name, "has other data than in the lost rank")
         if isinstance(live, torch.Tensor):
             forget_gradient(live)
     return live
 
 
 def restore_changed_data(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the script changes: from the record's blobs, in place where the live one has the same form."""
+    """Restore what the script changes from the record's blobs, in place if the live one has the same form."""
     _, number, dtype, shape, index, first = node
     raw = restore.blob(index)
     is_tensor = dtype[0].isalpha()

@@ -21,20 +21,20 @@ def forget() -> None:
 
 
 def names_of(snapshot: Snapshot, scopes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What of these variables is not proved: "cache (sqlite3.Connection): it is in a file", in their order.
+    """The parts of these variables that are not proved: "cache (sqlite3.Connection): it is in a file", in their order.
 
     snapshot   that has made the nodes
-    scopes     by where they are ("train" for a function, "" for the script itself), nodes by variable
+    scopes     by place ("train" for a function, "" for the script itself), nodes by variable
     """
     global _known
     if not snapshot.not_proved:
         return []
     if snapshot.not_proved != _known[0]:
         found = [
-            told_node
+            shown
             for where, scope in scopes.items()
             for name, node in scope.items()
-            for told_node in _named(node, f"{where}: {name}" if where else name)
+            for shown in _named(node, f"{where}: {name}" if where else name)
         ]
         _known = (snapshot.not_proved, list(dict.fromkeys(found))[:_MOST_NAMES])
     return _known[1]

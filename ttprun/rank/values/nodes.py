@@ -1,8 +1,8 @@
 """The form of a record: nodes, their tags, how they become bytes, and what is raised when one cannot be used.
 
-A scalar is its own node; every other node is a list [tag, ...]. Objects that can be shared or changed carry a number;
-where one is met again, a REFERENCE takes its place. Nothing here can make another process run code: types and functions
-are told by name, and a name is only looked up among what the process has loaded by itself.
+A scalar is its own node; every other node is a list [tag, ...]. Objects that can be shared or changed have a number;
+where one is met again, there is a REFERENCE. Nothing here can make another process run code: types and functions are
+recorded by name, and a name is only looked up among what the process has loaded by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tag(enum.StrEnum):
 
     SAME = "="  # reproduced by the replay and compared: [tag, type, what else must be equal]
     NOT_PROVED = "?"  # can change, and is not recorded: [tag, type, why]; see not_proved.py
-    EFFECT = "~"  # only goes out; compared by type: [tag, type]
+    EFFECT = "~"  # only has effects outside; compared by type: [tag, type]
     REFUSED = "!"  # cannot be recorded: [tag, why]
     REFERENCE = "r"  # an object seen before: [tag, number]
     PLAIN = "p"  # an immutable value: [tag, kind, ...]; see plain.py
@@ -32,7 +32,7 @@ class Tag(enum.StrEnum):
     FROZENSET = "f"  # as TUPLE
     DEQUE = "q"  # [tag, number, items, type, attributes, maximal length]
     DICT = "d"  # [tag, number, keys, values], of other types than dict also [..., type, attributes]
-    STATE = "S"  # what an adapter tells of an object: [tag, number, type, packed state, {attribute: node}]
+    STATE = "S"  # an object's state from an adapter: [tag, number, type, packed state, {attribute: node}]
     BYTES = "b"  # bytearray and array.array: [tag, number, type code, bytes]
     BUFFER = "B"  # io.StringIO, io.BytesIO: [tag, number, content, position]
     LONG = "L"  # a container too long to record: [tag, type, length, digest, number of the first object in it]
@@ -61,7 +61,7 @@ class Tag(enum.StrEnum):
 
 
 class CannotRestoreError(RuntimeError):
-    """The replacement's variables do not fit the record; the message names the variable."""
+    """The replacement's variables do not match the record; the message names the variable."""
 
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
@@ -69,7 +69,7 @@ SETTLED = frozenset({float, int, bool, str, bytes, type(None)})
 
 
 def is_settled(node: Any) -> bool:
-    """Whether a node tells of a value that can never change, so that the very same object has the same node again."""
+    """Whether a node is of a value that can never change, so that the same object always has the same node."""
     if node.__class__ is not list:
         return True
     if node[0] is Tag.TUPLE or node[0] is Tag.FROZENSET:
@@ -81,10 +81,7 @@ _packer = msgpack.Packer()  # kept for its buffer, which would be allocated anew
 
 
 def pack(record: Any) -> bytes:
-    """A record as bytes. Integers beyond 64 bits and texts that are no Unicode cost a second try, and come back too.
-
-    Called by the main thread alone.
-    """
+    """A record as bytes, also with integers beyond 64 bits and str with lone surrogates; main thread only."""
     try:
         packed: bytes = _packer.pack(record)
     except UnicodeEncodeError:
@@ -103,7 +100,7 @@ def unpack(packed: bytes | bytearray | memoryview) -> Any:
 
 
 def unpack_items(packed: bytes) -> Iterator[Any]:
-    """Nodes that were packed one behind the other."""
+    """Nodes that were packed one after the other."""
     unpacker = msgpack.Unpacker(
         strict_map_key=False, unicode_errors="surrogatepass", max_buffer_size=max(1, len(packed))
     )
@@ -122,17 +119,17 @@ def _without_big(node: Any) -> Any:
 
 
 def name_of(kind: Any) -> str:
-    """A type's or function's name as another process can look it up: "module:qualified name"."""
+    """A type's or function's name for `look_up`: "module:qualified name"."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def short_name(name: str) -> str:
-    """The part of a name that a person wants to read."""
+    """The part of a name for messages."""
     return name.rpartition(":")[2]
 
 
 def look_up(name: str) -> Any:
-    """What this process has loaded under a name that `name_of` gave, MISSING if there is nothing."""
+    """The object of a name from `name_of` in this process, MISSING if it is not loaded."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module, MISSING)
     for part in path.split("."):

@@ -1,4 +1,4 @@
-"""The variables of a record that cannot be restored, by name: a replay that comes to its boundary refuses them."""
+"""The variables of a record that cannot be restored, by name: a replay to its boundary refuses them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refusals(head: bytes) -> list[str]:
     for name, scope in record["modules"].items():
         found += _in_scope(scope, f"{name}: ")
     for at, loop in enumerate(loop for of_frame in record["loops"] for loop in of_frame):
-        found += _below(loop["over"], f"what loop {at + 1} around the step runs over")
+        found += _below(loop["over"], f"the iterable of loop {at + 1} around the step")
     return list(dict.fromkeys(found))
 
 

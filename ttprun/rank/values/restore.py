@@ -1,10 +1,9 @@
 """Write recorded values into the variables of a replacement.
 
-`Restore` walks the recorded nodes beside the values that stand in the replacement under the same names. What can be
-changed in place is changed in place, since something else may hold it too; what is immutable is replaced; what the
-replay must have reproduced is compared, as far as can be told: of what means something in its own process only the type
-(process_local.py), of what is large samples (large.py). Anything else is refused with the variable's name. How each
-kind of node is restored stands in kinds.py.
+`Restore` walks the recorded nodes together with the replacement's values of the same names. Mutable values are changed
+in place, since something else may hold them too; immutable ones are replaced; what the replay must have reproduced is
+compared: process-local values by type (process_local.py), large ones by samples (large.py). Anything else is refused
+with the variable's name. kinds.py has the functions for each kind of node.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class Restore:
     """One walk over a record.
 
     blobs           the modules' tensors, in the order of the snapshot: bytes of each
-    is_comparing    whether this is the boundary itself: what does not fit is refused. On the way to it, what does not
-                    fit may still come right, and is left as it is
-    stepped         what the optimizers update here, in the order of the snapshot's numbers
-    mismatches      what the replay should have reproduced and has not: the variable and what differs
+    is_comparing    this is the boundary itself: what does not match is refused. Before it, what does not match may
+                    still change, and is left as it is
+    stepped         the tensors that the optimizers update here, in the order of the snapshot's numbers
+    mismatches      what the replay should have reproduced and has not: the variable and the difference
     """
 
     def __init__(self, blobs: list[memoryview], is_comparing: bool, stepped: Sequence[torch.Tensor] = ()) -> None:
@@ -45,7 +44,7 @@ class Restore:
         self._places: dict[int, int] | None = None
 
     def frame(self, frame: types.FrameType, recorded: dict[str, Any], where: str) -> None:
-        """Write a frame's variables; those that are not plain are changed in place."""
+        """Write a frame's variables; mutable ones are changed in place."""
         scope = frame.f_locals
         written, gone = self._changes(scope, recorded, where)
         for name, value in written.items():
@@ -64,7 +63,7 @@ class Restore:
     def _changes(
         self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str
     ) -> tuple[dict[str, Any], list[str]]:
-        """What to write, and what to take away."""
+        """What to write, and what to delete."""
         nodes = dict(recorded)
         nodes.update(unpack(nodes.pop(FIXED)) if FIXED in nodes else {})
         written = {}
@@ -76,33 +75,33 @@ class Restore:
         return written, [name for name in scope if name not in nodes and not is_hidden(name)]
 
     def value(self, live: Any, node: Any, name: str) -> Any:
-        """The value to put where `live` stands; `live` itself if it was changed in place or is left as it is."""
+        """The value that replaces `live`; `live` itself if it was changed in place or is left as it is."""
         if node.__class__ is not list:
             return node
         return RESTORERS[node[0]](self, live, node, name)
 
     def claim(self, number: int, value: Any) -> bool:
-        """Let `value` stand for an object of the record; False if it stands for another one already."""
+        """Make `value` the counterpart of an object of the record; False if it is that of another one already."""
         if self._claims.setdefault(id(value), number) != number:
             return False
         self._objects[number] = value
         return True
 
     def claim_or_refuse(self, number: int, value: Any, name: str) -> bool:
-        """The same for what can be only one object. Refuses if `value` stands for another one already."""
+        """The same where there is no other candidate. Refuses if `value` is the counterpart of another one already."""
         if self.claim(number, value):
             return True
         self.refuse(value, f"{name} is an object of its own in the lost rank, and shared with another name here")
         return False
 
     def known(self, number: int, live: Any, name: str) -> Any:
-        """The counterpart of an object of the record that came before."""
+        """The counterpart of an earlier object of the record."""
         if number in self._objects:
             return self._objects[number]
         return self.refuse(live, f"{name} holds an object that could not be restored elsewhere")
 
     def object_of(self, number: int) -> Any:
-        """What stands for an object of the record, MISSING if nothing does."""
+        """The counterpart of an object of the record, MISSING if there is none."""
         return self._objects.get(number, MISSING)
 
     def items(self, live: Any, nodes: Any, name: str) -> list[Any]:
@@ -125,7 +124,7 @@ class Restore:
         """The node that this process would record for a value."""
         if self._places is None:
             self._places = places(self.stepped)
-        # Recorded as a file or iterator that is compared, it is one that a loop runs over: its place is the loop's.
+        # A file or iterator that is only compared is one that a loop uses: its position is the loop's.
         return Snapshot(self._places, [id(live)], is_apart=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
@@ -134,7 +133,7 @@ class Restore:
             self.mismatches.append(f"{name} {what}")
 
     def refuse(self, live: Any, why: str) -> Any:
-        """This value does not fit. At the boundary itself that ends the recovery; before it, `live` stays."""
+        """This value does not match. At the boundary itself that ends the recovery; before it, `live` stays."""
         if self.is_comparing:
             raise CannotRestoreError(why)
         return live
@@ -148,7 +147,7 @@ def told(value: Any) -> str:
 
 
 def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the replay must have reproduced: nothing is written."""
+    """Compare what the replay must have reproduced; nothing is written."""
     if live is MISSING:
         return restore.refuse(
             live, f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is not set here"
@@ -160,16 +159,16 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         )
     if mine != node:
         return restore.refuse(
-            live, f"{name}, a {short_name(node[1])}, is not as in the lost rank, and cannot be recorded"
+            live, f"{name}, a {short_name(node[1])}, differs from the lost rank's, and cannot be recorded"
         )
     return live
 
 
 def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """What the lost rank could not record."""
+    """Refuse what the lost rank could not record."""
     return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}")
 
 
 def restore_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """An object that came before."""
+    """An object that was restored earlier."""
     return restore.known(node[1], live, name)

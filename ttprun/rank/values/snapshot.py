@@ -1,8 +1,9 @@
 """Read the plain values that a script keeps in its variables.
 
-`Snapshot` walks from the variables of the user's frames through containers and objects, and turns what it finds into
-nodes that another process can write into its own variables (restore.py). Every value gets a node: what can neither be
-recorded nor compared says so, and is refused by name when it is needed. How a type is recorded stands in kinds.py.
+`Snapshot` walks from the variables of the user's frames through containers and objects, and turns values into nodes
+that another process can write into its own variables (restore.py). Every value gets a node: that of a value that can
+neither be recorded nor compared says so, and is refused by name when it is needed. kinds.py has the handlers of each
+type.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ttprun.rank.position import iterables, loops
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
 from ttprun.rank.values.unchanged import Remembered, Unchanged
 
-# Names that the interpreter itself puts into modules; what a script keeps under other such names is its own.
+# Names that the interpreter puts into modules; other dunder names are the script's own.
 _HIDDEN = """
     __name__ __doc__ __package__ __loader__ __spec__ __annotations__ __builtins__ __file__ __cached__ __path__
     __warningregistry__ __class__ __conditional_annotations__ __annotate__
 """
 HIDDEN = frozenset(_HIDDEN.split())
-FIXED = ""  # under this name a scope's record holds, packed, the nodes of what is the same at each boundary
+FIXED = ""  # the name of the packed nodes, in a scope's record, that are the same at each boundary
 
 Handler = Callable[["Snapshot", Any, int], Any]
 HANDLERS: dict[type, Handler] = {}
@@ -36,7 +37,7 @@ _fixed: set[Handler] = set()
 
 
 def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) -> None:
-    """Who tells, once for each type, how its values are recorded.
+    """Register the function that chooses, once for each type, how its values are recorded.
 
     fixed    handlers whose SAME nodes depend on the type or name alone
     """
@@ -44,9 +45,9 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
     _fixed.update(fixed)
 
 
-MAX_OBJECTS = 200_000  # a second's walk
-_FRAMES = 2_000  # that a walk as deep as can be takes, at most
-# Of loops, and of what torch.compile puts beside the functions that it has compiled.
+MAX_OBJECTS = 200_000  # about one second
+_FRAMES = 2_000  # of the deepest walk, at most
+# Of loops, and of what torch.compile adds to modules.
 _HIDDEN_PREFIXES = (
     loops.VARIABLE_PREFIX,
     *("__compiled_fn_", "__resume_at_", "__import_", "__builtins_dict__", "__comprehension_", "__gen_rand_values"),
@@ -55,16 +56,16 @@ _HIDDEN_PREFIXES = (
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a variable is none of the script's."""
+    """Whether a variable is not the script's."""
     return name.startswith("__") and (name in HIDDEN or name.startswith(_HIDDEN_PREFIXES))
 
 
 class _Scope:
-    """What is known of one scope from boundaries before.
+    """What is remembered of one scope from earlier boundaries.
 
-    fixed       variables whose very object has the same node at each boundary: functions, modules, numbers, paths, ...
+    fixed       variables whose object has the same node at each boundary: functions, modules, numbers, paths, ...
     packed      the nodes of `fixed`
-    moving      names whose node must be asked for at each boundary
+    moving      names whose node must be computed at each boundary
     rest        names of the scope that are neither hidden nor fixed
     """
 
@@ -75,15 +76,15 @@ class _Scope:
         self._lasting = lasting
         self._whole = Unchanged()
         self._names: list[str] = []
-        self._watched: dict[str, Any] = {}  # the functions and classes in `fixed`, which could be given attributes
-        self._sizes: list[int] = []  # how many each of those has
+        self._watched: dict[str, Any] = {}  # the functions and classes in `fixed`, which may get attributes
+        self._sizes: list[int] = []  # number of attributes of each of those
         self.fixed: dict[str, Any] = {}
         self.moving: set[str] = set()
         self.packed = b""
         self.rest: list[str] = []
 
     def look_at(self, scope: dict[str, Any]) -> None:
-        """Put right what is not as it was: a boundary has come."""
+        """Update this at a boundary."""
         has_sizes = self._sizes_now() == self._sizes
         if self._lasting is scope:
             if self._names and has_sizes and self._whole.holds():
@@ -96,23 +97,23 @@ class _Scope:
             sizes = zip(self._watched, self._sizes, self._sizes_now(), strict=True)
             self.moving.update(name for name, before, now in sizes if before != now)
             self.moving.update(name for name, value in fixed.items() if scope.get(name, self) is not value)
-            self.fixed, self._watched, self._sizes = {}, {}, []  # the others can be counted on again
+            self.fixed, self._watched, self._sizes = {}, {}, []  # the others become fixed again
         elif is_named_alike:
             return
         self._names = names
-        self._tell_rest()
+        self._update_rest()
 
     def _sizes_now(self) -> list[int]:
         return list(map(len, map(_attributes_of, self._watched.values())))
 
     def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
-        """These variables can be counted on, too; what `fixed` holds then must be packed again."""
+        """Add variables to `fixed`, which must be packed again then."""
         self.fixed.update((name, scope[name]) for name in new)
         self._watched = {name: value for name, value in self.fixed.items() if isinstance(value, FunctionType | type)}
         self._sizes = self._sizes_now()
-        self._tell_rest()
+        self._update_rest()
 
-    def _tell_rest(self) -> None:
+    def _update_rest(self) -> None:
         self.rest = [name for name in self._names if name not in self.fixed and not is_hidden(name)]
 
 
@@ -126,13 +127,13 @@ class Snapshot:
     """One walk over the user's variables at a boundary.
 
     stepped    data pointers of the storages that optimizers update, with their order; these are repaired from a peer
-    followed   ids of the iterators that loops under way run over: their positions are recorded with the loops
+    followed   ids of the iterators that active loops use: their positions are recorded with the loops
     is_apart   the nodes are compared or kept by themselves: they hold small tensors' bytes, and no blobs are written
-    blobs      tensors to write behind the plain part, each a `plain` one: modules' buffers, weights that no optimizer
-               updates, and what is too large to be copied more than once
+    blobs      tensors to write after the plain part, each a `plain` one: modules' buffers, weights that no optimizer
+               updates, and tensors too large to be copied twice
     not_proved types of the objects met that can change and are not recorded
-    computed   tensors met that were computed with gradients, but for views of what optimizers update
-    generator_loops   loops that are under way in suspended generators of the user's
+    computed   tensors met that were computed with gradients, except views of what optimizers update
+    generator_loops   active loops in suspended generators of the user's
     numbers    number of each object met so far, by its id
     storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
     memories   (address, end, number) of each small numpy array with memory of its own
@@ -160,8 +161,8 @@ class Snapshot:
     def variables(self, scope: dict[str, Any], key: Hashable = None, is_lasting: bool = False) -> dict[str, Any]:
         """Nodes of a scope's variables.
 
-        key         names the scope at each boundary; with it, what does not change is packed only once
-        is_lasting  the scope is a module's: the very same dictionary holds its variables at each boundary
+        key         identifies the scope at each boundary, so that unchanged values are packed only once
+        is_lasting  the scope is a module's, whose dictionary is the same at each boundary
         """
         if key is None:
             return {name: self.node(value, 0) for name, value in scope.items() if not is_hidden(name)}
@@ -181,7 +182,7 @@ class Snapshot:
         return found
 
     def _settle(self, known: _Scope, scope: Mapping[str, Any], found: dict[str, Any]) -> None:
-        """Take what can be counted on at the next boundary out of `found`."""
+        """Move nodes that will be the same at the next boundary from `found` to `known`."""
         unknown = [name for name in found if name not in known.moving]
         new = [name for name in unknown if _is_fixed(scope[name], found[name])]
         known.moving.update(unknown)
@@ -194,7 +195,7 @@ class Snapshot:
         known.packed = pack({name: self.node(value, 0) for name, value in known.fixed.items()})
 
     def loop(self, loop: loops.Loop) -> dict[str, Any]:
-        """A loop that is under way, and what it runs over, if its position does not tell all of that."""
+        """An active loop, with what it iterates over if its position does not determine that."""
         over = iterables.over(loop)
         is_within = type(over) is tuple
         node = [Tag.TUPLE, [self._around_loader(items) for items in over]] if is_within else self.node(over, 0)
@@ -224,12 +225,12 @@ class Snapshot:
         if known is not None:
             return [Tag.REFERENCE, known]
         if len(self.alive) > MAX_OBJECTS and self.has_limit:
-            return self._not_proved(kind, f"it comes behind the {MAX_OBJECTS:,} objects that are recorded at each step")
+            return self._not_proved(kind, f"it comes after the {MAX_OBJECTS:,} objects that are recorded at each step")
         if depth > MAX_DEPTH:
             return self._not_proved(kind, f"it is nested more than {MAX_DEPTH} deep")
         try:
             return handler(self, value, depth)
-        except Exception as error:  # of a thread that changes it just now, say: the others can be recorded
+        except Exception as error:  # e.g. another thread is changing it: record the others
             return [Tag.REFUSED, f"raised {type(error).__name__} when it was read"]
 
     def _not_proved(self, kind: type, why: str) -> list[Any]:
@@ -237,7 +238,7 @@ class Snapshot:
         return [Tag.NOT_PROVED, name_of(kind), why]
 
     def node_apart(self, value: Any, depth: int) -> Any:
-        """The node of a value, from a walk of its own: nothing is left behind if the node is not used."""
+        """The node of a value, from a walk of its own, which leaves no trace in this one."""
         return Snapshot(self.stepped, is_apart=True).node(value, depth)
 
     def items(self, values: Any, depth: int) -> list[Any]:
@@ -255,7 +256,7 @@ class Snapshot:
         }
 
     def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
-        """The same of a dictionary that the object holds itself: while it is as it was, nobody looks into it."""
+        """The same for the object's own dictionary, which is not walked again while it is unchanged."""
         known = _attributes.get(id(scope))
         if known is not None and known[0] is without and known[2].holds():
             return known[1]
@@ -267,7 +268,7 @@ class Snapshot:
 
 @contextlib.contextmanager
 def room_to_walk() -> Iterator[None]:
-    """A walk may go as deep as it must, whatever of Python's limit the script and its frameworks use up."""
+    """Raise Python's recursion limit for a deep walk."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(limit + _FRAMES)
     try:
@@ -277,7 +278,7 @@ def room_to_walk() -> Iterator[None]:
 
 
 def _is_fixed(value: Any, node: Any) -> bool:
-    """Whether the very same object has the same node at each boundary."""
+    """Whether the same object has the same node at each boundary."""
     if value.__class__ is FunctionType and value.__dict__:
         return False
     if is_settled(node):

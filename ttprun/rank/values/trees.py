@@ -1,6 +1,6 @@
-"""A record as a tree: what each kind of node holds, its objects by number, and whether two records tell the same.
+"""A record as a tree: the parts of each kind of node, its objects by number, and the comparison of two records.
 
-SHAPES is the table; what it does not name of a node is plain. Begin with `Tree`.
+SHAPES is the table; places of a node that it does not name are plain. Begin with `Tree`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Node = Any
 
 
 class Part(enum.Enum):
-    """What stands at a place of a node."""
+    """The kind of content at a place of a node."""
 
     NUMBER = "number"
     NODE = "node"
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[int, Part]] = {
     Tag.SHARDED: {1: _N, 2: Part.NODE},
     Tag.MODULE: {1: _N},
 }
-_RAW_STATES = ("torch", "python")  # random generators whose state is no node
+_RAW_STATES = ("torch", "python")  # random generators whose state is not a node
 BLOB_AT = {Tag.CHANGED_DATA: 4}
 _KEYS = 2  # of a dictionary's node
 LAYOUT = 4  # of a tensor's node: see tensors.py
@@ -69,7 +69,7 @@ CONTENTS = 5  # of a tensor's node: bytes, [blob], or the number of the tensor w
 
 
 def shape_of(node: list[Any]) -> dict[int, Part]:
-    """Which of a node's places hold what."""
+    """The content of a node's places."""
     if node[0] == Tag.RANDOM and node[2] not in _RAW_STATES:
         return {1: Part.NUMBER, 3: Part.NODE}
     if node[0] == Tag.MODULE and node[6] is not None:
@@ -111,7 +111,7 @@ def parts(node: list[Any]) -> Iterator[Node]:
 
 
 def walk(node: Node, name: str) -> Iterator[tuple[list[Any], str]]:
-    """A node and all nodes below it, each with the name that a user would give it; what is packed holds only values.
+    """A node and all nodes below it, each with its name for the user; packed items are plain and left out.
 
     Not recursive: the script's objects may be nested deeply.
     """
@@ -175,7 +175,7 @@ class Tree:
             self._index(part)
 
     def resolve(self, node: Node) -> Node:
-        """The node that defines what a reference stands for; the node itself if it is no reference to a whole."""
+        """The node that a reference refers to; the node itself if it is not a reference to a whole object."""
         if is_node(node) and node[0] == Tag.REFERENCE:
             found = self.definitions.get(node[1])
             if found is not None and found[1] == node[1]:
@@ -183,14 +183,14 @@ class Tree:
         return node
 
     def contents(self, node: list[Any]) -> Any:
-        """The bytes of a tensor or changed array; a number if it shares another one's memory."""
+        """The bytes of a tensor or changed array; the number of the tensor whose memory it shares."""
         if node[0] in BLOB_AT:
             return bytes(self.blobs[node[BLOB_AT[node[0]]]])
         found = node[CONTENTS]
         return bytes(self.blobs[found[0]]) if isinstance(found, list) else found
 
     def digest(self, node: Node) -> bytes | None:
-        """The fingerprint of a tensor's elements, as the loaders note it; None if it is none."""
+        """The fingerprint of a tensor's elements, as the loaders note it; None if the node is not a tensor's."""
         if not is_node(node):
             return None
         if node[0] == Tag.DATA:
@@ -211,7 +211,7 @@ class Tree:
         return xxhash.xxh3_64_digest(tensor.as_strided(shape, stride, offset).contiguous().numpy().tobytes())
 
     def weight(self, index: int) -> tuple[int, bool, int] | None:
-        """(optimizer, whether it is a parameter, which one) of what optimizers update; None if it is not known."""
+        """(optimizer, whether it is a parameter, which one) of a tensor that optimizers update; None if unknown."""
         for is_state in (0, 1):
             for optimizer, counts in enumerate(self.fields["stepped"]):
                 if index < counts[is_state]:
@@ -220,7 +220,7 @@ class Tree:
         return None
 
     def index_of(self, weight: tuple[int, bool, int]) -> int | None:
-        """The other way round; None if there is no such parameter here."""
+        """The inverse of `weight`; None if there is no such parameter here."""
         optimizer, is_parameter, index = weight
         counts = self.fields["stepped"]
         if not is_parameter or optimizer >= len(counts) or index >= counts[optimizer][0]:
@@ -229,13 +229,13 @@ class Tree:
 
 
 def with_fixed(scope: dict[str, Any]) -> dict[str, Any]:
-    """A scope's nodes, with those that are packed since they are the same at each boundary."""
+    """A scope's nodes, including the packed ones that are the same at each boundary."""
     found = {name: node for name, node in scope.items() if name != FIXED}
     return (unpack(scope[FIXED]) if FIXED in scope else {}) | found
 
 
 def count_of_parts(node: list[Any]) -> int:
-    """How many further numbers a node takes: of a module's parts and tensors, but for the module itself."""
+    """How many further numbers a node takes: those of a module's parts and tensors."""
     if node[0] != Tag.MODULE or node[6] is not None:
         return 0
     described = unpack(node[3])
@@ -243,16 +243,16 @@ def count_of_parts(node: list[Any]) -> int:
 
 
 def is_same_scalar(one: Any, other: Any) -> bool:
-    """Whether two scalars are alike, in type too."""
+    """Whether two scalars are equal, in type too."""
     if one.__class__ is not other.__class__:
         return False
     return bool(one == other) or (one.__class__ is float and math.isnan(one) and math.isnan(other))
 
 
 class Comparison:
-    """Whether nodes of an earlier record and of a later one tell the same; numbers may differ.
+    """Whether nodes of an earlier record and of a later one are equal; numbers may differ.
 
-    same   number in the earlier record -> number in the later one, of objects that stand at the same place
+    same   number in the earlier record -> number in the later one, of objects at the same place
     """
 
     def __init__(self, first: Tree, last: Tree) -> None:
@@ -262,7 +262,7 @@ class Comparison:
         self._known: dict[tuple[int, int], bool] = {}
 
     def bind(self, first: Node, last: Node) -> None:
-        """Two nodes stand at the same place."""
+        """Two nodes are at the same place."""
         one, other = number_of(first), number_of(last)
         if one is not None and other is not None:
             for offset in range(1 + min(count_of_parts(first), count_of_parts(last))):
@@ -319,15 +319,15 @@ class Comparison:
         return bool(first == last)
 
     def are_same(self, first: list[Node], last: list[Node]) -> bool:
-        """The same of lists."""
+        """The same for lists."""
         return len(first) == len(last) and all(map(self.is_same, first, last))
 
     def are_same_named(self, first: dict[str, Node], last: dict[str, Node]) -> bool:
-        """The same of nodes by name."""
+        """The same for nodes by name."""
         return first.keys() == last.keys() and all(self.is_same(first[name], last[name]) for name in first)
 
     def is_same_tensor(self, first: list[Any], last: list[Any]) -> bool:
-        """The same of tensors whose elements were recorded, and of large arrays that change."""
+        """The same for tensors whose elements were recorded, and for large arrays that change."""
         skip = {1, BLOB_AT.get(first[0], CONTENTS)}
         if any(first[at] != last[at] for at in range(len(first)) if at not in skip):
             return False
@@ -345,7 +345,7 @@ class Comparison:
         blobs = zip(self.first.blobs[first[5] :][:count], self.last.blobs[last[5] :][:count], strict=True)
         if any(mine != theirs for mine, theirs in blobs):
             return False
-        # Whether an attribute was seen to change, and so stands apart, differs from process to process.
+        # Whether an attribute was seen to change, and so is recorded apart, differs between processes.
         return here.keys() == there.keys() and all(
             self.are_same_named(here[path] | first[4].get(path, {}), there[path] | last[4].get(path, {}))
             for path in here

@@ -1,8 +1,8 @@
-"""What stands in a replacement for what the lost rank had computed with gradients in the step that it had finished.
+"""A replacement's stand-ins for tensors that the lost rank had computed with gradients in its finished step.
 
-Of a large activation nothing is recorded. Mostly nobody looks at it again: `logits` is set anew in the next step. Who
-does look is told so, whatever is tried. Of a small one (`loss`) there are the elements, but not what they were computed
-from: who goes backward through it, as scripts with two optimizers do (`fake` of a GAN), is told so.
+A large activation is not recorded. Mostly it is not used again: `logits` is computed again in the next step. Any use of
+its stand-in raises. Of a small one (`loss`) the elements are recorded, but not the graph: backward() on it, as scripts
+with two optimizers do (`fake` of a GAN), raises.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ttprun.rank.weights.sharded import local_of
 
 
 class UnrecordedTensorError(RuntimeError):
-    """The script uses of a tensor of the step before what was not recorded."""
+    """The script uses a part of a tensor of the previous step that was not recorded."""
 
 
 class _NotRecorded(torch.autograd.Function):
-    """What a tensor was computed from, in its stead."""
+    """The stand-in for a tensor's graph."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, computed: list[torch.Tensor], name: str) -> torch.Tensor:
@@ -29,8 +29,8 @@ class _NotRecorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise UnrecordedTensorError(
-            f"{ctx.name} was computed before an optimizer step, and the script goes backward through it after that "
-            "step: what it was computed from is not recorded"
+            f"{ctx.name} was computed before an optimizer step, and the script calls backward on it after that step: "
+            "its graph is not recorded"
         )
 
 
@@ -41,7 +41,7 @@ def without_history(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def forget_gradient(tensor: torch.Tensor) -> None:
-    """A gradient that is in no record becomes NaN, so that using it cannot pass unseen: see gradients.py."""
+    """Make a gradient that is not recorded NaN, so that its use is noticed: see gradients.py."""
     if tensor.is_leaf and tensor.grad is not None:
         local_of(tensor.grad).detach().fill_(float("nan"))
 
@@ -62,7 +62,7 @@ class Unrecorded:
 
 
 def told(value: Unrecorded) -> str:
-    """Which variable it is, and the shape that it had."""
+    """Its variable and shape."""
     found: str = object.__getattribute__(value, "_told")
     return found
 
