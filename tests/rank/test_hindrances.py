@@ -36,7 +36,7 @@ class Holder:
 
 def test_a_variable_that_cannot_be_restored_is_named_with_its_path() -> None:
     assert run_alone(_look_at, "deep") == (
-        "<module>: config['holders'][1].held cannot be recorded: it is a coroutine, which does not tell how it stands"
+        "<module>: config['holders'][1].held cannot be recorded: it is a coroutine, which does not show its position"
     )
 
 
@@ -51,7 +51,7 @@ def _look_at(case: str) -> str:
     fields, _ = record(config={"holders": [1, 2]})
     fields["variables"][0]["config"] = [
         Tag.DICT, 1, ["holders"],
-        [[Tag.LIST, 2, [7, [Tag.OBJECT, 3, "m:Holder", {"mark": "!", "held": [Tag.REFUSED, "is a coroutine, which does not tell how it stands"]}]]]],
+        [[Tag.LIST, 2, [7, [Tag.OBJECT, 3, "m:Holder", {"mark": "!", "held": [Tag.REFUSED, "is a coroutine, which does not show its position"]}]]]],
     ]  # fmt: skip
     return hindrances.look(fields, values.pack(fields))
 

@@ -218,7 +218,7 @@ def test_code_that_needs_what_is_in_a_batch_that_is_passed_over_fails(kind: str)
 
 
 def test_a_placeholder_that_is_met_later_is_refused_with_the_reason() -> None:
-    with pytest.raises(PlaceholderUsedError, match="the script uses what is in one of them"):
+    with pytest.raises(PlaceholderUsedError, match="the script uses the value of one here"):
         PLACEHOLDER.to("cpu")
 
 

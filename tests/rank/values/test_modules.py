@@ -285,7 +285,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(
     change: str, has_hooks: bool, has_versions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unchanged, "ARE_TOLD", unchanged.ARE_TOLD and has_versions)
+    monkeypatch.setattr(unchanged, "ARE_COUNTED", unchanged.ARE_COUNTED and has_versions)
     model = _make_layered()
     if has_hooks:
         HOOKS["gradient"](model[3].inner)

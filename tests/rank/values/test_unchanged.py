@@ -27,7 +27,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.fixture(params=["versions", "no versions"])
 def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """With and without versions of dictionaries."""
-    monkeypatch.setattr(unchanged, "ARE_TOLD", request.param == "versions" and unchanged.ARE_TOLD)
+    monkeypatch.setattr(unchanged, "ARE_COUNTED", request.param == "versions" and unchanged.ARE_COUNTED)
     return Unchanged
 
 

@@ -1,4 +1,4 @@
-"""Adapters: how the state of an object is read that is not in its attributes, and how it is put back.
+"""Adapters: read and restore the state of an object that is not in its attributes.
 
 An adapter is an object with two functions. `record(value)` returns the state as plain values: numbers, text, bytes,
 None, and lists, tuples and dictionaries of them, small tensors and arrays. `restore(value, state)` puts such a state
@@ -21,7 +21,7 @@ from ttprun.rank.values.compiled import pair_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Handler, Snapshot
 
 MOST_BYTES = 1 << 20  # of a state that is recorded at each boundary
@@ -174,13 +174,13 @@ def restore_state(restore: Restore, live: Any, node: list[Any], name: str) -> An
     is_alike = live is not MISSING and name_of(type(live)) == kind
     adapter = adapter_for(type(live)) or pair_of(type(live)) if is_alike else None
     if adapter is None:
-        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} here")
     if not restore.claim_or_refuse(number, live, name):
         return live
     try:
         adapter.restore(live, Restore([], is_comparing=True).value(MISSING, unpack(state), name))
     except Exception as error:
-        return restore.refuse(live, f"{name}, a {short_name(kind)}, cannot be put back: {error}")
+        return restore.refuse(live, f"{name}, a {short_name(kind)}, cannot be restored: {error}")
     if attributes:
         restore_attributes(restore, live, attributes, name, keep=None)
     return live

@@ -86,7 +86,7 @@ def _is_told_with_it(snapshot: Snapshot, base: Any) -> bool:
 
 
 def _address(memory: Any) -> int:
-    """Where an array, a tensor or a buffer begins. Raises TypeError or ValueError if it does not tell."""
+    """The address of an array, a tensor or a buffer. Raises TypeError or ValueError if it has none."""
     return address_of(memory if isinstance(memory, torch.Tensor | numpy.ndarray) else numpy.frombuffer(memory, "u1"))
 
 
@@ -95,13 +95,13 @@ def _offset(value: numpy.ndarray[Any, Any], base: Any) -> int:
 
 
 def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
-    """Where an array lies in memory that is not told with it."""
+    """The place of an array in memory that is not recorded with it."""
     if base is None:
         return None
     try:
         size = base.nbytes if isinstance(base, numpy.ndarray) else memoryview(base).nbytes
         offset = _offset(value, base)
-    except (TypeError, ValueError, BufferError):  # it does not tell
+    except (TypeError, ValueError, BufferError):  # it has no address
         size, offset = 0, 0
     is_held = value.flags.writeable and isinstance(base, mmap.mmap | ctypes.Array)
     return [list(value.strides), offset, size, is_held]

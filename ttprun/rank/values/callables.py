@@ -1,4 +1,4 @@
-"""Functions, methods and classes: told by name, and with the state that the user's own ones can carry.
+"""Functions, methods and classes: recorded by name, and with the state that the user's own ones can have.
 
 A function that is found under its name in its module is only named. One that is not (made inside another function), or
 that carries state in closure, attributes or default values, must be the replacement's own at the same place; its state
@@ -16,7 +16,7 @@ from ttprun.rank.position.whose import holds_state
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import Remembered
 
@@ -91,7 +91,7 @@ def restore_function(restore: Restore, live: Any, node: list[Any], name: str) ->
     """The same function of the replacement's, with the lost rank's state."""
     _, number, where, cells, attributes, defaults = node
     if not isinstance(live, types.FunctionType) or _where(live) != where:
-        return restore.refuse(live, f"{name} is the function {where} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is the function {where} in the lost rank and {kind_of(live)} here")
     if not restore.claim_or_refuse(number, live, name):
         return live
     for key, cell in zip(live.__code__.co_freevars, live.__closure__ or (), strict=True):
@@ -130,7 +130,7 @@ def restore_method(restore: Restore, live: Any, node: list[Any], name: str) -> A
     found = getattr(owner, node[2], MISSING) if owner is not MISSING else MISSING
     if isinstance(found, types.MethodType | types.BuiltinMethodType):
         return found
-    return restore.refuse(live, f"{name} is the method {node[2]} in the lost rank and {told(live)} here")
+    return restore.refuse(live, f"{name} is the method {node[2]} in the lost rank and {kind_of(live)} here")
 
 
 def record_partial(snapshot: Snapshot, value: functools.partial[Any], depth: int) -> Any:
@@ -148,7 +148,7 @@ def restore_partial(restore: Restore, live: Any, node: list[Any], name: str) -> 
     if all(map(is_, new, old)) and restore.claim(node[1], live):
         return live
     if any(part is MISSING for part in new):
-        return restore.refuse(live, f"{name} is a partial in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a partial in the lost rank and {kind_of(live)} here")
     made = functools.partial(new[0], *new[1], **new[2])
     restore.claim(node[1], made)
     return made
@@ -188,7 +188,7 @@ _classes: Remembered[tuple[list[Any], dict[str, Any]]] = Remembered()
 
 
 def record_class(snapshot: Snapshot, value: type, depth: int) -> Any:
-    """A class of the user's: its attributes may be counters and tables; a class of somebody else's is only named."""
+    """A class of the user's, whose attributes may be counters and tables; other classes are recorded by name."""
     if not is_of_user(value):
         return record_named(snapshot, value, depth)
     held = list(vars(value).values())

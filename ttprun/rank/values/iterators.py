@@ -1,4 +1,4 @@
-"""Python's own iterators in variables: their position is what `__reduce__` tells.
+"""Python's own iterators in variables: their position is in the result of `__reduce__`.
 
 [tag, number, type, arguments, state]: the type called with the arguments, and set to the state, gives the iterator; one
 that is at its end has no arguments. One over a list or the like is set in place, since a zip or a running loop may hold
@@ -15,7 +15,7 @@ from typing import Any
 from ttprun.rank.position import iterator_state
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.process_local import record_unknown
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
 _EMPTIES: tuple[Any, ...] = ([], (), "", "ä", b"", bytearray(), range(0), range(1 << 70))
@@ -54,14 +54,14 @@ def record_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def record_unknown_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """One that does not tell how it stands: refused, unless a loop that is followed runs over it."""
+    """One that does not show its position: refused, unless a followed loop uses it."""
     if id(value) in snapshot.followed:
         return [Tag.SAME, name_of(type(value)), ""]
-    return [Tag.REFUSED, f"is a {type(value).__qualname__}, which does not tell how it stands"]
+    return [Tag.REFUSED, f"is a {type(value).__qualname__}, which does not show its position"]
 
 
 def record_compiled_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """One of an extension module's: compared by what it would give to pickle, if it does."""
+    """One of an extension module: compared by its pickled state, if it has one."""
     node = record_unknown(snapshot, value, depth)
     return record_unknown_iterator(snapshot, value, depth) if node[0] is Tag.NOT_PROVED else node
 
@@ -72,7 +72,7 @@ def record_compared_iterator(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """In place where that can be done; as it is if it stands there already; else a new one."""
+    """In place if possible; unchanged if it is at this position already; else a new one."""
     _, number, kind_name, parts, state = node
     kind: Any = _KINDS[kind_name]
     if not parts and (kind in _EMPTY or kind is _REVERSED):
@@ -85,7 +85,7 @@ def restore_iterator(restore: Restore, live: Any, node: list[Any], name: str) ->
     new = [restore.value(have[i], part, f"{name}'s part {i}") for i, part in enumerate(parts)]
     new_state = restore.value(MISSING if old_state is None else old_state, state, name)
     if any(part is MISSING for part in new) or new_state is MISSING:
-        return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a {short_name(kind_name)} in the lost rank and {kind_of(live)} here")
     is_alike = len(old[1]) == len(new) and all(map(_is_alike, old[1], new))
     if type(live) is kind and is_alike and restore.claim(number, live):
         if new_state is not old_state and new_state != old_state:

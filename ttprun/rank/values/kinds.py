@@ -1,8 +1,8 @@
-"""Which kind of value is recorded how, and which node is restored how: two tables.
+"""How each kind of value is recorded, and each kind of node restored: two tables.
 
-The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class has
-attributes, or is left to the replay (left_to_replay.py), or tells its state otherwise, or is named as not proved
-(not_proved.py). Read EXACT first.
+The type itself decides first (EXACT), then the first base that fits (BY_BASE); an object of any other class is recorded
+by its attributes or by an adapter, left to the replay (left_to_replay.py), or named as not proved (not_proved.py). Read
+EXACT first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _OF_THE_INTERPRETER: tuple[type, ...] = (
     object, types.FrameType, types.TracebackType, types.CodeType, types.CellType, types.MappingProxyType,
     types.GenericAlias, types.UnionType, property, staticmethod, classmethod, super,
 )  # fmt: skip
-# Views of others' data, which scripts change: indices are added, labels replaced.
+# Views of other datasets, which scripts change: indices are added, labels replaced.
 _DATASETS: tuple[type, ...] = (
     torch.utils.data.Subset, torch.utils.data.TensorDataset, torch.utils.data.ConcatDataset,
     torch.utils.data.StackDataset,
@@ -125,7 +125,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     (multiprocessing.queues.Queue, streams.record_line),
     (multiprocessing.queues.SimpleQueue, streams.record_line),
     (multiprocessing.connection.Connection, streams.record_line),
-    (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py knows where it stands
+    (torch.utils.data.dataloader._BaseDataLoaderIter, process_local.record_same),  # loaders.py records its position
     (list, containers.record_sequence(Tag.LIST, list)),
     (tuple, containers.record_tuple),
     (set, containers.record_set(Tag.SET, set)),
@@ -142,7 +142,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     (torch.TypedStorage, tensors.record_storage),
 ]
 
-# Left to the replay, since the iterator and the functions are made by it, or recorded elsewhere.
+# Made by the replay, or recorded elsewhere.
 objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _anneal_func_type _scale_fn_ref")
 objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
 objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
@@ -214,17 +214,17 @@ def handler_for(kind: type) -> Handler:
     compared = iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
     if compiled.hides_state(kind):
         pair = compiled.pair_of(kind)
-        return compared if pair is None else _told_or_compared(adapters.record_with(pair, kind), compared)
+        return compared if pair is None else _recorded_or_compared(adapters.record_with(pair, kind), compared)
     if has_attributes and objects.is_frozen(kind):
         return objects.record_value_object
     return objects.record_object if has_attributes or objects.is_of_user(kind) else compared
 
 
-def _told_or_compared(tell: Handler, compared: Handler) -> Handler:
-    """Of an object of an extension's whose state cannot be recorded a digest is compared, if it gives one."""
+def _recorded_or_compared(record: Handler, compared: Handler) -> Handler:
+    """Record an extension's object; if that fails, compare its digest, if it has one."""
 
     def handle(snapshot: Snapshot, value: object, depth: int) -> object:
-        node = tell(snapshot, value, depth)
+        node = record(snapshot, value, depth)
         return node if node[0] is Tag.STATE else compared(snapshot, value, depth)
 
     return handle

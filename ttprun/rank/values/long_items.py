@@ -1,4 +1,4 @@
-"""The items of long containers: packed once as long as they stay as they are, and then only what was added.
+"""The items of long containers: packed once while they are unchanged, and later only what was added.
 
 A vocabulary, a list of file names, the losses so far, rows as a file of JSON gives them: walking over them at each
 boundary would take longer than a step. Only what can never change is kept so, what lies in lists and dictionaries that
@@ -175,7 +175,7 @@ def _pointers(tensors: list[Any]) -> list[int]:
 
 
 def pack_all(nodes: list[Any]) -> bytes:
-    """Nodes one behind the other: a packed list without its head of 1, 3 or 5 bytes."""
+    """Nodes one after the other: a packed list without its head of 1, 3 or 5 bytes."""
     packed = pack(nodes)
     return packed[1 if len(nodes) < 16 else 3 if len(nodes) < 1 << 16 else 5 :]
 

@@ -19,9 +19,9 @@ import torch
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.plain import BASES
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import ARE_TOLD, Remembered, Unchanged, of_types, version_of
+from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, of_types, version_of
 from ttprun.rank.values.unrecorded import forget_gradient
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import plain
@@ -72,8 +72,8 @@ def _made_by_itself(kind: type) -> frozenset[str]:
 class _Layout:
     """What of a module is as it was at the boundary before.
 
-    modules    (path, module) of the parts that are told here
-    elsewhere  ids of the other parts and tensors, which another variable has told
+    modules    (path, module) of the parts that are recorded here
+    elsewhere  ids of the other parts and tensors, which are recorded with another variable
     moving     (path, attributes, names) to record at each boundary
     settled    (attributes, how to take their settled ones) of each part that has any
     tensors    those that no optimizer updates
@@ -171,7 +171,7 @@ class _Layout:
         if list(map(_HOOKED, self.parameters)) != self.learnt:
             return False
         versions = list(map(version_of, self.scopes))
-        if ARE_TOLD and versions == self.versions:
+        if ARE_COUNTED and versions == self.versions:
             return True
         if list(map(len, self.scopes)) != self.lengths:
             return False
@@ -248,7 +248,9 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
     """Write tensors and attributes into the replacement's module."""
     _, number, kind, packed, attributes, first, wrapped = node
     if not isinstance(live, torch.nn.Module) or name_of(type(live)) != kind:
-        return restore.refuse(live, f"{name} is a module {kind} in the lost rank and {told(live)} in the replacement")
+        return restore.refuse(
+            live, f"{name} is a module {kind} in the lost rank and {kind_of(live)} in the replacement"
+        )
     if wrapped is not None:
         if restore.claim_or_refuse(number, live, name):
             live.training = packed["training"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
 UNTOLD = "it can change, and does not show its state"
@@ -26,6 +26,7 @@ def restore_not_proved(restore: Restore, live: Any, node: list[Any], name: str) 
     """Keep what the replay has made, if it has the same type."""
     if live is MISSING or name_of(type(live)) != node[1]:
         return restore.refuse(
-            live, f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is {told(live)} here"
+            live,
+            f"{name} is a {short_name(node[1])} in the lost rank, cannot be recorded, and is {kind_of(live)} here",
         )
     return live

@@ -1,4 +1,4 @@
-"""Objects: their attributes, whether they stand in a dictionary or in slots.
+"""Objects: their attributes, in a dictionary or in slots.
 
 An object cannot be made in the replacement without running its class's own code, so the replay must have made it; its
 attributes are written into it. A frozen dataclass is a value, and is made anew where it differs.
@@ -15,7 +15,7 @@ from typing import Any
 from ttprun import frameworks
 from ttprun.rank.position.whose import is_state
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import of_types
 
@@ -119,7 +119,7 @@ def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> A
         live = made
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(
-            live, f"{name} is a {short_name(kind)} in the lost rank and {told(live)} in the replacement"
+            live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} in the replacement"
         )
     if restore.claim_or_refuse(number, live, name):
         restore_attributes(restore, live, attributes, name, keep=left_out(type(live)))
@@ -168,7 +168,7 @@ def restore_value_object(restore: Restore, live: Any, node: list[Any], name: str
     """The same object if it has the same fields, else a new one."""
     kind = type(live) if name_of(type(live)) == node[1] else look_up_type(node[1], object)
     if kind is None or not is_frozen(kind):
-        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} here")
     old = attributes_of(live) if type(live) is kind else {}
     fields = {key: restore.value(old.get(key, MISSING), item, f"{name}.{key}") for key, item in node[2].items()}
     if len(old) == len(fields) and all(map(_is_as_it_was, fields.values(), map(old.get, fields))):

@@ -1,4 +1,4 @@
-"""Immutable values: each kind is told by its parts, and made again from them.
+"""Immutable values: each kind is recorded by its parts, and made again from them.
 
 A node is [Tag.PLAIN, kind, *parts]. CODECS holds both directions of every kind; a part is a scalar or such a node.
 """

@@ -39,7 +39,7 @@ def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 
 def record_weak_reference(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A weakref.ref, by what it refers to; one that calls somebody at the end of that is compared by type."""
+    """A weakref.ref, by its referent; one with a callback is compared by type."""
     if value.__callback__ is not None:
         return record_same(snapshot, value, depth)
     referent = value()
@@ -67,7 +67,7 @@ def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> An
 
 
 def restore_closed(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """A file that is closed: `with open(...) as file` leaves its name behind. Any closed file will do."""
+    """A closed file, which `with open(...) as file` leaves in a variable. Any closed file matches."""
     if getattr(live, "closed", False) is True:
         return live
     made = io.BytesIO()
@@ -88,7 +88,7 @@ def record_unknown(snapshot: Snapshot, value: Any, depth: int) -> Any:
     except Exception:
         return record_not_proved(snapshot, value)
     if apart.blobs or _is_untold(nodes):
-        return record_not_proved(snapshot, value, "it holds what cannot be told")
+        return record_not_proved(snapshot, value, "its content cannot be recorded")
     return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(packed)]
 
 

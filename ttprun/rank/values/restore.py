@@ -139,8 +139,8 @@ class Restore:
         return live
 
 
-def told(value: Any) -> str:
-    """A value's type, for a reason."""
+def kind_of(value: Any) -> str:
+    """The name of a value's type, for a reason."""
     if value is MISSING:
         return "not set"
     return value.__qualname__ if isinstance(value, type) else type(value).__qualname__
@@ -155,7 +155,7 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     mine = restore.snapshot(live)
     if mine[:2] != node[:2] if mine.__class__ is list else True:
         return restore.refuse(
-            live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} in the replacement"
+            live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} in the replacement"
         )
     if mine != node:
         return restore.refuse(

@@ -1,9 +1,9 @@
-"""What gives data one piece after the other, and cannot be asked twice: files that are read, queues that are filled.
+"""Sources of data that can be read only once: files that are read, queues that are filled.
 
-A file is set to where it stood. A queue holds what it held; but who fills it beside the main thread, a thread or a
-process that the script has started, begins anew in a replacement, and how far it had come is not to be known. A queue
-from which another thread alone takes what the main thread puts in only goes out: a log, a tracker. It is an effect,
-and what it holds is left alone: at a fault a few entries may be missing from the log, or stand there twice.
+A file is set to its position. A queue gets its items back; but a thread or process of the script that fills it starts
+again in a replacement, and its progress is unknown. A queue that the main thread fills and only another thread reads (a
+log, a tracker) is an effect, and its items are left alone: at a fault a few entries may be missing from the log, or be
+there twice.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ttprun.rank.values import objects
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, short_name
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.process_local import record_same
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
 
 def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A file: one that is read by its position; of one that is written (files.py sees to it) whether it is open."""
+    """A file: the position of one that is read; of one that is written (files.py handles it), whether it is open."""
     kind = name_of(type(value))
     if value.closed:
         return [Tag.CLOSED, kind]
@@ -46,7 +46,7 @@ def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     """Set it to where the lost rank's stood."""
     _, number, kind, position = node
     if name_of(type(live)) != kind or live.closed:
-        return restore.refuse(live, f"{name} is an open {short_name(kind)} in the lost rank, and {told(live)} here")
+        return restore.refuse(live, f"{name} is an open {short_name(kind)} in the lost rank, and {kind_of(live)} here")
     if restore.claim_or_refuse(number, live, name):
         live.seek(position)
     return live
@@ -127,7 +127,7 @@ def _only_writes(thread: threading.Thread) -> bool:
 def restore_effect(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """What the replay has made stays, if it is of the same type."""
     if live is MISSING or name_of(type(live)) != node[1]:
-        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a {short_name(node[1])} in the lost rank and {kind_of(live)} here")
     return live
 
 

@@ -16,7 +16,7 @@ from ttprun.rank.position import iterables, loops
 from ttprun.rank.position.frames import variables_of
 from ttprun.rank.position.whose import follows_loops
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
 
@@ -48,7 +48,7 @@ def record_generator(snapshot: Snapshot, value: types.GeneratorType[Any, Any, An
     if id(value) in snapshot.followed:
         snapshot.followed |= iterables.ids_of_generators((value.gi_yieldfrom,))
     elif _hides_position(value):
-        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which does not tell how far its loops are"]
+        return [Tag.REFUSED, f"is the generator {value.__qualname__}, which does not show the positions of its loops"]
     for loop in active:
         loop.note_suspended()
     snapshot.generator_loops += [snapshot.loop(loop) for loop in active]
@@ -61,7 +61,7 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
     """Write its variables; it must stand at the same instruction."""
     _, number, where, stands_at, variables, inner = node
     if not isinstance(live, types.GeneratorType) or _where(live) != where:
-        return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is the generator {where} in the lost rank and {kind_of(live)} here")
     frame = live.gi_frame
     if _stands_at(live) != stands_at:
         return restore.refuse(live, f"{name} is a generator that stands elsewhere than in the lost rank")
@@ -74,21 +74,21 @@ def restore_generator(restore: Restore, live: Any, node: list[Any], name: str) -
 
 
 def restore_loop(restore: Restore, loop: loops.Loop, fields: dict[str, Any]) -> None:
-    """Write what a loop under way runs over, as it is in the loop's record."""
+    """Write what an active loop iterates over, from the loop's record."""
     live, node = iterables.over(loop), fields["over"]
     is_within = type(live) is tuple or (node.__class__ is list and node[0] == Tag.TUPLE)
     if is_within:
         _put_in_place(restore, live or (), node[1] if node else [], f"{loop.site.key}: ")
     else:
-        restore.value(live, node, f"{loop.site.key}: {told(live)}")
+        restore.value(live, node, f"{loop.site.key}: {kind_of(live)}")
 
 
 def _put_in_place(restore: Restore, live: Sequence[Any], nodes: list[Any], name: str) -> None:
-    """Have iterators that loops run over stand as in the lost rank: they cannot be replaced by others."""
+    """Set iterators that loops use to the lost rank's positions: they cannot be replaced by others."""
     if len(live) != len(nodes):
         restore.refuse(live, f"{name}a loop runs over other iterators than in the lost rank")
         return
     for items, node in zip(live, nodes, strict=True):
-        if restore.value(items, node, f"{name}{told(items)}") is not items:
+        if restore.value(items, node, f"{name}{kind_of(items)}") is not items:
             why = "a loop runs over it, and it stands elsewhere than in the lost rank"
-            restore.refuse(items, f"{name}{told(items)}: {why}")
+            restore.refuse(items, f"{name}{kind_of(items)}: {why}")

@@ -23,7 +23,7 @@ from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_follo
 from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.not_proved import record_not_proved
-from ttprun.rank.values.restore import Restore, told
+from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
 from ttprun.rank.weights.sharded import local_of
@@ -134,7 +134,7 @@ def _form(value: torch.Tensor) -> list[Any]:
 
 
 def _is_held(snapshot: Snapshot, value: torch.Tensor) -> bool:
-    """Whether it is a part of a tensor that the script is known to change, or that a module has told."""
+    """Whether it is a part of a tensor that the script is known to change, or that a module has recorded."""
     base = value._base
     return (
         base is not None
@@ -332,7 +332,7 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if index >= len(restore.stepped):
         if is_alike:
             return live
-        return restore.refuse(live, f"{name} is a weight in the lost rank and {told(live)} here")
+        return restore.refuse(live, f"{name} is a weight in the lost rank and {kind_of(live)} here")
     whole = restore.stepped[index]
     owner, held = local_of(whole), local_of(live) if is_alike else None
     offset = owner.storage_offset() if offset is None else offset

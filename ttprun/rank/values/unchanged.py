@@ -1,8 +1,8 @@
-"""The one tracker of change: what was made of an object at a boundary before counts as long as that is as it was.
+"""The one change tracker: results computed from an object at an earlier boundary are valid while it is unchanged.
 
-`Unchanged` tells whether lists and dictionaries hold the very objects that they held: of a dictionary a version tells,
-which torch gives (CPython's own up to 3.11, a watcher's later); where that is another one, and of lists, the items are
-compared. `Remembered` holds what was made, as long as it is asked for at each boundary.
+`Unchanged` decides whether lists and dictionaries hold the same objects as before: of a dictionary by a version from
+torch (CPython's own up to 3.11, a watcher's later); if that has changed, and of lists, the items are compared.
+`Remembered` holds results, as long as they are used at each boundary.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, Generic, TypeVar
 from torch._C._dynamo import guards
 
 V = TypeVar("V")
-# Should torch come without it, all is compared.
+# Without it in torch, everything is compared.
 version_of: Callable[[dict[Any, Any]], int] = getattr(
     guards, "dict_version", lambda dictionary: 0
-)  # another one after each change
+)  # changes with each change of the dictionary
 
 
 class _Probe:
     pass
 
 
-def _are_told() -> bool:
-    """Whether this interpreter gives a dictionary another version with each kind of change."""
+def _are_counted() -> bool:
+    """Whether a dictionary's version changes with each kind of change in this interpreter."""
     probe = _Probe()
     of_object, plain = vars(probe), {"x": 0}
     seen = [version_of(of_object), version_of(plain)]
-    for number in range(64):  # as often as it takes the interpreter to choose its quickest way
+    for number in range(64):  # until the interpreter has specialized the code
         probe.x = number  # type: ignore[attr-defined]
         plain["x"] = number + 1
         now = [version_of(of_object), version_of(plain)]
@@ -43,11 +43,11 @@ def _are_told() -> bool:
     return version_of(of_object) != seen[0] and version_of(plain) != seen[1]
 
 
-ARE_TOLD = _are_told()
+ARE_COUNTED = _are_counted()
 
 
 class Unchanged:
-    """What some lists and dictionaries hold. Keeps them, and what they hold, alive."""
+    """The contents of some lists and dictionaries, which are kept alive."""
 
     __slots__ = ("_contents", "_dictionaries", "_items", "_lengths", "_lists", "_versions")
 
@@ -61,7 +61,7 @@ class Unchanged:
         self.add(containers)
 
     def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Further ones, as they are now."""
+        """Add containers with their current contents."""
         for one in containers:
             if isinstance(one, dict):
                 self._dictionaries.append(one)
@@ -73,11 +73,11 @@ class Unchanged:
                 self._items += one
 
     def holds(self) -> bool:
-        """Whether all hold the very same objects, in the same order."""
+        """Whether all hold the same objects, in the same order."""
         versions = list(map(version_of, self._dictionaries))
-        if versions != self._versions or not ARE_TOLD:
+        if versions != self._versions or not ARE_COUNTED:
             for at, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
-                if now != before or not ARE_TOLD:
+                if now != before or not ARE_COUNTED:
                     one = self._dictionaries[at]
                     if not _are_the_same([*one, *one.values()], self._contents[at]):
                         return False
@@ -93,7 +93,7 @@ def _are_the_same(items: list[Any], others: list[Any]) -> bool:
 
 
 class Remembered(Generic[V]):
-    """What was made of objects, by a key; what was not asked for at the boundary before is forgotten."""
+    """Results by key; those that were not used at the previous boundary are forgotten."""
 
     def __init__(self) -> None:
         self._now: dict[Hashable, V] = {}
@@ -101,7 +101,7 @@ class Remembered(Generic[V]):
         _all.append(self)
 
     def get(self, key: Hashable) -> V | None:
-        """What was kept under a key."""
+        """The result of a key, or None."""
         found = self._now.get(key)
         if found is None:
             found = self._before.get(key)
@@ -110,11 +110,11 @@ class Remembered(Generic[V]):
         return found
 
     def keep(self, key: Hashable, made: V) -> None:
-        """Keep it for the next boundary."""
+        """Keep a result for the next boundary."""
         self._now[key] = made
 
     def begin_boundary(self) -> None:
-        """Forget what was not asked for since the last call."""
+        """Forget what was not used since the last call."""
         self._before, self._now = self._now, {}
 
 
@@ -123,20 +123,20 @@ _of_types: list[Any] = []
 
 
 def of_types(function: Callable[[type], V]) -> Callable[[type], V]:
-    """A decorator: what a function gives for a type is kept until the run of the script is over."""
+    """A decorator: cache a function of a type until the run of the script is over."""
     cached = functools.cache(function)
     _of_types.append(cached)
     return cached
 
 
 def begin_boundary() -> None:
-    """A boundary begins: of all that is remembered."""
+    """Begin a boundary for all results."""
     for one in _all:
         one.begin_boundary()
 
 
 def forget() -> None:
-    """Nothing is remembered any more."""
+    """Forget everything."""
     begin_boundary()
     begin_boundary()
     for cached in _of_types:

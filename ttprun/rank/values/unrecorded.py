@@ -49,21 +49,23 @@ def forget_gradient(tensor: torch.Tensor) -> None:
 class Unrecorded:
     """Raises UnrecordedTensorError at every use."""
 
-    __slots__ = ("__weakref__", "_shape", "_told")
+    __slots__ = ("__weakref__", "_description", "_shape")
 
     def __init__(self, name: str, shape: list[int]) -> None:
-        object.__setattr__(self, "_told", f"{name} of shape {shape}")
+        object.__setattr__(self, "_description", f"{name} of shape {shape}")
         object.__setattr__(self, "_shape", shape)
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":  # isinstance may ask
             return Unrecorded
-        raise UnrecordedTensorError(f"{told(self)} is used after the optimizer step and is too large to record")
+        raise UnrecordedTensorError(
+            f"{description_of(self)} is used after the optimizer step and is too large to record"
+        )
 
 
-def told(value: Unrecorded) -> str:
+def description_of(value: Unrecorded) -> str:
     """Its variable and shape."""
-    found: str = object.__getattribute__(value, "_told")
+    found: str = object.__getattribute__(value, "_description")
     return found
 
 

@@ -1,10 +1,10 @@
-"""Which memory has been written since it was last asked, told by the kernel: whoever has written, and in whatever way.
+"""Ask the kernel which memory has been written since the last call, by any code of this process.
 
-Linux 6.7 and later note it page by page (userfaultfd's asynchronous write protection, read by the PAGEMAP_SCAN ioctl of
-/proc/self/pagemap; see the kernel's Documentation/admin-guide/mm/pagemap.rst). To ask takes microseconds, where to hash
-the memory takes milliseconds. A first write to a page costs a fault of about a microsecond, a read nothing. Elsewhere,
-and where a container forbids userfaultfd, `watch` gives None. Memory that other processes or devices write is not
-watched: their writes are not seen.
+Linux 6.7 and later record it page by page (userfaultfd's asynchronous write protection, read by the PAGEMAP_SCAN ioctl
+of /proc/self/pagemap; see the kernel's Documentation/admin-guide/mm/pagemap.rst). A query takes microseconds, hashing
+the memory takes milliseconds. The first write to a page costs a fault of about a microsecond, reads cost nothing. On
+other kernels, and in containers that forbid userfaultfd, `watch` returns None. Shared memory is not watched: writes of
+other processes and devices are not seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import struct
 from typing import Any
 
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}.get(os.uname().machine)
-_USER_MODE_ONLY = 1  # what anybody may ask for
+_USER_MODE_ONLY = 1  # allowed without privileges
 _HANDSHAKE, _REGISTER, _UNREGISTER = 0xC018AA3F, 0xC020AA00, 0x8010AA01  # ioctls of userfaultfd
 _VERSION = 0xAA
 _ASYNCHRONOUS, _UNPOPULATED_TOO = 1 << 15, 1 << 13  # features
@@ -29,13 +29,13 @@ _IS_WRITTEN = 1 << 1  # category of a page
 # Size, flags, start, end, end of the walk, address of regions, their number, most pages, categories: inverted, of all,
 # of any, returned.
 _SCAN_ARGUMENTS = struct.Struct("<12Q")
-_MOST = 64  # ranges; to begin takes milliseconds
-_MOST_BYTES = 512 << 20  # of all ranges: to ask takes half a microsecond a MiB
+_MOST = 64  # ranges; beginning takes milliseconds
+_MOST_BYTES = 512 << 20  # of all ranges: a query takes half a microsecond per MiB
 
 _files: tuple[int, int] | None = None  # userfaultfd, pagemap
 _is_refused = False
 _watched: list[tuple[int, int]] = []  # pages
-_REGIONS = 1024  # of written pages, that one scan tells of and protects again
+_REGIONS = 1024  # of written pages, that one scan reports and protects again
 _ROUNDS = 64
 _regions = (ctypes.c_uint64 * (3 * _REGIONS))()
 
@@ -43,7 +43,7 @@ _regions = (ctypes.c_uint64 * (3 * _REGIONS))()
 class Watched:
     """A range of memory that is watched from now on.
 
-    is_over   it is not watched any more, and never known to be untouched
+    is_over   it is not watched any more, so never known to be untouched
 
     Raises OSError if the kernel does not watch it.
     """
@@ -55,10 +55,10 @@ class Watched:
         if self._begin_pages >= self._end_pages or not _is_private(self._begin_pages, self._end_pages):
             raise OSError("not memory of this process alone")
         if any(begin < self._end_pages and self._begin_pages < end for begin, end in _watched):
-            raise OSError("watched already: what one has asked for, the other would not be told any more")
+            raise OSError("watched already: a scan for one range would hide writes from the other")
         if sum(end - begin for begin, end in _watched) + self._end_pages - self._begin_pages > _MOST_BYTES:
             raise OSError("to watch that much would take too long")
-        # In front of the first whole page and behind the last one lies others' memory too.
+        # The pages at both ends are shared with other data: their bytes are compared.
         ends = ((at, self._begin_pages), (self._end_pages, at + size))
         self._edges: Any = [(ctypes.c_char * (end - begin)).from_address(begin) for begin, end in ends]
         self._faults, self._pagemap = _open()
@@ -72,33 +72,33 @@ class Watched:
         self.note()
 
     def note(self) -> None:
-        """What is in it now is what it is compared with."""
-        for _ in range(_ROUNDS):  # a thread of the script's may write all the time
+        """Begin a new comparison with the current content."""
+        for _ in range(_ROUNDS):  # a thread of the script may write all the time
             if not self._has_written_pages():
                 break
         self._seen_beside = [edge.raw for edge in self._edges]
         self._is_touched = False
 
     def is_untouched(self) -> bool:
-        """Whether nothing has been written to it since `note`."""
+        """Whether it was not written since `note`."""
         if not self._is_touched:
             self._is_touched = self._has_written_pages() or [edge.raw for edge in self._edges] != self._seen_beside
         return not (self._is_touched or self.is_over)
 
     def _has_written_pages(self) -> bool:
-        """Whether a page was written; those that are found are protected again."""
+        """Whether a page was written; such pages are protected again."""
         if self.is_over:
             return False
         try:
             return bool(fcntl.ioctl(self._pagemap, _SCAN, bytearray(self._ask)))
-        except OSError:  # it is mapped otherwise by now
+        except OSError:  # it was mapped again
             self.is_over = True
             return False
 
     def end(self) -> None:
-        """It is not watched any more; its memory may be gone."""
+        """Stop watching; the memory may be freed already."""
         pages = (self._begin_pages, self._end_pages)
-        if not _watched or pages not in _watched:  # in a forked child, and when the interpreter ends, there are none
+        if not _watched or pages not in _watched:  # as in a forked child, or when the interpreter ends
             return
         _watched.remove(pages)
         self.is_over = True
@@ -123,7 +123,7 @@ def watch(at: int, size: int) -> Watched | None:
 
 
 def forget() -> None:
-    """Nothing is watched any more."""
+    """Stop watching everything."""
     global _files, _is_refused
     for file in _files or ():
         os.close(file)
@@ -132,7 +132,7 @@ def forget() -> None:
 
 
 def _leave_to_parent() -> None:
-    """A forked child has other memory, and must not end what its parent watches by the same files."""
+    """A forked child has other memory, and must not use its parent's files."""
     global _files
     _watched.clear()
     _files = None
@@ -142,7 +142,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _open() -> tuple[int, int]:
-    """The two files. Raises OSError if this kernel, or this container, has no such thing."""
+    """The two files. Raises OSError if this kernel or container does not support them."""
     global _files
     if _files is None:
         if _USERFAULTFD is None:
@@ -162,7 +162,7 @@ def _open() -> tuple[int, int]:
 
 
 def _is_private(begin: int, end: int) -> bool:
-    """Whether all of a range is memory that no other process maps, and no file lies behind."""
+    """Whether all of a range is private anonymous memory."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             where, mode, _, _, inode, *_ = line.split(maxsplit=5)
