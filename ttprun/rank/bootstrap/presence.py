@@ -1,4 +1,4 @@
-"""A rank before it has imported torch: it answers the agent, and can be lost or take part in others' recovery.
+"""A rank before it has imported torch: it answers the agent, and can be lost or take part in a recovery.
 
 Standard library only. When the script imports torch, the hooks take over the channel (`hand_over`).
 """

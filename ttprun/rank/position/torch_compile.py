@@ -20,7 +20,7 @@ _RULES = "torch._dynamo.trace_rules"
 
 
 def leave_us_alone() -> None:
-    """Tell Dynamo not to trace our modules, now or when it is imported."""
+    """Exclude our modules from Dynamo's tracing, now or when it is imported."""
     if _RULES in sys.modules:
         _add_rules()
     else:

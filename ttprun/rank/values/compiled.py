@@ -1,9 +1,9 @@
-"""Objects of compiled extensions: state that is not in Python attributes, by the protocols that such objects have.
+"""Objects of compiled extensions, whose state is not in Python attributes, by the protocols that such objects have.
 
-A simulator or decoder tells its state by `__getstate__` and takes one by `__setstate__`, or by a pair of methods of
-other names (PAIRS). The state is written as plain values and put into the object that the replay has made; then it is
-asked for again, since some (pybind11's) pass over a second `__setstate__` without a word. What has no such pair is
-compared by what it would give to pickle, or named as not proved. Nothing is unpickled.
+A simulator or decoder returns its state by `__getstate__` and sets it by `__setstate__`, or by a pair of methods of
+other names (PAIRS). The state is recorded as plain values and set on the object that the replay has made; then it is
+read again, since some (pybind11's) silently ignore a second `__setstate__`. Objects without such a pair are compared by
+their pickled state, or named as not proved. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Pair:
     def restore(self, value: Any, state: Any) -> None:
         getattr(value, self._put)(state)
         if self.record(value) != state:
-            raise ValueError(f"{self._put} has not taken the state over")
+            raise ValueError(f"{self._put} has not set the state")
 
 
 def pair_of(kind: type) -> Pair | None:
-    """How the objects of a type that hides state tell it; None if they hide none, or do not tell."""
+    """The methods to read and set hidden state of a type's objects; None if they have none."""
     if not hides_state(kind):
         return None
     for get, put in PAIRS:
@@ -47,12 +47,12 @@ def pair_of(kind: type) -> Pair | None:
 
 
 def hides_state(kind: type) -> bool:
-    """Whether objects hold more than attributes and slots of Python's: then a part of them was compiled."""
+    """Whether objects hold more than Python's attributes and slots, as those of compiled extensions do."""
     return any(_own_bytes(base) > 0 for base in kind.__mro__[:-1])
 
 
 def _own_bytes(kind: Any) -> int:
-    """Bytes that a class adds to its base's objects beside slots, dictionary and weak references."""
+    """Bytes that a class adds to its base's objects, without slots, dictionary and weak references."""
     held = vars(kind)
     names = held.get("__slots__", ())
     slots = [one for one in held.values() if type(one).__name__ == "member_descriptor"] if names else []

@@ -1,9 +1,9 @@
 """The items of long containers: packed once while they are unchanged, and later only what was added.
 
-A vocabulary, a list of file names, the losses so far, rows as a file of JSON gives them: walking over them at each
-boundary would take longer than a step. Only what can never change is kept so, what lies in lists and dictionaries that
-are tracked (unchanged.py), and tensors that optimizers update, by where they lie. Lists and dictionaries among the
-items may be held elsewhere too, as the row at which a loop stands: they have numbers of their own, the same at each
+E.g. a vocabulary, a list of file names, the losses so far, rows of a JSON file: walking over them at each boundary
+would take longer than a step. This is done for items that can never change, for lists and dictionaries whose changes
+are tracked (unchanged.py), and for tensors that optimizers update, by their addresses. Lists and dictionaries among the
+items may be referenced elsewhere too, such as a loop's current row: they have numbers of their own, the same at each
 boundary. Begin with `kept_items`.
 """
 
@@ -20,14 +20,14 @@ from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import Remembered, Unchanged
 from ttprun.rank.weights.sharded import is_distributed, local_of
 
-MIN_ITEMS = 12  # below, packing anew is as fast
+MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
-WALKS = 16  # boundaries for which what has changed, or cannot be kept, is walked over before it is tried once more
-_next = 1 << 24  # number of the next object in rows; above all that a snapshot gives
+WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
+_next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
 class _Walk(Snapshot):
-    """Gives numbers of its own.
+    """A walk that assigns numbers of its own.
 
     is_relative   they begin at 0: equal items in two processes have equal nodes
     """
@@ -49,9 +49,9 @@ class _Walk(Snapshot):
 
 
 class Kept:
-    """What is known of the items of one container.
+    """What is remembered of the items of one container.
 
-    packed    their nodes, one behind the other
+    packed    their nodes, one after the other
     numbers   of the lists and dictionaries in them, by their ids
     first     in a container of more than MAX_ITEMS, the lowest of these
     objects   the same lists and dictionaries, in the order of their numbers
@@ -123,7 +123,7 @@ class Kept:
             return False
 
     def _add(self, container: Any, items: list[Any], snapshot: Snapshot) -> bool:
-        """Take up the items behind those that are known."""
+        """Add the items after those that are known."""
         nodes = added = [*items][len(self._items) :]
         if not set(map(type, added)) <= SETTLED:
             if issubclass(next(iter(items)).__class__, Tensor):

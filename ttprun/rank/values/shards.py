@@ -1,8 +1,8 @@
 """Sharded tensors (DTensor) in variables: a parameter itself, the norm of its gradients, an average of weights.
 
 [tag, number, node of what this rank holds, [shape of the whole, how it is sharded], whether it was computed with
-gradients]. What optimizers update is told like any other weight. Meshes are not recorded, so the replay must have made
-a tensor that is sharded alike: its local part is written.
+gradients]. Tensors that optimizers update are recorded like any other weight. Meshes are not recorded, so the replay
+must have made a tensor that is sharded alike: its local part is written.
 """
 
 from __future__ import annotations

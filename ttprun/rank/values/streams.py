@@ -31,19 +31,19 @@ def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
         return [Tag.SAME, kind, ""]
     try:
         position = value.tell()
-    except OSError:  # of a text file that something takes line by line
-        return [Tag.REFUSED, "is a file that is read by next(), and does not tell how far"]
+    except OSError:  # a text file that is read line by line
+        return [Tag.REFUSED, "is a file that is read by next(), which hides its position: read it by a `for` loop"]
     return [Tag.FILE, snapshot.number(value), kind, position]
 
 
 def record_map(snapshot: Snapshot, value: Any, depth: int) -> Any:
-    """A file in memory, mmap.mmap: it is read on from where it stands."""
+    """A file in memory, mmap.mmap, by its position."""
     kind = name_of(type(value))
     return [Tag.CLOSED, kind] if value.closed else [Tag.FILE, snapshot.number(value), kind, value.tell()]
 
 
 def restore_file(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Set it to where the lost rank's stood."""
+    """Set it to the lost rank's position."""
     _, number, kind, position = node
     if name_of(type(live)) != kind or live.closed:
         return restore.refuse(live, f"{name} is an open {short_name(kind)} in the lost rank, and {kind_of(live)} here")

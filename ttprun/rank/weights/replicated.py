@@ -157,7 +157,7 @@ def keys() -> list[str]:
 
 
 def take_over(header: list[Any], fill: Callable[[str, torch.Tensor], None]) -> None:
-    """Load the state that another rank has described; the device is told that repaired memory is safe.
+    """Load the state that another rank has described, and mark it as safe for the device.
 
     header  from `describe`
     fill    called with the key of each tensor, in that order, and with the tensor (maybe sharded) to write to
