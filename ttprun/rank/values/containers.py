@@ -64,11 +64,6 @@ def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list
     return [name_of(kind), attributes]
 
 
-def nodes_of_items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> Any:
-    """Nodes of an object's items, packed if they are many and unchanged; as _items."""
-    return _packed(_items(snapshot, value, items, depth, which))
-
-
 def _items(snapshot: Snapshot, value: Any, items: list[Any], depth: int, which: int = 0) -> list[Any] | Kept:
     """Nodes of items; remembered ones if they are many and unchanged."""
     if len(items) < MIN_ITEMS:
