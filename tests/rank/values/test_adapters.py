@@ -172,7 +172,7 @@ class Deaf(Simulator):
 
 
 def test_an_object_of_an_extension_that_does_not_take_a_state_over_is_refused() -> None:
-    with pytest.raises(CannotRestoreError, match="setstate has not taken the state over"):
+    with pytest.raises(CannotRestoreError, match="setstate has not set the state"):
         carry({"game": Deaf(1)}, {"game": Deaf(2)})
 
 
