@@ -1,6 +1,6 @@
-"""A checkpoint of other ranks or other arguments: whether this run can go on from it, and what the user must know.
+"""A checkpoint of other ranks or other arguments: whether this run can resume from it, and what the user must know.
 
-What can be seen in the old ranks' records is refused here, before anything is started; the rest is found by the ranks
+What the old ranks' records show is refused here, before anything is started; the ranks find the rest
 (`ttprun.elastic_resume.adapted`). Begin with `adapted`.
 """
 
@@ -25,13 +25,13 @@ _MOST_NAMES = 12
 
 
 def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs: str) -> Stored:
-    """The checkpoint for a run of other ranks or arguments; says what is not as it would have been.
+    """The checkpoint for a run of other ranks or arguments; warns about the differences from an uninterrupted run.
 
     paths         of the old ranks' own parts
     world_size    ranks of the new run
-    what_differs  in a phrase, for the user
+    what_differs  a phrase for the user
 
-    Raises ConfigError if no rank could go on from it, and InvalidCheckpointError.
+    Raises ConfigError if no rank could resume from it, and InvalidCheckpointError.
     """
     firsts, lasts = [], []
     for rank in range(len(paths)):
@@ -44,7 +44,7 @@ def adapted(stored: Stored, paths: Sequence[str], world_size: int, what_differs:
     names = sorted(
         {name for first, last in zip(firsts, lasts, strict=True) for name in _that_differ(first, last, lasts[0])}
     )
-    logger.warning("%s", _told(stored, len(paths), world_size, what_differs, names))
+    logger.warning("%s", _warning(stored, len(paths), world_size, what_differs, names))
     return replace(stored, origin=Origin(len(paths), tuple(paths)))
 
 
@@ -74,7 +74,7 @@ def _why_not(last: dict[str, Any]) -> str:
 
 
 def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
-    """Variables that have changed in a rank since its first step, and are not what another rank has."""
+    """Variables that have changed in a rank since its first step, and differ from another rank's."""
     changes, difference = Comparison(first, last), Comparison(other, last)
     scopes = [*zip(first.variables, last.variables, other.variables, strict=False)]
     scopes += [
@@ -88,7 +88,7 @@ def _that_differ(first: Tree, last: Tree, other: Tree) -> Iterator[str]:
                 yield name
 
 
-def _told(stored: Stored, old: int, new: int, what_differs: str, names: Sequence[str]) -> str:
+def _warning(stored: Stored, old: int, new: int, what_differs: str, names: Sequence[str]) -> str:
     parts = [
         f"checkpoint '{stored.place}' {what_differs}: all ranks set themselves up anew, and take over what has changed"
     ]
@@ -97,9 +97,9 @@ def _told(stored: Stored, old: int, new: int, what_differs: str, names: Sequence
     else:
         parts.append(f"resumed on {new} rank{'s' * (new > 1)} from {old}: sums are rounded otherwise, so not bit-exact")
         parts.append(f"rank r takes the variables of old rank r mod {old}")
-        told = ", ".join(names[:_MOST_NAMES]) + ("" if len(names) <= _MOST_NAMES else ", ...")
+        shown = ", ".join(names[:_MOST_NAMES]) + ("" if len(names) <= _MOST_NAMES else ", ...")
         if names:
-            parts.append(f"which differed between the ranks in: {told}")
+            parts.append(f"which differed between the ranks in: {shown}")
     if new > old:
         parts.append(
             f"ranks {old} and above draw random numbers that are derived from those"

@@ -1,12 +1,12 @@
-"""Going on from a checkpoint of other ranks, or of other arguments: what was recorded does not fit as it is.
+"""Resume from a checkpoint of other ranks, or of other arguments.
 
-All ranks run the script from its top, and their set-up is live: collectives really communicate, so that rank, world
-size and all that follows from them are the new run's. As in a replay, output goes to a log, loops jump to where the old
-run stood, and DataLoaders begin with what is left of the epoch. The first step behind the jump is trained on any data,
-and undone: where it comes to the old run's boundary, what the training had changed there is put into the variables
-(values/merge.py), afterwards the checkpoint's tensors are loaded, and the job goes on from there.
+All ranks run the script from its top, and their setup is live: collectives really communicate, so that rank, world size
+and all that depends on them are the new run's. As in a replay, output goes to a log, loops jump to the old run's
+positions, and DataLoaders begin with the rest of the epoch. The first step after the jump is trained on any data, and
+undone: at the old run's boundary, what the training had changed is written into the variables (merge.py), then the
+checkpoint's tensors are loaded, and the job resumes there.
 
-Nobody can compare that with an undisturbed run. What does not fit is refused, with a reason.
+There is no undisturbed run to compare with. What does not match is refused, with a reason.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ttprun.rank.values.nodes import Tag
 
 
 class Adapted(Replay):
-    """The set-up of one rank of the new run, up to the old run's boundary.
+    """The setup of one rank of the new run, up to the old run's boundary.
 
-    adapt   whose variables are taken over
+    adapt   the old ranks whose variables it takes
     """
 
     is_alone = False
@@ -66,7 +66,7 @@ class Adapted(Replay):
         self._forward = register_module_forward_pre_hook(self._before_forward)
 
     def iterator_to_make(self, loader: Any, name: list[Any]) -> dict[str, Any] | None:
-        """What a loader's iterator begins with: dummies, and then what is left of the epoch."""
+        """What a loader's iterator yields: dummies, and then the rest of the epoch."""
         recorded = super().iterator_to_make(loader, name)
         if recorded is None:
             return None
@@ -76,13 +76,13 @@ class Adapted(Replay):
             left = rest_of_epoch.rest_of(recorded)
         except rest_of_epoch.CannotDistributeError as error:
             where = name[0].rpartition("|")[2].rpartition("/")[2]
-            self.refuse(f"the DataLoader of {where} cannot go on with other ranks: {error}")
+            self.refuse(f"the DataLoader of {where} cannot resume with other ranks: {error}")
         epochs = (recorded.get("first") or recorded)["epochs"]
         changed = {"yielded": 0, "lead": 0, "workers": None, "held": b"", "rest": left, "source": source}
         return recorded | changed | {"epochs": epochs, "first": None}
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """The first step begins with the first call of a model that learns: note how the set-up has left things."""
+        """The first step begins with the first call of a model that trains: record the variables after the setup."""
         is_in_loop = bool(self._loops_used) or not any(self._target["loops"])
         if not is_in_loop or not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
             return
@@ -90,10 +90,10 @@ class Adapted(Replay):
         try:
             self._before_first_step = step_hooks.look(sys._getframe(1))
         except Exception as error:  # it must not end the script's own step
-            self.refuse(f"the variables in front of the first step cannot be read: {error!r}")
+            self.refuse(f"the variables before the first step cannot be read: {error!r}")
 
     def before_step(self, frame: FrameType, returned: Any = None) -> Any:
-        """Pre-hook of Optimizer.step: take over what the old run had at its boundary, once the script stands there."""
+        """Pre-hook of Optimizer.step: at the old run's boundary, take its variables."""
         assert not self._has_arrived
         self._note_setup()
         difference = difference_of_place(self._target, frame) or self._difference_of_loaders()
@@ -108,19 +108,19 @@ class Adapted(Replay):
             raise
         except CannotRestoreError as error:
             self.refuse(str(error))
-        except Exception as error:  # the script must not go on with half of it
+        except Exception as error:  # the script must not run with half of the variables
             self.refuse(f"the variables cannot be taken over: {error!r}")
         self._has_arrived = self._is_at_target = True
         loops.give_back()
         return returned
 
     def _difference_of_loaders(self) -> str:
-        """Each iterator has handed out the dummies, and what is read ahead."""
+        """How far the iterators are from the dummies and what is read ahead; "" if they have yielded these."""
         handed = sorted((it["name"], it["yielded"]) for it in loaders.records())
         expected = sorted((it["name"], max(1, it["lead"])) for it in self._target["loaders"])
         if handed == expected:
             return ""
-        return f"its DataLoaders have handed out {handed} in the first step, and in the old run {expected}"
+        return f"its DataLoaders have yielded {handed} in the first step, and in the old run {expected}"
 
     def _take_over(self, frame: FrameType, returned: Any) -> Any:
         session = self.session
@@ -136,8 +136,8 @@ class Adapted(Replay):
         taken = Record(self._target.fields | merge.record(), merge.blobs)
         if merge.left != ahead:
             raise CannotRestoreError(
-                "batches that were fetched ahead are not among the variables as the DataLoader has made them, so they "
-                "cannot be told from the rest"
+                "prefetched batches are not in the variables as the DataLoader has made them, so they cannot be "
+                "distinguished from other data"
             )
         restore, returned = self._restore(taken, frame, returned, is_comparing=True)
         if self._derived is not None:
@@ -148,12 +148,12 @@ class Adapted(Replay):
         fields["is_straight"] = True
         fields |= {name: self._target[name] for name in ("weights", "files")}
         fields["held"] = self._target.fields.get("held", b"")
-        fields["loaders"] = mine.fields["loaders"]  # what was put in may have been written over the newest batch
+        fields["loaders"] = mine.fields["loaders"]  # the restored variables may have overwritten the newest batch
         session.recorder.write(self.boundary, pack(fields), tensors)
         return returned
 
     def _order_buckets(self) -> None:
-        """The first step was a real one for DDP, in all ranks: it goes on by itself."""
+        """Nothing to do: for DDP the first step was a real one, in all ranks."""
         self.session.journal.clear()
 
 
@@ -175,7 +175,7 @@ def _generators_in(tree: Tree) -> list[list[Any]]:
 
 
 def _derive(fields: dict[str, Any], derived: Derived) -> None:
-    """Put derived random states in the place of an old rank's."""
+    """Replace an old rank's random states by derived ones."""
     fields["rng"] = derived.states(fields["rng"])
     for loop in (*(loop for of_frame in fields["loops"] for loop in of_frame), *fields["generator_loops"]):
         for name in ("began_with", "item_rng"):

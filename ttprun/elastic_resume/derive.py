@@ -1,7 +1,7 @@
-"""Random numbers for ranks that the old run did not have: from those of an old rank, and never the same.
+"""Random states for ranks that the old run did not have: derived from those of an old rank, and never the same.
 
-Ranks that draw alike (all seeded alike, to decide alike) must go on to do so: a state that two old ranks share is the
-new rank's too. Begin with `Derived.states`.
+Ranks that draw the same numbers (with a common seed, to decide alike) must continue to do so: a state that two old
+ranks share is kept for the new rank. Begin with `Derived.states`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TORCH_SEEDS, _NUMPY_SEEDS = (1 << 63) - 1, (1 << 32) - 1
 class Derived:
     """The random states of one new rank.
 
-    rank     that has none of its own
-    common   records of the states that another old rank has too, see `states_in`
+    rank     the new rank
+    common   the states that another old rank has too, packed, see `states_in`
     """
 
     def __init__(self, rank: int, common: set[bytes]) -> None:
@@ -31,7 +31,7 @@ class Derived:
         self._common = common
 
     def states(self, recorded: random_state.RngState) -> random_state.RngState:
-        """The global generators' states in the place of those of an old rank."""
+        """The global generators' states, derived from an old rank's."""
         return {name: self._state(name, state) for name, state in recorded.items()}
 
     def _state(self, name: str, state: Any) -> Any:
@@ -46,14 +46,14 @@ class Derived:
         return state if numpy is None else random_state.state_of_numpy(numpy.random.RandomState(seed & _NUMPY_SEEDS))
 
     def torch_state(self, state: bytes) -> bytes:
-        """The state of a torch.Generator in the place of an old rank's."""
+        """The state of a torch.Generator, derived from an old rank's."""
         found: bytes = self._state("torch", state)
         return found
 
     def reseed(self, generator: Any, recorded: list[Any]) -> None:
-        """Let a generator that has an old rank's state draw other numbers.
+        """Reseed a generator that has an old rank's state, so that it draws other numbers.
 
-        recorded   kind and state, as they stood in the record
+        recorded   kind and state from the record
         """
         if pack(recorded) in self._common:
             return

@@ -1,12 +1,12 @@
-"""What a run on other ranks takes over of an old run's record, and what it leaves to its own set-up.
+"""Which values a run on other ranks takes from an old run's record, and which from its own setup.
 
-Three records of the same place in the script are laid beside each other: the old run's first one, its last one, and
-that of the new run, which has just been set up. What has changed from the first to the last (a counter, a running mean,
-the state of a scheduler) is the work of the training, and is taken from the last; what has not changed (rank, world
-size, arguments, lengths) is the set-up's, and stays as the new run has made it. So it goes down to attributes of
-objects and keys of dictionaries. The outcome is again a record, which `Restore` writes into the variables.
+Three records of the same place in the script are compared: the old run's first one, its last one, and that of the new
+run after its setup. What has changed from the first to the last (a counter, a running mean, the state of a scheduler)
+is the work of the training, and is taken from the last; what has not changed (rank, world size, arguments, lengths)
+belongs to the setup, and is kept from the new run. This is decided down to attributes of objects and keys of
+dictionaries. The outcome is again a record, which `Restore` writes into the variables.
 
-Begin with `Merge.value`; how the nodes of both runs get into one record is outcome.py's business.
+Begin with `Merge.value`; outcome.py combines the nodes of both runs in one record.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Merge(Outcome):
 
     first, last   of the old run
     mine          of the new one
-    ahead         fingerprints of data that the old run had fetched and not trained on: the new one fetches its own
+    ahead         fingerprints of data that the old run had prefetched and not trained on: the new one fetches its own
     is_resized    the new run has another number of ranks
 
     blobs         of the outcome: those of the last record, then those of mine, then a choice of both for modules
-    left          what of `ahead` was met in the old run's variables
+    left          the part of `ahead` that was met in the old run's variables
     """
 
     def __init__(self, first: Tree, last: Tree, mine: Tree, ahead: frozenset[bytes], is_resized: bool) -> None:
@@ -55,7 +55,7 @@ class Merge(Outcome):
         self.left: set[bytes] = set()
 
     def record(self) -> dict[str, Any]:
-        """The outcome, as far as it differs from the last record.
+        """The fields of the outcome that differ from the last record.
 
         Raises CannotRestoreError if the first record was made in other functions than the last one.
         """
@@ -96,7 +96,7 @@ class Merge(Outcome):
     # Three nodes of one place.
 
     def named(self, first: dict[Any, Node], last: dict[Any, Node], mine: dict[Any, Node]) -> dict[Any, Node]:
-        """Variables, attributes: what was deleted since the first record is left out."""
+        """Variables or attributes; those deleted since the first record are left out."""
         found = {
             name: self.value(first.get(name, MISSING), node, mine.get(name, MISSING)) for name, node in last.items()
         }
@@ -106,7 +106,7 @@ class Merge(Outcome):
         return found
 
     def value(self, first: Node, last: Node, mine: Node) -> Node:
-        """The node to restore where these three stand; `first` and `mine` may be MISSING."""
+        """The node to restore at the place of these three; `first` and `mine` may be MISSING."""
         if not is_node(last):
             is_left = first is not MISSING and not is_node(first) and is_same_scalar(first, last)
             return self.of_mine(mine) if is_left and mine is not MISSING else last
@@ -114,19 +114,19 @@ class Merge(Outcome):
         if last[0] == Tag.ACTIVATION:
             return last
         if last[0] == Tag.SHARDED and self._is_resized:
-            return [Tag.ACTIVATION, last[3][0]]  # a part of it is of no use to other ranks
-        if last[0] == Tag.DATA and found == last:  # made again, say by a loop that has jumped
+            return [Tag.ACTIVATION, last[3][0]]  # other ranks cannot use a part of it
+        if last[0] == Tag.DATA and found == last:  # made again, e.g. by a loop that has jumped
             return found
         if self._is_ahead(last):
             if mine is MISSING:
-                raise CannotRestoreError("data that was fetched ahead is kept where the new run has none")
+                raise CannotRestoreError("prefetched data is in a variable that the new run has not set")
             self.pair(last, found)
             return self.of_mine(mine)
         number = number_of(last)
-        is_again = number is not None and self.outcome_of_last(number) in self.told
+        is_again = number is not None and self.outcome_of_last(number) in self.defined
         own = number_of(found)
-        # Two names of one object in the one run may be two objects in the other.
-        is_again = is_again or (own is not None and self.outcome_of_mine(own) in self.told)
+        # Two names of one object in one run may be two objects in the other.
+        is_again = is_again or (own is not None and self.outcome_of_mine(own) in self.defined)
         if is_again or not self._are_alike(first, last, found):
             if mine is not MISSING and self._compared.is_same(first, last):
                 self.pair(last, found)
@@ -160,7 +160,7 @@ class Merge(Outcome):
         )
 
     def _are_views(self, first: Node, last: list[Any], mine: Node) -> bool:
-        """Whether three tensors are parts of small memory that the training has not changed, say of a dataset."""
+        """Whether three tensors are parts of small memory that the training has not changed, e.g. of a dataset."""
         nodes = (first, last, mine)
         if not all(is_node(node) and node[0] == Tag.TENSOR and isinstance(node[LAYOUT], list) for node in nodes):
             return False
@@ -168,7 +168,7 @@ class Merge(Outcome):
         return contents[0] == contents[1] and all(isinstance(one, bytes) for one in contents)
 
     def _moved(self, last: list[Any], mine: list[Any]) -> Node:
-        """Another part of the new run's memory: that is not to be written over with the old run's."""
+        """Another part of the new run's memory, which must not be overwritten by the old run's."""
         stride, offset, _ = last[LAYOUT]
         size = mine[LAYOUT][2]
         reach = offset + 1 + sum((length - 1) * by for length, by in zip(last[3], stride, strict=True))
@@ -186,7 +186,7 @@ class Merge(Outcome):
     def _merged(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
         number = number_of(mine)
         if number is not None:
-            self.tell(self.outcome_of_mine(number), mine)
+            self.define(self.outcome_of_mine(number), mine)
         if last[0] == Tag.MODULE:
             return self._merged_module(first, last, mine)
         if last[0] == Tag.DICT:
@@ -228,7 +228,7 @@ class Merge(Outcome):
         return [Tag.DICT, number, [keys[name] for name in made], list(made.values()), *last[4:5], *attributes]
 
     def _merged_module(self, first: list[Any], last: list[Any], mine: list[Any]) -> Node:
-        """One may be wrapped (by DistributedDataParallel) and the other not: then what is inside counts."""
+        """If one is wrapped (by DistributedDataParallel) and the other is not, merge the inner module."""
         inner_first = first if first[6] is None else self._first.resolve(first[6])
         inner_last = last if last[6] is None else self._last.resolve(last[6])
         if mine[6] is None:
@@ -236,7 +236,7 @@ class Merge(Outcome):
         is_left = None in (first[6], last[6]) or first[3] == last[3]
         inner = self._mine.resolve(mine[6])
         number = self.outcome_of_mine(inner[1])
-        if number in self.told:
+        if number in self.defined:
             wrapped: Node = [Tag.REFERENCE, number]
         elif self._are_alike(inner_first, inner_last, inner):
             self._compared.bind(inner_first, inner_last)
@@ -265,12 +265,12 @@ class Merge(Outcome):
             if one != other and (is_sharded or len(other) != len(own)):
                 what = "is sharded over the ranks, and was changed" if is_sharded else "has another shape than"
                 raise CannotRestoreError(f"{path} of a module {what} in the old run")
-            # What a model's own checkpoint would hold is taken over as from one; the rest is the constructor's.
+            # Buffers in a state_dict are taken from the old run, as from a checkpoint; others are the constructor's.
             is_left = one == other and (is_sharded or path in described[2]["passing"] or len(other) != len(own))
             self.blobs.append(own if is_left else other)
-        told = dict(described[2])
+        own_description = dict(described[2])
         if described[1]["frozen"] != described[0]["frozen"]:
-            told["frozen"] = described[1]["frozen"]
+            own_description["frozen"] = described[1]["frozen"]
         attributes = {}
         for path in described[2]["attributes"]:
             scopes = [
@@ -278,13 +278,13 @@ class Merge(Outcome):
                 for d, n in zip(described, (first, last, mine), strict=True)
             ]
             attributes[path] = self.named(*scopes)
-        told["attributes"] = {path: {} for path in attributes}
-        return [Tag.MODULE, self.outcome_of_mine(mine[1]), mine[2], pack(told), attributes, begin, None]
+        own_description["attributes"] = {path: {} for path in attributes}
+        return [Tag.MODULE, self.outcome_of_mine(mine[1]), mine[2], pack(own_description), attributes, begin, None]
 
-    # Data that was fetched ahead.
+    # Prefetched data.
 
     def _is_ahead(self, node: list[Any]) -> bool:
-        """Whether it is data that was fetched ahead, or holds some."""
+        """Whether it is prefetched data, or holds some."""
         if not self._ahead:
             return False
         nodes = [node]

@@ -1,7 +1,7 @@
-"""Nodes of two runs' records on their way into one: they get the numbers of that one, and each object is told once.
+"""Combine nodes of two runs' records in one record: they get its numbers, and each object is defined once.
 
-In the outcome the objects of the new run have numbers behind all those of the old one. What stands at one place in both
-is one object, and has the new run's number.
+In the outcome the objects of the new run have higher numbers than those of the old one. Objects at the same place in
+both runs become one object, with the new run's number.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ttprun.rank.values.trees import (
 
 
 class Outcome:
-    """What is known of the outcome while it is made, part by part.
+    """The outcome while it is made, part by part.
 
     last, mine    records of the old run and of the new one
     is_resized    the new run has another number of ranks
 
-    told          numbers of the outcome whose object has been told
+    defined       numbers of the outcome whose object has been defined
     generators    random generators whose state comes from the old run: number in the outcome -> kind and state
     """
 
@@ -39,39 +39,39 @@ class Outcome:
         self._shift = 1 + max(last.definitions, default=0)  # from a number in mine to that of the outcome
         self._mine_of: dict[int, int] = {}  # number in the last record -> number in mine
         self._last_of: dict[int, int] = {}
-        self.told: set[int] = set()
+        self.defined: set[int] = set()
         self.generators: dict[int, list[Any]] = {}
 
     def of_last(self, node: Node, mine: Node = MISSING) -> Node:
-        """A node of the old run's last record, to stand where `mine` stands now."""
+        """A node of the old run's last record, to replace `mine`."""
         if not is_node(node):
             return node
         if node[0] == Tag.REFERENCE:
             outcome = self.outcome_of_last(node[1])
             found = self._last.resolve(node)
-            if outcome in self.told or found is node:
+            if outcome in self.defined or found is node:
                 return [Tag.REFERENCE, outcome]
             node = found
         mine = self._mine.resolve(mine)
         number = number_of(node)
         if number is not None:
-            if self.outcome_of_last(number) in self.told:
+            if self.outcome_of_last(number) in self.defined:
                 return [Tag.REFERENCE, self.outcome_of_last(number)]
             self.pair(node, mine)
-            self.tell(self.outcome_of_last(number), node)
+            self.define(self.outcome_of_last(number), node)
         if node[0] == Tag.DATA:
             return [Tag.ACTIVATION, node[2]]
         if node[0] == Tag.SHARDED and self._is_resized:
             return [Tag.ACTIVATION, node[3][0]]
         if node[0] == Tag.FILE and self._is_resized:
             raise CannotRestoreError(
-                "the script reads a file by itself in its steps, and how the ranks divide what is left is not known"
+                "the script reads a file by itself in its steps, and it is unknown how the ranks divide the rest of it"
             )
         if node[0] == Tag.WEIGHT:
             weight = self._last.weight(node[1])
             index = None if weight is None else self._mine.index_of(weight)
             if index is None:
-                raise CannotRestoreError("a variable holds what an optimizer keeps of a weight")
+                raise CannotRestoreError("a variable holds an optimizer's state of a weight")
             return [node[0], index, *node[2:]]
         if node[0] == Tag.RANDOM and number is not None:
             self.generators[self.outcome_of_last(number)] = node[2:]
@@ -83,21 +83,21 @@ class Outcome:
             return node
         if node[0] == Tag.REFERENCE:
             found = self._mine.resolve(node)
-            if self.outcome_of_mine(node[1]) in self.told or found is node:
+            if self.outcome_of_mine(node[1]) in self.defined or found is node:
                 return [Tag.REFERENCE, self.outcome_of_mine(node[1])]
             node = found
         number = number_of(node)
         if number is not None:
             outcome = self.outcome_of_mine(number)
-            if outcome in self.told:
+            if outcome in self.defined:
                 return [Tag.REFERENCE, outcome]
-            self.tell(outcome, node)
+            self.define(outcome, node)
         return self.copied(node, is_mine=True)
 
     def copied(self, node: list[Any], is_mine: bool, beside: Node = MISSING) -> list[Any]:
         """A node with the outcome's numbers; its parts are of the same record.
 
-        beside   what of the new run stands where a node of the old one will
+        beside   the new run's node at the place of a node of the old one
         """
         outcome = self.outcome_of_mine if is_mine else self.outcome_of_last
         has_counterparts = is_node(beside) and beside[0] == node[0] and shape_of(beside) == shape_of(node)
@@ -149,21 +149,21 @@ class Outcome:
         return number if mine is None else self.outcome_of_mine(mine)
 
     def pair(self, last: Node, mine: Node) -> None:
-        """Let an object of the old run and one of the new run, which stand at one place, be one."""
+        """Combine an object of the old run and one of the new run that are at the same place."""
         if not is_node(last) or not is_node(mine) or last[0] != mine[0]:
             return
         number, own = number_of(last), number_of(mine)
-        if number is None or own is None or number in self.told:
+        if number is None or own is None or number in self.defined:
             return
         if number not in self._mine_of and own not in self._last_of:
             self._mine_of[number], self._last_of[own] = own, number
 
     def pair_parts(self, last: list[Any], mine: list[Any]) -> None:
-        """The same of all parts and tensors of modules that have the same ones."""
+        """The same for all parts and tensors of modules that have the same ones."""
         for offset in range(1 + count_of_parts(mine)):
             self._mine_of.setdefault(last[1] + offset, mine[1] + offset)
             self._last_of.setdefault(mine[1] + offset, last[1] + offset)
 
-    def tell(self, outcome: int, node: list[Any]) -> None:
-        """An object, and with a module all its parts, stands in the outcome from now on."""
-        self.told.update(range(outcome, outcome + 1 + count_of_parts(node)))
+    def define(self, outcome: int, node: list[Any]) -> None:
+        """An object, with all parts of a module, is defined in the outcome from now on."""
+        self.defined.update(range(outcome, outcome + 1 + count_of_parts(node)))

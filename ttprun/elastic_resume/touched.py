@@ -1,7 +1,7 @@
-"""What the new run's first step has changed by itself, and so is no set-up's: the first loss, the first batch's mean.
+"""Variables that the new run's first step has changed, such as the first loss, so that they are not the setup's.
 
-That step is trained on any data, and undone. Where it has changed a variable, the old run's value counts, though the
-old run may not have changed it any more since its own first step. Begin with `spoil`.
+That step is trained on any data, and undone. Where it has changed a variable, the old run's value is used, even if the
+old run has not changed it since its own first step. Begin with `spoil`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 from ttprun.rank.values.nodes import Tag, unpack
 from ttprun.rank.values.trees import Comparison, Node, Part, Tree, is_node, is_same_scalar, number_of, shape_of
 
-# Stands in a first record where nothing may be taken to be as it was.
+# Replaces a node of the first record, so that it counts as changed.
 SPOILED = [Tag.REFUSED, "was changed by the first step"]
 
 
 def spoil(first: Tree, before: Tree, mine: Tree) -> None:
-    """Let all that differs between two records of the new run be something that the old run has changed, too.
+    """Make everything that differs between two records of the new run count as changed by the old run, too.
 
     first    of the old run; changed in place
-    before   of the new run, in front of its first step
-    mine     of the new run, behind it; its frames may be more
+    before   of the new run, before its first step
+    mine     of the new run, after it; may have more frames
     """
     walk = _Walk(first, before, mine)
     functions = [[frame[:2] for frame in tree.fields["place"]] for tree in (first, before, mine)]
@@ -74,13 +74,13 @@ class _Walk:
     def _are_of_one_length(self, parts: Sequence[tuple[int, Part]], nodes: list[Any]) -> bool:
         lists = [[node[at] for node in nodes if at < len(node)] for at, part in parts if part is Part.NODES]
         if not all(isinstance(one, list) for found in lists for one in found):
-            return False  # packed: of values that are told as a whole
+            return False  # packed: compared as a whole
         if nodes[0][0] == Tag.DICT and not all(found == lists[0][0] for found in lists[0]):
             return False
         return all(len(set(map(len, found))) == 1 for found in lists)
 
     def _module(self, first: list[Any], before: list[Any], mine: list[Any]) -> None:
-        """Attributes; what there is of tensors comes from the old run anyhow."""
+        """Attributes only, as the tensors come from the old run anyhow."""
         if None not in (first[6], before[6], mine[6]):
             self._spoiled(first[6], before[6], mine[6])
         if first[6] is not None or before[6] is not None or mine[6] is not None:

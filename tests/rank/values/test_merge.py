@@ -330,7 +330,7 @@ def test_data_that_was_fetched_ahead_is_left_to_the_new_run_with_what_holds_it()
 def test_data_that_was_fetched_ahead_and_that_the_new_run_has_not_is_refused() -> None:
     old = torch.tensor([1, 2])
 
-    with pytest.raises(CannotRestoreError, match="fetched ahead"):
+    with pytest.raises(CannotRestoreError, match="prefetched"):
         go_on({}, {"x": old}, {}, frozenset({values.fingerprint(old)}))
 
 
