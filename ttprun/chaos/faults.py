@@ -100,9 +100,9 @@ AGENT_KINDS = ("agent-kill", "standby-kill", "preempt")
 SIGNAL_KINDS = ("kill", "term", "segv", "abort", "stop")
 # What `random` stands for: each ends one rank's process, and that is repaired.
 ENDING_KINDS = ("kill", "exit", "exception", "term", "segv", "abort")
-# Phases that are drawn where none is given: every script that trains comes by them.
+# Phases that are drawn if none is given: every training script reaches them.
 DRAWN_PHASES = ("backward", "collective", "before_step", "in_step", "after_step")
-# Kinds that end in no incident: the run goes on as if nothing had happened, or ends at once.
+# Kinds without an incident: the run continues, or ends at once.
 WITHOUT_INCIDENT = ("slow", "standby-kill", "agent-kill", "preempt", "leave")
 RANDOM = "random"
 USAGE = "write KIND:rank=R[,step=N][,phase=P]"

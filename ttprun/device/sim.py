@@ -2,7 +2,7 @@
 
 `SimulatedTorchNpu` takes the place of the module torch_npu, with the signatures, return codes and error texts of one of
 its releases, so that `npu.py` runs as it would on the device; what it does was taken from torch_npu's sources. Tensors
-are the processor's own: whoever breaks one says so with `fail_memory`. Begin with `SimulatedNpu`.
+are the CPU's own: a test that breaks one reports it with `fail_memory`. Begin with `SimulatedNpu`.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Session:
 
     def join(self) -> None:
         """Report, before it communicates, that this rank has a process group with others."""
-        if self.world_size > 1 and not self._is_joined and not self.meets_nobody():
+        if self.world_size > 1 and not self._is_joined and not self.is_without_others():
             self.trains_alone, self._is_joined = False, True
             self.channel.send(from_rank.Joined())
 
@@ -140,7 +140,7 @@ class Session:
         """Whether the replay answers collectives: the other ranks are past this point of the script."""
         return self.replay is not None and self.replay.is_alone
 
-    def meets_nobody(self) -> bool:
+    def is_without_others(self) -> bool:
         """Whether groups are made without the other ranks."""
         return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
 

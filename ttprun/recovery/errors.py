@@ -1,6 +1,6 @@
 """What we got wrong: errors of the machine itself. They carry the story, so that a report is enough to repeat them.
 
-The agent that catches one must fail open: go on as if under torchrun.
+The agent that catches one must fail open: continue as under torchrun.
 """
 
 from __future__ import annotations

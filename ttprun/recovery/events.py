@@ -178,7 +178,7 @@ class RankRepaired(RepairEvent):
     """A replacement has loaded the state.
 
     digest     of what it has loaded
-    boundary   of the checkpoint that all ranks have loaded, since nobody held the state; None: it came from the source
+    boundary   of the checkpoint that all ranks have loaded, since no rank had the state; None: it came from the source
     """
 
     digest: str

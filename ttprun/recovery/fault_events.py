@@ -146,7 +146,7 @@ class ConnectionBroken(Event):
 
     generation         of the connections
     boundary           newest boundary that all ranks have passed
-    rank               whose device has lost a link; None: nobody's, or it is not known whose
+    rank               whose device has lost a link; None: none, or unknown
     detected_after_s   seconds since anything last moved
     device_fault       the device fault, "" if it is none
     reason             who noticed, and how

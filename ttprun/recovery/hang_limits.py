@@ -48,7 +48,7 @@ class Limits:
         return max(PAUSE_LIMIT_S, self.stop_limit_s) if is_pause else self.stop_limit_s
 
     def rest_limit_s(self, sight: Sight) -> float:
-        """For a rank that shows no sign of work, and for which nobody waits."""
+        """For an idle rank for which no other waits."""
         if self.hang_s is not None:
             return self.hang_s
         return SETUP_LIMIT_S if sight.boundary == 0 else max(PAUSE_LIMIT_S, self.stop_limit_s)

@@ -30,13 +30,11 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     """Rung "replace": a new generation; survivors freeze, and each lost rank gets a process.
 
     If every lost rank still has its own process it is rung "rerun", and nothing is spawned. If no rank is lost it is
-    rung "reconnect": the survivors freeze, and connect anew. If ranks that were away come back it is rung "resize".
+    rung "reconnect": the survivors freeze and reconnect. If ranks that were away come back it is rung "resize".
 
-    A process that was started for a replacement and has had no orders yet is kept, as is one that is being started. One
-    that has had orders is exchanged: it may stand anywhere between the top of the script and the boundary. If nobody is
-    left on the way back to a snapshot, all go back once more.
-
-    If a lost rank held what no other one does, its place cannot be taken: all go back.
+    A replacement's process that has had no orders yet is kept, also one that is being started. One that has had orders
+    is replaced: it may be anywhere between the top of the script and the boundary. If no survivor is left during a
+    rewind, all rewind again. If no other rank holds a lost rank's state, all rewind.
     """
     is_irreplaceable = bool(job.unreplicated_reason and job.lost)
     if job.rewind_to is not None and (is_irreplaceable or why_no_source(job, job.lost, job.survivors)):

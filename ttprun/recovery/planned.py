@@ -1,4 +1,4 @@
-"""What somebody asks of the ranks: that healthy ones are replaced, or that the group becomes smaller, or whole again.
+"""Requests: replace healthy ranks, or make the group smaller, or whole again.
 
 A planned replacement is one like any other, whose lost ranks are alive until it begins; ranks that come back are
 replaced like lost ones. As no fault has led to it, it counts for none. Whatever speaks against it leaves the job as it
@@ -74,7 +74,7 @@ def on_upgrade_asked(job: Job, event: UpgradeAsked) -> Result:
 
 
 def on_downgrade_asked(job: Job, event: DowngradeAsked) -> Result:
-    """A repair goes on: nobody waits for its replacements any more."""
+    """A repair continues without waiting for its replacements any more."""
     if not job.lost or why_not_without(job, job.lost):
         return unchanged(job, event)
     return begin_shrinking(job, event.at_s, event.reason)

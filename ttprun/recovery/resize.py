@@ -48,7 +48,7 @@ def on_spawn_failed(job: Job, event: SpawnFailed) -> Result:
 
 
 def forget_spawn(job: Job, event: SpawnFailed) -> Result:
-    """A rank gets no process, and nobody waits for it."""
+    """A rank gets no process, and no rank waits for it."""
     return job.with_member(event.rank, spawn_asked_at_s=None), ()
 
 
@@ -128,7 +128,7 @@ def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
 
 
 def unless_away(handler: Callable[[Job, RankStarted], Result]) -> Callable[[Job, RankStarted], Result]:
-    """Answers the start of a process; one that was on its way when its rank has left is not needed any more."""
+    """Answers the start of a process; one that was being started when its rank has left is not needed any more."""
 
     def on_started(job: Job, event: RankStarted) -> Result:
         if job.members[event.rank].life is not Life.AWAY:

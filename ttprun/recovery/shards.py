@@ -103,13 +103,13 @@ class _Transfer:
 
 
 def who_leaves(groups: Mapping[int, Sequence[Sequence[int]]], gone: Collection[int]) -> tuple[int, ...]:
-    """Ranks that cannot train on without those that are gone, and these.
+    """Ranks that cannot train without those that are gone, and these.
 
     groups   rank -> its data-parallel groups, one for each kind of parameters, in the same order in all ranks
     gone     ranks that are lost, or have left before
 
-    Ranks at the same place of their groups hold one replica of the model together: whoever stands where one is gone
-    leaves too. So does MindIO choose them.
+    Ranks at the same place of their groups hold one replica of the model together: those at the place of a lost one
+    leave too, as in MindIO.
     """
     kinds = range(max((len(of_rank) for of_rank in groups.values()), default=0))
     by_kind = [{tuple(of_rank[kind]) for of_rank in groups.values() if len(of_rank) > kind} for kind in kinds]

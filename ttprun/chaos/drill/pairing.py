@@ -19,7 +19,7 @@ EFFECTS = {
     "agent-kill": "the run ended",
     "preempt": "the run ended",
 }
-# A fault that only delays a rank comes to nothing if it is over before anybody is missed.
+# A fault that only delays a rank has no effect if it is over before the rank is missed.
 PASSING = ("stop", "sleep", "deadlock", "busy", "silent", "cut-off")
 # Either end of a broken link may be the one that is missed.
 _OF_LINKS = ("reset", "silent", "cut-off", "link")

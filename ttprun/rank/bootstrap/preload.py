@@ -75,7 +75,7 @@ class Preloading:
         self._notebook = notebook
         self._running: list[str] = []
         self._imports: set[tuple[str, str]] = set()  # (importing module, imported module)
-        self._pids: list[tuple[int, tuple[str, ...]]] = []  # each pid handed out, and the modules being imported
+        self._pids: list[tuple[int, tuple[str, ...]]] = []  # each pid returned, and the modules being imported
         self._know_forks: set[str] = set()  # packages that handle forks themselves
         self.added: dict[str, str] = {}
         self.refused: dict[str, str] = {}

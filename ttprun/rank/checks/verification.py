@@ -149,7 +149,7 @@ class Verifier:
         self._channel.send(from_rank.Note(f"{why}: at step {boundary} the recovery is not proved"))
 
     def _begin_hash(self, boundary: int, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the weights, and have the copies hashed while training goes on."""
+        """Copy the weights, and have the copies hashed while training continues."""
         try:
             found = holdings.to_verify(optimizer)
             self._rows = [(key, is_gradient) for key, is_gradient, _ in found]

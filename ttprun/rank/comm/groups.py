@@ -128,7 +128,7 @@ def _make_managed(session: Session, make: Callable[[], tuple[Any, Any]], make_as
 def _connect(group: Any) -> None:
     """Connect to the group's other members; not in a replay."""
     session = current()
-    if isinstance(group, ManagedGroup) and session is not None and not session.meets_nobody():
+    if isinstance(group, ManagedGroup) and session is not None and not session.is_without_others():
         session.meet(CONNECT, group.size())
         group.connect()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)

@@ -116,7 +116,7 @@ def adapter_for(kind: type) -> Adapter | None:
             try:
                 found: Adapter = entry.load()
                 return found() if isinstance(found, type) else found
-            except Exception as error:  # of somebody else's code
+            except Exception as error:  # of foreign code
                 logger.warning("the adapter for %s cannot be used: %r", name, error)
         if name in TABLE:
             return TABLE[name]
