@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
@@ -342,16 +341,14 @@ def assert_survivors_kept_their_pids(result: Run) -> None:
 def assert_no_orphans(result: Run) -> None:
     """No process of the run is alive and nothing of it is left in /dev/shm. Waits at most ORPHAN_LIMIT_S.
 
-    What came into /dev/shm during the run and no process has mapped any more is taken to be the run's. A DataLoader
-    worker that dies between torch's shm_open and shm_unlink leaves the one file that it was about to pass on, under
-    torchrun as well: that cannot be helped.
+    What came into /dev/shm during the run and no process has mapped any more is taken to be the run's.
     """
     give_up_at_s = time.monotonic() + ORPHAN_LIMIT_S
     while (alive := processes_of(result.folder / "run")) and time.monotonic() < give_up_at_s:
         time.sleep(0.1)
     described = [f"{process.pid} {_command_of(process)}" for process in alive]
     assert not described, "still alive: " + "; ".join(described)
-    while (left := _not_torn(_unmapped(result.shared_memory))) and time.monotonic() < give_up_at_s:
+    while (left := _unmapped(result.shared_memory)) and time.monotonic() < give_up_at_s:
         time.sleep(0.1)
     assert not left, f"left in /dev/shm: {left}"
 
@@ -416,13 +413,6 @@ def _unmapped(names: set[str]) -> set[str]:
             mapped = maps.read_text(errors="replace")
             left = {name for name in left if f"/dev/shm/{name}" not in mapped}
     return left
-
-
-def _not_torn(names: set[str]) -> set[str]:
-    """Those of the names that are not the only one of a process that is gone, and of torch's making."""
-    makers = Counter(name.split("_")[1] for name in names if re.fullmatch(r"torch_\d+_\d+_\d+", name))
-    torn = {pid for pid, count in makers.items() if count == 1 and not psutil.pid_exists(int(pid))}
-    return {name for name in names if not (name.startswith("torch_") and name.split("_")[1] in torn)}
 
 
 def _command_of(process: psutil.Process) -> str:

@@ -24,7 +24,10 @@ from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.rank.process import children
 from ttprun.rank.records.recorder import Recorder
+
+_LOOK_AGAIN_S = 0.05
 
 
 class Node:
@@ -67,6 +70,7 @@ class Node:
         self.first_failure = FirstFailure()
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
+        self._past: set[int] = set()  # pids of ranks that have ended
 
     def begin_group(self, ranks: list[tuple[int, int]]) -> None:
         """New ranks: `ranks` is (global rank, local rank) of each."""
@@ -93,6 +97,22 @@ class Node:
         """Append to the event log."""
         with self._log_lock:
             self._events.append(event, **{"at_s": time.monotonic()} | fields)
+
+    def remove_left_files(self, pid: int = 0, limit_s: float = 0.0) -> None:
+        """Remove what dead DataLoader workers of this run have left in shared memory.
+
+        pid      of a rank that has just ended, 0 if none has
+        limit_s  to wait for those that are about to die
+        """
+        self._past.add(pid)
+        ends_s = time.monotonic() + limit_s
+        while True:
+            removed, is_more = children.remove_left_files(self.run.path, self._past - {0})
+            if removed:
+                self.log("left_files_removed", names=removed)
+            if not is_more or time.monotonic() >= ends_s:
+                return
+            time.sleep(_LOOK_AGAIN_S)
 
     # What the ranks have left in shared memory, dead or alive.
 

@@ -32,6 +32,7 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
+_LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
 class Supervisor:
@@ -182,6 +183,7 @@ class Supervisor:
             self._thread.join(10)
         self.parts.standbys.end()
         self.end_ranks_at_once()
+        self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
         self._control.close()
         self.parts.checkpoints.end(is_done=exit_code == 0)
         self.parts.status.end(exit_code, reason)

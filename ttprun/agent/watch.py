@@ -137,6 +137,7 @@ class Watch:
         self._node.selector.unregister(seat.pidfd)
         seat.kill()  # what it has started, as long as its number is its own
         was_dying, code = seat.is_dying, seat.bury()
+        self._node.remove_left_files(seat.pid)
         if not was_dying:
             self._on_end(seat, code)
         self._node.spawn_those_that_wait()

@@ -118,8 +118,7 @@ class _Checkup:
             why = trial.protection if trial.protection.startswith("off") else "it has taken no optimizer step"
             report.problem = f"the {what} run has ended, and ttprun has seen no optimizer step: {trial.as_users(why)}"
         if report.problem:
-            log = (twin.folder / "launcher.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            report.tail = [trial.as_users(line) for line in log[-_TAIL_LINES:]]
+            report.tail = [trial.as_users(line) for line in _last_lines(twin.folder)]
 
     def _kill(self, launches: list[list[Fault]], undisturbed: Trial) -> None:
         """Launch after launch, till each kill has struck: one that ends the job leaves the rest to another launch."""
@@ -167,3 +166,12 @@ class _Checkup:
                 f"the script cannot be compared with itself: {first.what} differ between two runs without any fault, "
                 f"{first.detail}; seed whatever it draws (also default_rng(), time, os.urandom)"
             )
+
+
+def _last_lines(folder: Path) -> list[str]:
+    """What a rank said last on stderr, and what the launcher did."""
+    ranks = sorted(folder.glob("logs/*/attempt_*/*/stderr.log"))
+    found: list[str] = []
+    for path in (*[path for path in ranks if path.stat().st_size][:1], folder / "launcher.log"):
+        found += path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    return found

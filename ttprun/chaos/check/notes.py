@@ -97,7 +97,17 @@ def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[Difference
         compared = Comparison(one, other)
         for (file, function, line), here, there in zip(first["place"], one.variables, other.variables, strict=True):
             for name in sorted(here.keys() | there.keys()):
+                if _is_by_history(here.get(name)) or _is_by_history(there.get(name)):
+                    continue
                 if name not in here or name not in there or not compared.is_same(here[name], there[name]):
                     where = f"{file}:{line}" + ("" if function == "<module>" else f", {function}()")
                     found.append(Difference(AT_END, f"variable '{name}' of rank {rank}", where))
     return found
+
+
+def _is_by_history(node: Any) -> bool:
+    """Whether a record holds of a value what it has become since an earlier record, and not what it is."""
+    from ttprun.rank.values.nodes import Tag
+    from ttprun.rank.values.trees import walk
+
+    return any(found[0] in (Tag.LONG, Tag.CHANGED_DATA, Tag.DATA) for found, _ in walk(node, ""))

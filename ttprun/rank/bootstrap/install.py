@@ -31,7 +31,7 @@ from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.effects import origins
 from ttprun.rank.position import ast_transform
 from ttprun.rank.position.whose import add_named_path, add_user_directory
-from ttprun.rank.process import heartbeat, held_signals, life_lock, stack
+from ttprun.rank.process import children, heartbeat, held_signals, life_lock, stack
 from ttprun.rank.process.after_import import after_import, is_overdue
 
 if TYPE_CHECKING:
@@ -251,6 +251,7 @@ def _leave_in_child() -> None:
     """A forked child (a DataLoader worker) is not a rank; it ends with the rank whose main thread forked it."""
     global _presence
     if _presence is not None:
+        children.note(_presence.welcome.run_dir)
         stack.forget()
         for fd in _presence.fds:
             with contextlib.suppress(OSError):
