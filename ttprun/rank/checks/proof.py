@@ -19,7 +19,7 @@ from ttprun.protocol import from_rank
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
 from ttprun.rank.session import Session, current
-from ttprun.rank.weights import optimizer_registry
+from ttprun.rank.weights import gradients, optimizer_registry
 
 MEASURED_ELEMENTS = 16
 # Names of the kinds: (singular, plural)
@@ -69,6 +69,8 @@ class Proof:
             )
         elif torch.get_num_threads() > 1 and is_close(lost.sample, noted.sample, tensors[0].dtype):
             self._not_proved.append(f"{which} differs from the lost rank's by rounding: kernels run on several threads")
+        elif kind == INPUT and gradients.are_of_replay(tensors):
+            report_mismatch(self._session.channel, self._session.generation, gradients.CARRIED)
         else:
             self._refuse(f"{which} differs from the lost rank's")
         if not self._left:

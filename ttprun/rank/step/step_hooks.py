@@ -108,12 +108,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         return session.replay.before_step(frame, returned)
     moments.reached("before_step")
     if session.expected is not None and gradients.are_carried_over(optimizer):
-        report_mismatch(
-            session.channel,
-            session.generation,
-            "the script carries gradients across an optimizer step, and those of the lost rank are lost: call "
-            "zero_grad() in each step",
-        )
+        report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if not session.groups:
         hindrances.look_without_group(session)
     if session.is_recorded():

@@ -7,6 +7,7 @@ gradients that are lost.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ import torch
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import elements_of
 
+CARRIED = (
+    "the script carries gradients across an optimizer step, and those of the lost rank are lost: call zero_grad() in "
+    "each step"
+)
 _poisoned: list[torch.optim.Optimizer] = []
 
 
@@ -41,3 +46,8 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
         return False
     _poisoned[:] = [known for known in _poisoned if known is not optimizer]
     return any(bool(torch.isnan(elements_of(gradient)).any()) for gradient in _gradients(optimizer))
+
+
+def are_of_replay(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the input of a collective is made of gradients of the replay, whose optimizer has not stepped since."""
+    return bool(_poisoned) and any(bool(torch.isnan(elements_of(tensor)).any()) for tensor in tensors)
