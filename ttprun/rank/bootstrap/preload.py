@@ -3,7 +3,7 @@
 The script that a copy of the standby runs does not import these modules again, so the effects of their code must not
 depend on the process or the moment. A module is refused, with a reason, if it
 
-    reads what differs between ranks (RANK, the process id, the whole environment),
+    reads what differs between ranks (RANK, the process id),
     changes what a script may have set before (random states, variables, signal handlers, settings of torch, ...),
     starts a thread or a process, or keeps a file, a connection or shared memory open,
     fails, or imports a module that the ranks do not have, or comes from another file than in the ranks.
@@ -54,10 +54,6 @@ class _Watched(dict[bytes, bytes]):
         if key in self._own:
             self._refuse(f"it reads {os.fsdecode(key)}")
         return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[bytes]:
-        self._refuse("it reads the whole environment")
-        return super().__iter__()
 
 
 class Preloading:
