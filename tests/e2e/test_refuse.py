@@ -17,7 +17,6 @@ DIFFERENCES = [
     ("place", "not by the place"),
     ("shape", "has shape"),
     ("gradients", "carries gradients across an optimizer step"),
-    ("weights", "different weights"),
 ]
 
 
