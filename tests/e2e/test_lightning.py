@@ -40,7 +40,6 @@ def slow(case: str) -> Any:
         slow(": kill:rank=0,step=20,phase=validation"),
         slow(": kill:rank=1,step=20,phase=validation"),
         slow(": kill:rank=0,step=20,phase=checkpoint"),
-        slow("--bar tqdm --save-every 4 --no-sanity-check: kill:rank=0,step=15,phase=backward"),
         slow("--manual: kill:rank=0,step=13,phase=backward"),
         slow("--manual: kill:rank=1,step=21,phase=forward"),
         slow("--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward"),
