@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,25 @@ def test_a_sample_of_each_step_sees_weights_and_gradients_that_part(training: Tr
         found.add(known.mark(training.stepped, training.optimizer, 8))
 
     assert len(found) == 3
+
+
+def test_parameters_that_a_wrapped_model_reduces_are_not_sampled_whenever_they_are_frozen(training: Training) -> None:
+    class Wrapped(torch.nn.Module):
+        process_group = SimpleNamespace(size=lambda: torch.distributed.get_world_size())
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    wrapped: Any = Wrapped.__new__(Wrapped)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        optimizer_registry.wrap_ddp_init(Wrapped.__init__)(wrapped, training.layer)
+        marks = [Holdings().mark(training.stepped, training.optimizer, 8)]
+        training.layer.requires_grad_(False)  # a GAN freezes the network that does not learn now
+        marks.append(Holdings().mark(training.stepped, training.optimizer, 8))
+
+    assert marks == [b"", b""]
 
 
 def test_parameters_are_named_as_the_script_names_them(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,10 +125,7 @@ def reduced_over_all() -> Iterator[torch.Tensor]:
     """Parameters whose gradients DistributedDataParallel averages over all ranks."""
     for model in optimizer_registry.wrapped_models():
         if model.process_group.size() == torch.distributed.get_world_size():
-            left_out = getattr(model, "parameters_to_ignore", ())
-            for name, parameter in model.module.named_parameters():
-                if parameter.requires_grad and name not in left_out:
-                    yield parameter
+            yield from optimizer_registry.reduced_by(model)
 
 
 def _plain_parameters() -> Iterator[replicated.Row]:

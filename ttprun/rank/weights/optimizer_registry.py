@@ -18,6 +18,7 @@ from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
 _wrapped_models: list[weakref.ref[Any]] = []
+_reduced: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 def wrap_optimizer_init(original: Any) -> Any:
@@ -37,6 +38,9 @@ def wrap_ddp_init(original: Any) -> Any:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         _wrapped_models.append(weakref.ref(self))
+        left_out = getattr(self, "parameters_to_ignore", ())
+        named = self.module.named_parameters()
+        _reduced[self] = [one for name, one in named if one.requires_grad and name not in left_out]
 
     return init
 
@@ -46,6 +50,7 @@ def forget() -> None:
     global _stepped
     _optimizers.clear()
     _wrapped_models.clear()
+    _reduced.clear()
     _stepped = None
 
 
@@ -65,6 +70,14 @@ def optimizers() -> list[torch.optim.Optimizer]:
 def wrapped_models() -> list[Any]:
     """All living DistributedDataParallel modules, in the order in which they were made."""
     return [found for ref in _wrapped_models if (found := ref()) is not None]
+
+
+def reduced_by(model: Any) -> list[torch.Tensor]:
+    """The parameters whose gradients a wrapped model reduces: those that were to be trained when it was made.
+
+    A script may freeze them for a while, as a GAN does with the one of its networks that does not learn now.
+    """
+    return _reduced[model]
 
 
 def rebuilt() -> list[bool]:
