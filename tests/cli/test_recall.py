@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirector
 
 
 def test_the_agent_is_asked_and_says_who_comes_back(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeAgent(run, json.dumps({"ok": True, "message": "rank 2, 3 called back"})) as agent:
+    with FakeAgent(run, json.dumps({"op": "Accepted", "message": "rank 2, 3 called back"})) as agent:
         code = main(["recall"])
 
     assert code == 0
@@ -38,7 +38,7 @@ def test_the_agent_is_asked_and_says_who_comes_back(run: RunDirectory, capsys: p
 
 
 def test_a_refusal_is_one_line(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeAgent(run, json.dumps({"ok": False, "error": "no rank is away"})):
+    with FakeAgent(run, json.dumps({"op": "Rejected", "error": "no rank is away"})):
         code = main(["recall", "--json"])
 
     assert code == 2

@@ -44,7 +44,6 @@ def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_hold
     result = run_ttprun(str(script), 2, faults=[kill], options=["--follow", "mytrainer.loop", "--follow", "not_there"])
 
     assert_only_replaced(result)
-    assert result.incidents[0]["boundary"] == 20, result.story()
     assert_same_outcome(result, undisturbed(PLAIN, 2))
     lines = (result.folder / "log1.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == [str(number + 1) for number in range(40)]

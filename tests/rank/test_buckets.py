@@ -389,7 +389,7 @@ def lose_a_result(rank: int) -> None:
 
 def hear_of_a_mismatch(agent: FakeAgent) -> None:
     told = agent.wait_for(0, from_rank.Mismatch)
-    assert "was written over while it was given to the others" in told.reason
+    assert "was overwritten while it was sent to the other ranks" in told.reason
     raise InterruptedError
 
 
