@@ -213,7 +213,9 @@ def test_a_rank_lost_before_the_first_step_makes_all_start_again(run_ttprun: Run
     )
 
     assert [incident["rung"] for incident in result.incidents] == ["restart"], result.story()
-    assert "it has not completed an update of the optimizer yet" in result.incidents[0]["reason"], result.story()
+    # The other rank is one of these, whichever of the two is faster.
+    whys = "it has not completed an update of the optimizer yet", "it is not in the function that tft_exception_handler"
+    assert any(why in result.incidents[0]["reason"] for why in whys), result.story()
     assert result.exit_code == 0, result.story()
     assert {rank: lines[-1:] for rank, lines in result.hashes.items()} == weights(PAIR, 2), result.story()
 
