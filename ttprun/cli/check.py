@@ -72,7 +72,7 @@ def check(words: list[str]) -> int:
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         "ttprun check", usage=USAGE, description=HELP, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False, add_help=False,
+        add_help=False,
     )  # fmt: skip
     _add_options(parser)
     return parser
