@@ -56,15 +56,15 @@ def test_the_user_is_told_from_whom_the_variables_come_that_differ_and_that_it_i
     assert "rank r takes the variables of old rank r mod 2; which differed between the ranks in: loss;" in line
     assert "rank 2 draws random numbers that are derived from those" in line
     assert found.origin is not None
-    assert found.origin.told_to(2) == Adapt(world_size=2, donor="zero", other="one")
-    assert found.origin.told_to(1) == Adapt(world_size=2, donor="one", other="zero")
+    assert found.origin.adapt_for(2) == Adapt(world_size=2, donor="zero", other="one")
+    assert found.origin.adapt_for(1) == Adapt(world_size=2, donor="one", other="zero")
 
 
 def test_one_old_rank_has_no_other_to_compare_with(caplog: pytest.LogCaptureFixture) -> None:
     found = adapted(stored(part(0)), ["zero"], 2, "is of 1 rank, and this job has 2")
 
     assert found.origin is not None
-    assert found.origin.told_to(1) == Adapt(world_size=1, donor="zero", other="")
+    assert found.origin.adapt_for(1) == Adapt(world_size=1, donor="zero", other="")
     assert "differed" not in caplog.text
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ttprun import recovery
+from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.resume import ENDED_NAME
 from ttprun.agent.shelf import Shelf
@@ -30,9 +31,9 @@ class FakeNode:
     def __init__(self, persist_timeout_s: float, ranks: int = 1) -> None:
         self.config = SimpleNamespace(run_id="r1", persist_timeout_s=persist_timeout_s)
         start = {"args": ("-u", "train.py")}
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
         handler = SimpleNamespace(start=start)
-        self.seats = [SimpleNamespace(rank=rank, tell=self.told.append, handler=handler) for rank in range(ranks)]
+        self.seats = [SimpleNamespace(rank=rank, send=self.sent.append, handler=handler) for rank in range(ranks)]
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
         self.advanced: list[recovery.Event] = []
@@ -53,7 +54,7 @@ class AnyCheckpoint:
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
     comparisons = SimpleNamespace(names_of=", ".join)
-    return Checkpoints(node, store, AnyCheckpoint(), comparisons)  # type: ignore[arg-type]
+    return Checkpoints(node, CheckpointWriter(node, store, AnyCheckpoint()), comparisons)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -68,13 +69,13 @@ def shelf() -> Iterator[Shelf]:
 def note_sizes(shelf: Shelf, records: int, share: int) -> None:
     """The only rank has written so many bytes."""
     written = Share(0, bytes=share, xxh3="", header_xxh3="h", digests={}, apart="")
-    shelf.told[0] = SnapshotTaken(number=1, boundary=20, share=written, records_bytes=records)
+    shelf.reports[0] = SnapshotTaken(number=1, boundary=20, share=written, records_bytes=records)
 
 
 def write(checkpoints: Checkpoints, shelf: Shelf) -> None:
     """A snapshot is put on the disk, or given up, and then the launcher ends."""
     checkpoints.write_snapshot(shelf, lambda: None)
-    checkpoints.end(is_done=False)
+    checkpoints.writer.end(is_done=False)
 
 
 def test_a_checkpoint_holds_of_a_snapshot_what_the_ranks_have_written_and_nothing_behind_it(
@@ -104,8 +105,8 @@ def test_a_snapshot_that_is_shorter_than_what_the_ranks_have_written_becomes_no_
     write(checkpoints, shelf)
 
     assert store.checkpoints() == []
-    assert checkpoints.status is not None
-    assert "4 bytes of a snapshot are missing" in checkpoints.status.reason
+    assert checkpoints.writer.status is not None
+    assert "4 bytes of a snapshot are missing" in checkpoints.writer.status.reason
 
 
 def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_one(
@@ -116,15 +117,15 @@ def test_to_look_how_far_a_checkpoint_is_does_no_harm_when_it_has_just_become_on
     node = FakeNode(LIMIT_S)
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(recovery.Persist(generation=1, boundary=20, ranks=(0,), cause="ended"))
-    folder = Path(node.told[0].path).parent
+    folder = Path(node.sent[0].path).parent
 
     (folder / "part").write_bytes(b"x" * 1000)
-    checkpoints.look()
+    checkpoints.writer.look()
     shutil.rmtree(folder)
-    checkpoints.look()
+    checkpoints.writer.look()
 
     assert [record.message for record in caplog.records] == ["writing a checkpoint: 1.0 kB in 0 s"]
-    checkpoints.end(is_done=False)
+    checkpoints.writer.end(is_done=False)
 
 
 def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist_timeout_only(
@@ -143,7 +144,7 @@ def test_a_disk_that_does_not_answer_keeps_the_launcher_from_its_end_for_persist
     assert is_writing.wait(LIMIT_S)
 
     with caplog.at_level(logging.WARNING):
-        checkpoints.end(is_done=False)
+        checkpoints.writer.end(is_done=False)
 
     assert [record.message for record in caplog.records] == [
         "a checkpoint is still being written after 0 s (persist_timeout_s): abandoned"
@@ -165,15 +166,15 @@ def test_who_has_asked_for_a_checkpoint_that_cannot_be_begun_hears_why(tmp_path:
     (answer,) = node.advanced
     assert isinstance(answer, recovery.StatePersisted)
     assert answer.why_not.startswith(f"no checkpoint can be written to '{tmp_path / 'save'}'")
-    assert checkpoints.status is not None
-    assert (checkpoints.status.number, checkpoints.status.reason) == (1, answer.why_not)
+    assert checkpoints.writer.status is not None
+    assert (checkpoints.writer.status.number, checkpoints.writer.status.reason) == (1, answer.why_not)
 
 
 def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_more(tmp_path: Path) -> None:
     node = FakeNode(LIMIT_S, ranks=2)
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(persist_order(2))
-    folder = Path(node.told[0].path).parent
+    folder = Path(node.sent[0].path).parent
     failed = Dumped(1, "rank 1: the disk is full", is_handled=False)
 
     checkpoints.take_dumped(node.seats[1], failed)
@@ -186,8 +187,8 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_once_no_rank_writes_any_m
     (answer,) = node.advanced
     assert isinstance(answer, recovery.StatePersisted)
     assert (answer.why_not, answer.is_handled) == ("rank 1: the disk is full", True)
-    assert checkpoints.status is not None
-    assert (checkpoints.status.boundary, checkpoints.status.reason) == (20, "rank 1: the disk is full")
+    assert checkpoints.writer.status is not None
+    assert (checkpoints.writer.status.boundary, checkpoints.writer.status.reason) == (20, "rank 1: the disk is full")
     assert not folder.exists()
 
 
@@ -199,14 +200,14 @@ def test_a_checkpoint_that_is_given_up_leaves_nothing_but_its_reason(
     node = FakeNode(LIMIT_S)
     checkpoints = checkpoints_of(node, CheckpointStore(tmp_path, 3))
     checkpoints.persist(persist_order(1))
-    folder = Path(node.told[0].path).parent
+    folder = Path(node.sent[0].path).parent
 
     with caplog.at_level(logging.WARNING):
         checkpoints.give_up(0, "rank 1 was ended by signal 9")
-        checkpoints.look()
+        checkpoints.writer.look()
 
-    assert checkpoints.status is not None
-    assert (checkpoints.status.path, checkpoints.status.reason) == ("", "rank 1 was ended by signal 9")
+    assert checkpoints.writer.status is not None
+    assert (checkpoints.writer.status.path, checkpoints.writer.status.reason) == ("", "rank 1 was ended by signal 9")
     assert [record.message for record in caplog.records] == ["no checkpoint: rank 1 was ended by signal 9"]
     assert not folder.exists()
 
@@ -217,8 +218,8 @@ def test_what_becomes_of_a_checkpoint_while_the_launcher_ends_is_noted(tmp_path:
 
     write(checkpoints, shelf)
 
-    assert checkpoints.status is not None
-    assert checkpoints.status.path == str(tmp_path / "step-00000020")
+    assert checkpoints.writer.status is not None
+    assert checkpoints.writer.status.path == str(tmp_path / "step-00000020")
     assert node.logged == ["checkpoint_written"]
 
 
@@ -232,18 +233,18 @@ def test_what_becomes_of_a_checkpoint_is_noted_once(tmp_path: Path, shelf: Shelf
     checkpoints.write_snapshot(shelf, lambda: told.append("written"))
     assert is_called.wait(LIMIT_S)
     node.called.pop()()
-    checkpoints.end(is_done=False)
+    checkpoints.writer.end(is_done=False)
 
     assert (node.logged, told) == (["checkpoint_written"], ["written"])
 
 
 def test_the_note_that_a_run_has_ended_stands_until_another_run_has_a_checkpoint(tmp_path: Path, shelf: Shelf) -> None:
     ended = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
-    ended.lock()
-    ended.end(is_done=True)
+    ended.writer.lock()
+    ended.writer.end(is_done=True)
     other = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path, 3))
 
-    other.lock()
+    other.writer.lock()
     before_its_first = (tmp_path / ENDED_NAME).exists()
     write(other, shelf)
 
@@ -254,11 +255,11 @@ def test_a_save_directory_that_is_gone_does_not_keep_a_job_from_its_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = checkpoints_of(FakeNode(LIMIT_S), CheckpointStore(tmp_path / "save", 3))
-    checkpoints.lock()
+    checkpoints.writer.lock()
     shutil.rmtree(tmp_path / "save")
 
     with caplog.at_level(logging.WARNING):
-        checkpoints.end(is_done=True)
+        checkpoints.writer.end(is_done=True)
 
     assert [record.message for record in caplog.records] == [
         f"that this run is done could not be noted in '{tmp_path / 'save'}' (No such file or directory): the next one "

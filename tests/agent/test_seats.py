@@ -49,12 +49,12 @@ def test_a_seat_holds_the_newest_order_till_its_process_greets(
     sent: list[Any] = []
     theirs.send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
 
-    seat.tell(FREEZE)
-    seat.tell_news(Put(2, "a", ""))
-    seat.tell(RESUME)
+    seat.send(FREEZE)
+    seat.send_news(Put(2, "a", ""))
+    seat.send(RESUME)
     before = list(sent)
     seat.greet()
-    seat.tell(AGAIN)
+    seat.send(AGAIN)
 
     assert before == []
     assert sent == [RESUME, AGAIN]

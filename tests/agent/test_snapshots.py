@@ -61,7 +61,7 @@ class FakeComparisons:
     def look_soon(self, boundary: int) -> None:
         self.looked.append(boundary)
 
-    def tell_owners(self, seat: Any) -> None:
+    def report_owners(self, seat: Any) -> None:
         self.told += 1
 
 

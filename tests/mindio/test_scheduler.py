@@ -29,16 +29,16 @@ OPENED = Incident(
 
 
 class FakeSeat:
-    """A place of a rank that notes what the rank is told."""
+    """A place of a rank that notes what the rank is sent."""
 
     def __init__(self, rank: int) -> None:
         self.rank = self.local_rank = rank
         self.pid = 100 + rank
         self.is_present = True
-        self.told: list[Any] = []
+        self.sent: list[Any] = []
 
-    def tell(self, message: Any) -> None:
-        self.told.append(message)
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
 
 
 class FakeNode:
@@ -85,7 +85,7 @@ def test_a_replaced_rank_is_reported_from_the_fault_to_the_result(node: FakeNode
     ):
         scheduler.note_incident(replace(OPENED, phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments) for told in node.seats[0].told] == [
+    assert [(sent.action, sent.arguments) for sent in node.seats[0].sent] == [
         ("report_fault_ranks", [{1: 1}, {1: ""}]),
         ("report_stop_complete", [0, "stopped", {1: 1}]),
         ("report_strategies", [{1: 1}, ["recover", "dump", "exit"]]),
@@ -98,15 +98,15 @@ def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(node: FakeNode, s
     scheduler.note_incident(memory)
     scheduler.note_incident(replace(memory, phase=Phase.FAILED, outcome="failed"))
 
-    assert node.seats[0].told[0].arguments[0] == {1: 0}
-    assert node.seats[0].told[-1].arguments[0] == 405
-    assert node.seats[0].told[-1].arguments[3] == "retry"
+    assert node.seats[0].sent[0].arguments[0] == {1: 0}
+    assert node.seats[0].sent[-1].arguments[0] == 405
+    assert node.seats[0].sent[-1].arguments[3] == "retry"
 
 
 def test_without_a_scheduler_nobody_is_told(node: FakeNode) -> None:
     Scheduler(node, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
 
-    assert node.seats[0].told == []
+    assert node.seats[0].sent == []
 
 
 def test_a_rank_that_the_scheduler_calls_faulty_is_replaced(node: FakeNode, scheduler: Scheduler) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_whose_memory_the_scheduler_calls_faulty_repairs_it_in_its_proces
     scheduler.notified(SchedulerAsked("stop", {1: 0}))
 
     assert node.events == []
-    assert node.seats[1].told == [mindio.FailMemory(0)]
+    assert node.seats[1].sent == [mindio.FailMemory(0)]
 
 
 def test_a_fault_that_is_known_already_is_no_news(node: FakeNode, scheduler: Scheduler) -> None:
@@ -194,7 +194,7 @@ def test_a_switch_that_is_taken_back_lets_all_go_on(node: FakeNode, scheduler: S
 
     assert node.events == []
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
-    assert [told.arguments[0] for told in node.seats[0].told] == [404]
+    assert [sent.arguments[0] for sent in node.seats[0].sent] == [404]
 
 
 def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(node: FakeNode, scheduler: Scheduler) -> None:
@@ -202,7 +202,7 @@ def test_a_switch_is_refused_when_a_rank_does_not_come_behind_its_step(node: Fak
     scheduler.pause.take(node.seats[0], 1)  # type: ignore[arg-type]
     scheduler.pause.look()
 
-    ((code, reason, _, _),) = [told.arguments for told in node.seats[0].told]
+    ((code, reason, _, _),) = [sent.arguments for sent in node.seats[0].sent]
     assert (code, node.board.get(0, Field.PAUSE_ASKED)) == (404, 0)
     assert "freeze_timeout_s" in reason
 
@@ -223,7 +223,7 @@ def test_a_switch_is_dropped_for_a_fault_that_comes_first(node: FakeNode, schedu
     scheduler.note_incident(OPENED)
 
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
-    assert node.seats[0].told[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
+    assert node.seats[0].sent[0].arguments[:2] == [404, f"a fault came first: {OPENED.reason}"]
 
 
 @pytest.mark.parametrize("why_not", ["phase", "state"])
@@ -237,7 +237,7 @@ def test_a_switch_that_cannot_be_is_refused_with_its_reason_and_nobody_waits(
 
     scheduler.notified(SchedulerAsked("hot switch", {1: 1}))
 
-    ((code, reason, _, strategy),) = [told.arguments for told in node.seats[0].told]
+    ((code, reason, _, strategy),) = [sent.arguments for sent in node.seats[0].sent]
     assert (code, strategy) == (404, "migration")
     assert reason in ("the job is FREEZING", "no other rank holds the state of rank 1")
     assert node.board.get(0, Field.PAUSE_ASKED) == 0
@@ -252,7 +252,7 @@ def test_a_hot_switch_is_reported_as_a_migration(node: FakeNode, scheduler: Sche
     ):
         scheduler.note_incident(replace(planned, phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments[-1]) for told in node.seats[0].told] == [
+    assert [(sent.action, sent.arguments[-1]) for sent in node.seats[0].sent] == [
         ("report_strategies", ["migration", "exit"]),
         ("report_result", "migration"),
     ]
@@ -280,7 +280,7 @@ def test_an_upgrade_of_a_whole_group_is_refused_with_its_reason(node: FakeNode, 
 
     assert node.events == []
     assert node.logged[-1][0] == "upgrade_refused"
-    assert [told.arguments for told in node.seats[0].told] == [[404, "no rank is away", {}, "upgrade"]]
+    assert [sent.arguments for sent in node.seats[0].sent] == [[404, "no rank is away", {}, "upgrade"]]
 
 
 def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode, scheduler: Scheduler) -> None:
@@ -290,7 +290,7 @@ def test_a_downgrade_is_offered_while_a_replacement_is_waited_for(node: FakeNode
     scheduler.note_incident(OPENED)
     scheduler.note_incident(replace(OPENED, phase=Phase.REPLAYING))
 
-    assert node.seats[0].told[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
+    assert node.seats[0].sent[-1].arguments == [{1: 1}, ["recover", "downgrade", "dump", "exit"]]
 
 
 def test_nobody_is_called_back_to_a_training_that_is_over(node: FakeNode, scheduler: Scheduler) -> None:
@@ -322,7 +322,7 @@ def test_a_downgrade_is_reported_with_the_ranks_that_leave(node: FakeNode, sched
     for phase, outcome in ((Phase.FREEZING, "open"), (Phase.RESUMING, "open"), (Phase.RUNNING, "recovered")):
         scheduler.note_incident(replace(OPENED, rung="resize", phase=phase, outcome=outcome))
 
-    assert [(told.action, told.arguments[0], told.arguments[-1]) for told in node.seats[0].told] == [
+    assert [(sent.action, sent.arguments[0], sent.arguments[-1]) for sent in node.seats[0].sent] == [
         ("report_fault_ranks", {1: 1}, {1: ""}),
         ("report_result", 201, "downgrade"),
         ("report_result", 0, "downgrade"),
@@ -339,4 +339,4 @@ def test_an_upgrade_has_failed_if_ranks_are_still_away(
         leave(node, 1)
     scheduler.note_incident(replace(upgrade, phase=Phase.RUNNING, outcome="recovered"))
 
-    assert node.seats[0].told[-1].arguments[0] == code
+    assert node.seats[0].sent[-1].arguments[0] == code

@@ -110,7 +110,7 @@ class Comparisons:
         self._node.advance(recovery.MismatchFound(rank=seat.rank, **fields))
 
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
-        """It is known who is a replica of whom: the machine, the ranks and the operator are told what is new."""
+        """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
         node = self._node
         replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.parted})
         self._looks = replace(self._looks, replicas=replicas)
@@ -123,7 +123,7 @@ class Comparisons:
         node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
         logger.warning("%s", self._cost_of(replicas))
         for seat in node.seats:
-            self.tell_owners(seat)
+            self.report_owners(seat)
         if replicas.has_single_holders:
             self._times.take_one_at_once()
 
@@ -134,33 +134,33 @@ class Comparisons:
     def look_soon(self, boundary: int) -> None:
         """Replicas have been found to differ: all ranks are asked for a full look at one boundary, a little later."""
         for seat in self._node.seats:
-            seat.tell_news(to_rank.LookAt(boundary + LOOK_AHEAD))
+            seat.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
 
-    def tell_owners(self, seat: Seat) -> None:
+    def report_owners(self, seat: Seat) -> None:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself."""
         owners = self._looks.replicas.parted
         if owners:
-            seat.tell_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
+            seat.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
 
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
         names, node = replicas.all_names, self._node
         differ = "parameters or their" if len(names) > 1 else "parameter or its"
-        told = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        finding = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
-            return f"{told}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
-        told = f"{told}: no other rank holds what such a rank holds, so none can be replaced"
+            return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
+        finding = f"{finding}: no other rank holds what such a rank holds, so none can be replaced"
         if self._times.is_off or "rewind" not in node.job.settings.rungs:
-            return f"{told}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
+            return f"{finding}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
         every = node.config.snapshot_every
-        return f"{told}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
+        return f"{finding}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
 
     def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""
         new = [odd for odd in (self._node.seats[rank] for rank in divergence.ranks) if not odd.divergence]
         if not new and divergence.ranks:
-            return  # it has been told to stand aside, and is on its way there
+            return  # it has been ordered to stand aside, and is on its way there
         self._node.log("replicas_diverged", **asdict(divergence))
         reason = divergence.sentence
         ranks, repaired_at = self._repaired
@@ -175,4 +175,4 @@ class Comparisons:
             return
         for odd in new:
             odd.divergence = divergence.sentence
-            odd.tell(to_rank.StandAside())
+            odd.send(to_rank.StandAside())

@@ -1,7 +1,7 @@
 """The first sign of a rank's end: the lock that it held as long as it lived has lost its holder (`life_lock`).
 
 At that moment the process runs no code any more, and what it has left on the board, in its recorder and on its line is
-final; but its memory, sockets and devices are still being given back. So the others can be told to stop, and its
+final; but its memory, sockets and devices are still being given back. So the others can be ordered to stop, and its
 replacement has to wait. Begin with `watch`.
 """
 
@@ -23,26 +23,26 @@ _EXITING_LIMIT_S = 0.1
 _EXITING_EVERY_S = 0.0005
 
 
-def watch(board: Board, row: int, pid: int, tell: Callable[[int], None]) -> None:
-    """Have `tell` called, on a thread of its own, once the process is bound to end.
+def watch(board: Board, row: int, pid: int, report: Callable[[int], None]) -> None:
+    """Have `report` called, on a thread of its own, once the process is bound to end.
 
-    tell   given its exit code, or minus the signal that ends it
+    report   given its exit code, or minus the signal that ends it
 
-    Not called if the process has no such lock, or if that cannot be told: its pidfd then has to do.
+    Not called if the process has no such lock, or if that cannot be known: its pidfd then has to do.
     """
     held = board.get(row, Field.LIFE)
     if held & HOLDER_MASK:
         threading.Thread(
-            target=_watch, args=(board, row, held, pid, tell), name=f"ttprun-life-{row}", daemon=True
+            target=_watch, args=(board, row, held, pid, report), name=f"ttprun-life-{row}", daemon=True
         ).start()
 
 
-def _watch(board: Board, row: int, held: int, pid: int, tell: Callable[[int], None]) -> None:
+def _watch(board: Board, row: int, held: int, pid: int, report: Callable[[int], None]) -> None:
     while board.get(row, Field.LIFE) == held:
         board.wait_for_change(row, Field.LIFE, held, _LOOK_AGAIN_S)
     code = ending_code(pid)
     if code is not None:
-        tell(code)
+        report(code)
 
 
 def ending_code(pid: int) -> int | None:

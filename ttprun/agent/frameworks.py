@@ -106,13 +106,13 @@ class Frameworks(Repairs):
         self.scheduler.pause.look()
 
     def note_incident(self, incident: recovery.Incident) -> None:
-        """Tell the scheduler how an incident stands."""
+        """Report to the scheduler how an incident stands."""
         self.scheduler.note_incident(incident)
         if (incident.rung, incident.outcome) == ("resize", "recovered"):
             self._tell_size(incident)
 
     def _declare(self, rank: int) -> None:
-        """Tell the state machine what is known of a rank, if it can train on in a smaller group."""
+        """Report to the state machine what is known of a rank, if it can train on in a smaller group."""
         if rank in self.elastic:
             replicas, batches = tuple(self.replicas.get(rank, ())), self.batches.get(rank, ())
             declared = recovery.ElasticDeclared(
@@ -121,7 +121,7 @@ class Frameworks(Repairs):
             self._node.advance(declared)
 
     def _tell_size(self, incident: recovery.Incident) -> None:
-        """Tell how many ranks train from now on."""
+        """Report how many ranks train from now on."""
         job = self._node.job
         self._node.log("group_resized", away=job.away, ranks=job.survivors, boundary=incident.boundary)
         count = f"{len(job.survivors)} of {len(job.members)} ranks"
@@ -131,10 +131,10 @@ class Frameworks(Repairs):
     # Orders.
 
     def replay(self, action: recovery.Replay) -> None:
-        """Tell a rank with a new process, or with memory that has failed, to make itself ready for its repair."""
+        """Have a rank with a new process, or with memory that has failed, make itself ready for its repair."""
         seat = self._node.seats[action.rank]
         reboot_type = self.reboot_type(seat.rank)
-        seat.tell(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
+        seat.send(mindio.Prepare(action.generation, action.boundary, self.repair_type(), reboot_type))
 
     def repair_type(self) -> mindio.Strategy:
         """What the recovery that has just begun comes to, in MindIO's words."""
@@ -189,7 +189,7 @@ class Frameworks(Repairs):
         return mindio.Size(params=self.scheduler.params("upgrade") if job.is_upgrading else "")
 
     def send_state(self, action: recovery.SendState) -> None:
-        """Tell all ranks to rebuild, and those that it concerns to repair."""
+        """Have all ranks rebuild, and those that it concerns repair."""
         node = self._node
         world_size = len(node.seats)
         lost = {rank: self.losses[rank] for rank in action.to}
@@ -207,7 +207,7 @@ class Frameworks(Repairs):
         for seat in node.seats:
             if seat.rank in node.job.away:
                 continue
-            seat.tell(
+            seat.send(
                 mindio.Repair(
                     generation=action.generation,
                     boundary=action.boundary,
@@ -221,7 +221,7 @@ class Frameworks(Repairs):
             )
 
     def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to roll back, and to train again; those that are away hold nobody up from now on."""
+        """Have all ranks roll back, and train again; those that are away hold nobody up from now on."""
         self.scheduler.pause.end()
         loads, self._loads = self._loads, False
         node = self._node
@@ -229,7 +229,7 @@ class Frameworks(Repairs):
             seat.journal = {}
             node.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
-            node.seats[rank].tell(
+            node.seats[rank].send(
                 mindio.Rollback(
                     generation=action.generation,
                     boundary=action.boundary,
@@ -248,7 +248,7 @@ class Frameworks(Repairs):
         self._saving, self._save_step, self._renames = set(saves), action.boundary, min(saves)
         for rank, groups in saves.items():
             saves_of_rank = [mindio.Saving(kind, list(together)) for kind, together in groups]
-            self._node.seats[rank].tell(mindio.Save(action.generation, action.boundary, saves_of_rank))
+            self._node.seats[rank].send(mindio.Save(action.generation, action.boundary, saves_of_rank))
 
     def _take_saved(self, seat: Seat, generation: int) -> None:
         """A rank has written its part: after the last one, a checkpoint is made of them."""
@@ -256,7 +256,7 @@ class Frameworks(Repairs):
             return
         self._saving.discard(seat.rank)
         if not self._saving:
-            self._node.seats[self._renames].tell(mindio.Rename(generation, self._save_step))
+            self._node.seats[self._renames].send(mindio.Rename(generation, self._save_step))
 
     def _end_dump(self, generation: int, place: str = "", why_not: str = "") -> None:
         fields: dict[str, Any] = {"boundary": self._save_step, "place": place, "reason": why_not}

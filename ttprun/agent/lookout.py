@@ -55,8 +55,8 @@ class Lookout:
         self._of_alone: dict[int, Watch] = {}  # by rank
         self._next_s = 0.0
         self._is_repairing = False
-        self._reported: set[tuple[int, int]] = set()  # what has been told already
-        self._told_pids: set[int] = set()  # whose stacks have been told
+        self._reported: set[tuple[int, int]] = set()  # what has been reported already
+        self._reported_pids: set[int] = set()  # whose stacks have been reported
 
     @property
     def is_off(self) -> bool:
@@ -130,9 +130,9 @@ class Lookout:
         if dead or job.phase not in (recovery.Phase.FREEZING, recovery.Phase.RESUMING):
             return dead
         if job.phase is recovery.Phase.RESUMING:
-            # Who connects tells the others its port first; who has not done so is waited for by all.
-            has_any = any(seat.told_in == job.generation for seat in node.seats)
-            return tuple(seat.rank for seat in node.seats if has_any and seat.told_in < job.generation)
+            # Who connects reports its port to the others first; who has not done so is waited for by all.
+            has_any = any(seat.reported_in == job.generation for seat in node.seats)
+            return tuple(seat.rank for seat in node.seats if has_any and seat.reported_in < job.generation)
         late = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.HELD) < job.generation)
         boundary = max(board.get(seat.local_rank, Field.APPLIED) for seat in seats)
         behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
@@ -140,8 +140,8 @@ class Lookout:
 
     def stack_of_late(self, seat: Seat) -> str:
         """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
-        is_told = seat.pid in self._told_pids
-        if is_told or self._node.job.phase not in _REPAIRING or not seat.is_present:
+        is_reported = seat.pid in self._reported_pids
+        if is_reported or self._node.job.phase not in _REPAIRING or not seat.is_present:
             return ""
         with contextlib.suppress(OSError, ValueError, IndexError):
             return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
@@ -151,8 +151,8 @@ class Lookout:
         """A rank says that an operation has failed, though it has heard of no fault."""
         node, now = self._node, time.monotonic()
         generation, fault = message.generation, message.device_fault
-        told = {"generation": generation, "reason": message.reason, "device_fault": fault}
-        node.log("connection_broken", rank=seat.rank, **told)
+        fields = {"generation": generation, "reason": message.reason, "device_fault": fault}
+        node.log("connection_broken", rank=seat.rank, **fields)
         if generation != node.job.generation:
             return
         is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.seats)
@@ -216,12 +216,12 @@ class Lookout:
         is_known = (sight.rank, sight.boundary) in self._reported
         if is_known and not is_only_told and recovery.is_alone(node.job, sight.rank):
             is_only_told = True  # it stands there again: it waits for something, and not for another rank
-            if seat.pid in self._told_pids:
+            if seat.pid in self._reported_pids:
                 return
         elif is_known and is_only_told:
             return
         self._reported.add((sight.rank, sight.boundary))
-        self._told_pids.add(seat.pid)
+        self._reported_pids.add(seat.pid)
         text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
@@ -241,9 +241,9 @@ class Lookout:
             frame=frame,
             stack=text,
         )
-        told = f"\n{main_thread}" if main_thread else ""
+        stack = f"\n{main_thread}" if main_thread else ""
         action = "it cannot be replaced, so it is not killed" if is_only_told else "it is killed"
-        logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, told)
+        logger.warning("rank %d hangs (%s): %s%s", sight.rank, reason, action, stack)
         if not is_only_told:
             failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
@@ -251,7 +251,7 @@ class Lookout:
                 seat.kill()  # it must not keep another state while it is decided to which one it goes back
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     seat.handler.proc.wait(_KILL_LIMIT_S)
-                self._own_states.tell_what_is_left(seat)
+                self._own_states.report_what_is_left(seat)
             node.advance(
                 recovery.RankHung(
                     at_s=time.monotonic(),

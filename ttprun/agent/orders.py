@@ -94,7 +94,7 @@ class Orders:
         repair_type = self.repairs.repair_type()
         order = to_rank.Freeze(action.generation, survivors, list(action.lost), repair_type)
         for rank in action.ranks:
-            self.node.seats[rank].tell(order)
+            self.node.seats[rank].send(order)
 
     def spawn_rank(self, action: recovery.SpawnRank) -> None:
         """Give a lost rank a process: a standby, or a new one, once the old one has given back what it had.

@@ -79,7 +79,7 @@ class OwnStates:
         is_alone = recovery.is_alone(node.job, seat.rank)
         return node.board.get(seat.local_rank, Field.APPLIED) if is_alone else recorded
 
-    def tell_what_is_left(self, seat: Seat) -> None:
+    def report_what_is_left(self, seat: Seat) -> None:
         """A rank that is lost, and whose process does nothing more: let the machine know what it can go back to."""
         node = self._node
         if not recovery.is_alone(node.job, seat.rank):
@@ -136,6 +136,6 @@ class OwnStates:
 def _header_of(fd: int) -> list[Any]:
     """What the tensors of a file are, as `ttprun.rank.weights.replicated` describes them."""
     size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
-    told = json.loads(os.pread(fd, size, _LENGTH_BYTES))
-    header: list[Any] = json.loads(told["__metadata__"][HEADER])
+    stored = json.loads(os.pread(fd, size, _LENGTH_BYTES))
+    header: list[Any] = json.loads(stored["__metadata__"][HEADER])
     return header

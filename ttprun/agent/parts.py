@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ttprun import recovery
+from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.frameworks import Frameworks
@@ -51,7 +52,8 @@ class Parts:
         incidents, times = Incidents(node), SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
         self.comparisons = Comparisons(node, times, incidents)
-        self.checkpoints = Checkpoints(node, store, resumption, self.comparisons)
+        self.checkpoint_writer = CheckpointWriter(node, store, resumption)
+        self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints)
@@ -86,8 +88,8 @@ class Parts:
             watch=self.watch,
             set_deadline=set_deadline,
         )
-        self.requests = Requests(node, self.checkpoints, self.injections, self.repairs, self.standing)
-        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoints, self.snapshots)
+        self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
+        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
 
     def begin_group(self) -> None:
         """All ranks are new."""
@@ -105,5 +107,5 @@ class Parts:
         self.lookout.look()
         self.standby_watch.look()
         self.snapshots.look()
-        self.checkpoints.look()
+        self.checkpoint_writer.look()
         self.standing.look()

@@ -27,7 +27,7 @@ MAX_ROUNDS = 6
 _OWN = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "TORCHELASTIC_RESTART_COUNT"}) | {
     "TORCHELASTIC_ERROR_FILE"
 }
-_TOLD_AT_MOST = 3
+_NAMED_AT_MOST = 3
 
 
 def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Plan | str:
@@ -138,7 +138,7 @@ class Preloads:
         self._reports, self._plan, self.why_not, self._rounds = {}, None, "", 0
 
     def note(self, local_rank: int, message: Imported, starts: Sequence[dict[str, Any]]) -> None:
-        """A rank has told after its first step what it has imported; a replacement's report changes nothing."""
+        """A rank has reported after its first step what it has imported; a replacement's report changes nothing."""
         if self._plan is not None or self.why_not:
             return
         self._reports[local_rank] = message
@@ -226,14 +226,14 @@ class Preloads:
         """How it stands, for people."""
         preloaded = self.ready
         if preloaded is not None:
-            told = f"with {preloaded.count} modules that the ranks have imported"
+            text = f"with {preloaded.count} modules that the ranks have imported"
             left = [f"{name} ({why})" for name, why in self.refused.items()]
-            more = len(left) - _TOLD_AT_MOST
+            more = len(left) - _NAMED_AT_MOST
             if left:
-                told += f"; left to a replay: {', '.join(left[:_TOLD_AT_MOST])}" + (
+                text += f"; left to a replay: {', '.join(left[:_NAMED_AT_MOST])}" + (
                     f" and {more} more" if more > 0 else ""
                 )
-            return told
+            return text
         if self.why_not:
             return f"with torch alone: {self.why_not}"
         return "with torch; it now imports what the ranks have imported" if self._current is not None else "with torch"

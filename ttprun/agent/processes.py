@@ -80,7 +80,7 @@ class RankHandler(SubprocessHandler):
         )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signal the rank, and tell it that it is meant to end; one that is gone already is no error.
+        """Signal the rank, and let it know that it is meant to end; one that is gone already is no error.
 
         It hears of it behind the signal, so that the script's handler has its turn first.
         """

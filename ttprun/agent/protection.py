@@ -48,7 +48,7 @@ class Protection:
         reason = self._node.job.unprotected_reason
         for other in self._node.seats:
             if other is not seat and reason:
-                other.tell(from_rank.Unprotected(reason))
+                other.send(from_rank.Unprotected(reason))
 
     def note_holds_alone(self, seat: Seat, reason: str) -> None:
         """No rank can be repaired from another one."""

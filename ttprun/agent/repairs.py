@@ -15,7 +15,7 @@ from ttprun.protocol import mindio
 
 
 class Repairs(ABC):
-    """Carries out the orders that the two ways carry out differently, and takes what only one's ranks tell."""
+    """Carries out the orders that the two ways carry out differently, and takes what only one's ranks report."""
 
     # Whoever has nothing to do then leaves these as they are.
 
@@ -51,15 +51,15 @@ class Repairs(ABC):
 
     @abstractmethod
     def replay(self, action: recovery.Replay) -> None:
-        """Tell a replacement to set itself up as far as the boundary."""
+        """Have a replacement set itself up as far as the boundary."""
 
     @abstractmethod
     def send_state(self, action: recovery.SendState) -> None:
-        """Tell ranks to pass state over to the replacements."""
+        """Have ranks pass state over to the replacements."""
 
     @abstractmethod
     def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to connect, and to go on."""
+        """Have all ranks connect, and go on."""
 
     @abstractmethod
     def persist(self, action: recovery.Persist) -> None:

@@ -28,12 +28,12 @@ class Replays(Repairs):
         self._checkpoints = checkpoints
 
     def replay(self, action: recovery.Replay) -> None:
-        """Tell a replacement up to where to run the script, once it is sure that its source replicates it."""
+        """Order a replacement up to where to run the script, once it is sure that its source replicates it."""
         node = self._node
         seat = node.seats[action.rank]
         stored = seat.stored
         if action.source is None and stored is not None and stored.origin is not None:
-            seat.tell(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.told_to(seat.rank)))
+            seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
             return
         lost = node.recorded(seat, action.boundary)
         source_rank = action.rank if action.source is None else action.source
@@ -53,27 +53,27 @@ class Replays(Repairs):
             )
             return
         skip_lines = node.lines_since(seat, action.boundary)
-        seat.tell(to_rank.Replay(action.generation, action.boundary, skip_lines))
+        seat.send(to_rank.Replay(action.generation, action.boundary, skip_lines))
 
     def send_state(self, action: recovery.SendState) -> None:
-        """Tell the source and the replacements to pass the state over."""
+        """Have the source and the replacements pass the state over."""
         node = self._node
         self._comparisons.note_repair(action.to, action.boundary)
         name = f"state-{action.generation}-{action.source}.sock"
         limit_s = node.config.transfer_timeout_s
-        node.seats[action.source].tell(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
+        node.seats[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
-            node.seats[rank].tell(to_rank.FetchState(action.generation, name, limit_s))
+            node.seats[rank].send(to_rank.FetchState(action.generation, name, limit_s))
 
     def resume(self, action: recovery.Resume) -> None:
-        """Tell all ranks to connect and to issue their journals again."""
+        """Have all ranks connect and issue their journals again."""
         seats = self._node.seats
         journals = {seat.rank: seat.journal for seat in seats if seat.journal}
         given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
             skip_lines = self._node.lines_since(seats[rank], action.boundary)
-            seats[rank].tell(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
+            seats[rank].send(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""

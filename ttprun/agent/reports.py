@@ -123,8 +123,8 @@ class Reports:
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
             case from_rank.DeviceReady(counters=counters):
-                told = {key: value for key, value in vars(message).items() if key != "counters"}
-                node.log("device_ready", rank=rank, **told, **counters)
+                fields = {key: value for key, value in vars(message).items() if key != "counters"}
+                node.log("device_ready", rank=rank, **fields, **counters)
             case from_rank.Held():
                 self.comparisons.take(seat, message)
             case from_rank.SteppedAside():
@@ -172,10 +172,10 @@ class Reports:
         """A process has greeted: it is sent what it has missed."""
         seat.main_thread = message.main_thread
         seat.greet()
-        self.comparisons.tell_owners(seat)
+        self.comparisons.report_owners(seat)
         for sender, put in self._news:
             if sender != seat.rank:
-                seat.tell_news(put)
+                seat.send_news(put)
         self.injections.greeted(seat)
 
     def _on_script_error(self, seat: Seat, message: from_rank.ScriptError) -> None:
@@ -206,7 +206,7 @@ class Reports:
         node = self.node
         seat.fault(node.board)
         seat.lost_boundary = self.own_states.reached(seat, seat.lost_boundary)
-        self.comparisons.tell_owners(seat)
+        self.comparisons.report_owners(seat)
         failure = Failure(seat.rank, seat.pid, 1, message.error, message.detail)
         node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         event = recovery.RankFaulted(
@@ -227,11 +227,11 @@ class Reports:
             traceback=message.detail,
             at_s=event.at_s,
         )
-        self.own_states.tell_what_is_left(seat)
+        self.own_states.report_what_is_left(seat)
         node.advance(event)
 
     def _on_nan(self, seat: Seat, message: from_rank.NanFound) -> None:
-        """A rank has found a NaN, in its own gradient or in reduced ones. Told to stop, it waits before the step."""
+        """A rank has found a NaN, in its own gradient or in reduced ones. With `stop` it waits before the step."""
         is_spread = message.step == self._nan_step + 1  # through the weights, which the first one has reached
         is_known = message.step == self._nan_step
         self._nan_step = message.step
@@ -240,26 +240,26 @@ class Reports:
         is_stop = self.node.config.on_nan == "stop"
         step, where = message.step, message.where
         if message.is_own:
-            told = f"rank {seat.rank} has NaN in its own gradient in step {step} ({where})"
+            finding = f"rank {seat.rank} has NaN in its own gradient in step {step} ({where})"
         elif is_known:
             return
         else:
-            told = f"the reduced gradients hold NaN in step {step} ({where}); only --on-nan stop can name the rank"
+            finding = f"the reduced gradients hold NaN in step {step} ({where}); only --on-nan stop can name the rank"
         self.node.log("nan_found", rank=seat.rank if message.is_own else None, step=step, where=where)
         if is_stop:
-            reason = f"{told}; no rank has taken the step (on_nan: stop)"
+            reason = f"{finding}; no rank has taken the step (on_nan: stop)"
             self.node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
         else:
-            logger.warning("%s; training continues (on_nan: warn)", told)
+            logger.warning("%s; training continues (on_nan: warn)", finding)
 
     def _pass_on(self, seat: Seat, put: from_rank.Put) -> None:
-        """Pass on what a rank tells all others; one that has no process now hears it when it has greeted."""
-        seat.told_in = put.generation
+        """Pass on what a rank reports to all others; one that has no process now hears it when it has greeted."""
+        seat.reported_in = put.generation
         present = self.node.job.generation
-        self._news = [told for told in [*self._news, (seat.rank, put)] if told[1].generation >= present]
+        self._news = [news for news in [*self._news, (seat.rank, put)] if news[1].generation >= present]
         for other in self.node.seats:
             if other is not seat:
-                other.tell_news(put)
+                other.send_news(put)
 
     def _on_frozen(self, seat: Seat, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
@@ -294,7 +294,7 @@ class Reports:
         self.node.log("journals_differ", ranks=found.ranks, **fields)
         if not found.ranks:
             self.node.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
-        hung = []  # all told of their present processes, before the first one's is ended
+        hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.seats[rank] for rank in found.ranks):
             boundary = self.node.board.get(odd.local_rank, Field.APPLIED)
             # What it gave to this step was wrong, so its replacement must not be measured against that.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from ttprun import recovery
-from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.standing import Standing
@@ -21,7 +21,7 @@ class Requests:
     """Answers requests."""
 
     node: Node
-    checkpoints: Checkpoints
+    checkpoint_writer: CheckpointWriter
     injections: Injections
     repairs: Repairs
     standing: Standing
@@ -60,7 +60,7 @@ class Requests:
             why_not = recovery.why_not_saved(job)
         if why_not:
             return Rejected(why_not)
-        number = 0 if self.checkpoints.status is None else self.checkpoints.status.number
+        number = 0 if self.checkpoint_writer.status is None else self.checkpoint_writer.status.number
         self.standing.ask(lambda: node.advance(recovery.CheckpointAsked(at_s=time.monotonic())), is_end=False)
         return Accepted(after=number)
 

@@ -105,7 +105,7 @@ class Rewinds:
         board.forget_process(row)
 
     def load_state(self, action: recovery.LoadState) -> None:
-        """Tell ranks to load what replicas share."""
+        """Have ranks load what replicas share."""
         seats = self._node.seats
         if len(action.ranks) == len(seats):
             self._comparisons.note_repair(action.ranks, action.boundary)
@@ -114,4 +114,4 @@ class Rewinds:
             assert stored is not None
             owners = {key: list(ranks) for key, ranks in stored.replicas.parted.items()}
             order = to_rank.LoadState(action.generation, list(stored.files), owners, stored.header_of(rank))
-            seats[rank].tell(order)
+            seats[rank].send(order)

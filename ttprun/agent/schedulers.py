@@ -1,6 +1,6 @@
 """A scheduler's say in recovery, where one rank has registered its callbacks (`--mindio`).
 
-It is told what happens, in MindIO's words, and what it asks for becomes an event of the state machine. Nobody waits for
+It hears what happens, in MindIO's words, and what it asks for becomes an event of the state machine. Nobody waits for
 its answers. Begin with `Scheduler.notified`.
 """
 
@@ -106,7 +106,7 @@ class Scheduler:
             return
         seat = node.seats[rank]
         if kind == _MEMORY:
-            seat.tell(mindio.FailMemory(node.job.generation))
+            seat.send(mindio.FailMemory(node.job.generation))
             return
         node.advance(
             recovery.RankHung(
@@ -193,7 +193,7 @@ class Scheduler:
         logger.warning("no hot switch of rank %s: %s", ", ".join(map(str, ranks)), why)
         self._report("report_result", _NOT_NOW, why, dict.fromkeys(ranks, _PROCESS), "migration")
 
-    # What it is told.
+    # What it hears.
 
     def register(self, seat: Seat) -> None:
         """It lives in the process of this rank."""
@@ -236,7 +236,7 @@ class Scheduler:
 
     def _report(self, action: mindio.SchedulerAction, *arguments: Any) -> None:
         if self.rank is not None and self._node.seats[self.rank].is_present:
-            self._node.seats[self.rank].tell(mindio.SchedulerCall(action, list(arguments)))
+            self._node.seats[self.rank].send(mindio.SchedulerCall(action, list(arguments)))
 
 
 def _kind_of(kind: str) -> int:

@@ -27,11 +27,11 @@ class Seat:
     record_fd       memfd of its recorder
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
-    told_in         newest generation in which it has told the others something, mostly its port
+    reported_in         newest generation in which it has reported something to the others, mostly its port
     is_dying        its process is lost, and not gone yet
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
     spawn           gives it its next process, which has to wait for something
-    is_present      the process has greeted: it can be told things
+    is_present      the process has greeted: it can be sent messages
     is_protected    its hooks have been heard
     had_torch       this process or one before it in this seat had imported torch
     hung_up_at_s    when its end of the line was closed, as by the end of the process, or by another program that has
@@ -64,7 +64,7 @@ class Seat:
     device_fault: str = ""
     traceback: str = ""
     main_thread: int = 0
-    told_in: int = -1
+    reported_in: int = -1
     journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""
     lost_boundary: int = 0
@@ -80,18 +80,18 @@ class Seat:
         self.held = None
         self.script_error = self.device_fault = self.traceback = ""
         self.main_thread = 0
-        self.told_in = -1
+        self.reported_in = -1
         self.journal = {}
 
-    def tell(self, message: Order) -> None:
+    def send(self, message: Order) -> None:
         """Send to the process, or hold the message till it has greeted."""
         if self.is_present:
             self.handler.channel.send(message)
         else:
             self.held = message
 
-    def tell_news(self, put: Order) -> None:
-        """Send what another rank tells all, if there is a process that has greeted."""
+    def send_news(self, put: Order) -> None:
+        """Send what another rank reports to all, if there is a process that has greeted."""
         if self.is_present:
             self.handler.channel.send(put)
 
@@ -138,9 +138,9 @@ class Seat:
         )
 
     def fault(self, board: Board) -> None:
-        """The script has ended by a transient error, and the process waits: from now on it is told what is new."""
+        """The script has ended by a transient error, and the process waits: from now on it is sent what is new."""
         self._note_boundary(board)
-        self.told_in = -1
+        self.reported_in = -1
         self.journal = {}
         self.handler.channel.send(to_rank.Heard())
 

@@ -17,7 +17,7 @@ class Shelf:
     """Memory for one snapshot: two memfds for each rank.
 
     records, shares   by local rank: its own part, and its share of what replicas hold
-    told              what the ranks have reported of it
+    reports           what the ranks have reported of it
     replicas          which ranks held the same when it was taken
     is_asked          ranks have the order to write here, and may do so at any moment
     is_read           it is being written to disk
@@ -26,7 +26,7 @@ class Shelf:
     records: list[int] = field(default_factory=list)
     shares: list[int] = field(default_factory=list)
     boundary: int = 0
-    told: dict[int, SnapshotTaken] = field(default_factory=dict)
+    reports: dict[int, SnapshotTaken] = field(default_factory=dict)
     replicas: Replicas = UNKNOWN
     is_asked: bool = False
     is_read: bool = False
@@ -34,7 +34,7 @@ class Shelf:
     @property
     def written(self) -> dict[int, Share]:
         """The ranks' shares, by local rank."""
-        return {rank: told.share for rank, told in self.told.items() if told.share is not None}
+        return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
 
     @property
     def first(self) -> Share:
@@ -44,7 +44,7 @@ class Shelf:
     @property
     def size_bytes(self) -> int:
         """Of the whole snapshot."""
-        return sum(told.records_bytes + self.written[rank].bytes for rank, told in self.told.items())
+        return sum(report.records_bytes + self.written[rank].bytes for rank, report in self.reports.items())
 
     @property
     def headers(self) -> dict[int, list[Any]]:

@@ -91,7 +91,7 @@ class Snapshots:
         if self.shelves[number % _SHELVES].is_read:
             return
         self._number, self._is_pending = number, True
-        self.shelves[number % _SHELVES].told = {}
+        self.shelves[number % _SHELVES].reports = {}
         self.shelves[number % _SHELVES].is_asked = True
         self._node.board.set(LEADER, Field.SNAPSHOT_ASKED, number)
 
@@ -110,8 +110,8 @@ class Snapshots:
             self._tell(message.boundary, message.why_not, "no snapshot was taken")
             return
         shelf = self.shelves[self._number % _SHELVES]
-        shelf.told[seat.local_rank] = message
-        if len(shelf.told) < len(self._node.seats):
+        shelf.reports[seat.local_rank] = message
+        if len(shelf.reports) < len(self._node.seats):
             return
         self._is_pending = False
         self._times.note_taken()
@@ -130,7 +130,7 @@ class Snapshots:
             self._tell(shelf.boundary, why_not, "no snapshots are taken from now on")
             return
         self._times.is_wanted = False
-        self._times.cost_s = took_s = max(told.took_s for told in shelf.told.values())
+        self._times.cost_s = took_s = max(report.took_s for report in shelf.reports.values())
         self.newest, self._reason = shelf, ""
         self._node.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=took_s, number=self._number
@@ -152,12 +152,12 @@ class Snapshots:
         replicas = self._node.job.replicas
         if {share.apart for share in shelf.written.values()} != {version_of(replicas.parted)}:
             for seat in self._node.seats:
-                self._comparisons.tell_owners(seat)
+                self._comparisons.report_owners(seat)
             return True
         return False
 
     def _why_not_alike(self, shelf: Shelf) -> str:
-        """Why what replicas have shared out among them is not one state: it is looked at in full, which tells more."""
+        """Why what replicas have shared out among them is not one state: it is looked at in full, which shows more."""
         digests = {rank: share.digests for rank, share in shelf.written.items()}
         keys = shelf.replicas.contradicted_by(digests)
         if not keys:
@@ -167,7 +167,7 @@ class Snapshots:
 
     def _why_not_complete(self, shelf: Shelf) -> str:
         """Why what the ranks have written does not belong together; "" if it does."""
-        if len({told.boundary for told in shelf.told.values()}) > 1:
+        if len({report.boundary for report in shelf.reports.values()}) > 1:
             return "the ranks have taken it at different steps"
         if len({share.header_xxh3 for share in shelf.written.values()}) > 1:
             return "the ranks hold different parameters, of which there is no replica"

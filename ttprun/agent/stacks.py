@@ -58,7 +58,7 @@ def current_thread_of(text: str) -> str:
 def main_thread_of(text: str, main_thread: int) -> str:
     """The main thread's part of a text of `take`; all of it if it is not marked.
 
-    main_thread   its ident, as the rank has told it
+    main_thread   its ident, as the rank has reported it
     """
     spied = re.match(r"Process (\d+):", text)
     marks = (f"0x{main_thread:016x}", f"Thread {spied[1]} " if spied else '"MainThread"')

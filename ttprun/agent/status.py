@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.incidents import Incidents
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
@@ -45,12 +45,17 @@ class StatusPublisher:
     """
 
     def __init__(
-        self, node: Node, incidents: Incidents, standbys: Standbys, checkpoints: Checkpoints, snapshots: Snapshots
+        self,
+        node: Node,
+        incidents: Incidents,
+        standbys: Standbys,
+        checkpoint_writer: CheckpointWriter,
+        snapshots: Snapshots,
     ) -> None:
         self._node = node
         self._incidents = incidents
         self._standbys = standbys
-        self._checkpoints = checkpoints
+        self._checkpoint_writer = checkpoint_writer
         self._snapshots = snapshots
         self._started_at = timestamp()
         self._written_s = 0.0
@@ -93,7 +98,7 @@ class StatusPublisher:
             reason=reason or (node.verdict.reason if node.verdict else ""),
             ranks=tuple(_rank(node, seat, exit_code is not None) for seat in node.seats),
             incidents=self._incidents.published(),
-            checkpoint=self._checkpoints.status,
+            checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
             snapshot_step=None if newest is None else newest.boundary,
             save_dir=node.config.save_dir,

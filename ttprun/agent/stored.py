@@ -43,7 +43,7 @@ class Origin:
     world_size: int
     paths: tuple[str, ...]
 
-    def told_to(self, rank: int) -> Adapt:
+    def adapt_for(self, rank: int) -> Adapt:
         """What a rank of this run must know: from whom it takes over, and who else there was."""
         donor = rank % self.world_size
         other = self.paths[(donor + 1) % self.world_size] if self.world_size > 1 else ""

@@ -112,7 +112,7 @@ class Supervisor:
                 self.parts.watch.welcome(seat, is_replacement=is_resumed)
         except Exception as error:
             self._is_paused = True  # nobody decides any more
-            if is_resumed:  # then nobody would tell them where to resume
+            if is_resumed:  # then nobody would order them where to resume
                 self._resumption.note_unusable(resume_from[0].place, repr(error), is_refused=True)
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
                 node.conclude(Verdict("fail", why, has_progress=False))
@@ -185,7 +185,7 @@ class Supervisor:
         self.end_ranks_at_once()
         self.node.remove_left_files(limit_s=_LEFT_LIMIT_S)
         self._control.close()
-        self.parts.checkpoints.end(is_done=exit_code == 0)
+        self.parts.checkpoint_writer.end(is_done=exit_code == 0)
         self.parts.status.end(exit_code, reason)
         self.node.log("run_ended", exit_code=exit_code, reason=reason)
 

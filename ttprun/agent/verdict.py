@@ -1,4 +1,4 @@
-"""The end of a group of ranks, as the supervisor tells it to torch's agent."""
+"""The end of a group of ranks, as the supervisor reports it to torch's agent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the supervisor tells torch's agent when a group has come to its end.
+    """What the supervisor reports to torch's agent when a group has come to its end.
 
     kind          "done", "restart" or "fail"
     reason        a sentence; empty for "done"

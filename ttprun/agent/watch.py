@@ -49,7 +49,7 @@ class Watch:
         self._causes = Causes()
 
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
-        """Tell a process who it is, and listen to it."""
+        """Have a process know who it is, and listen to it."""
         node = self._node
         config = node.config
         handler, rungs = seat.handler, node.job.settings.rungs
@@ -169,7 +169,7 @@ class Watch:
             at_s=event.at_s,
         )
         if not seat.is_finished:
-            self._own_states.tell_what_is_left(seat)
+            self._own_states.report_what_is_left(seat)
         node.advance(event)
 
     def _drain(self, seat: Seat) -> None:
