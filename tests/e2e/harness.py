@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from tests import simulated_npu
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPTS = REPOSITORY / "tests" / "scripts"
 EPOCHS = "epochs_dataloader.py"  # 42 steps
@@ -104,6 +106,7 @@ class Launch:
     run_dir      where the launcher writes its status, None under torchrun
     faults       as they were ordered
     out          where the script writes, default: out/ in the folder
+    device       "npu": its processes have the simulated NPU as torch_npu
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class Launch:
         run_dir: Path | None = None,
         faults: Sequence[str] = (),
         out: Path | None = None,
+        device: str = "",
     ) -> None:
         self.script, self.folder, self.run_dir, self.faults = script, folder, run_dir, tuple(faults)
         self._out = out or folder / "out"
@@ -130,7 +134,7 @@ class Launch:
             self.process = subprocess.Popen(
                 [*launcher, "--redirects", "3", *options, named, f"--out={self._out}", *script_args],
                 cwd=folder,
-                env=environment(),
+                env=environment(device),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -250,6 +254,7 @@ def start_ttprun(
     options: Sequence[str] = (),
     script_args: Sequence[str] = (),
     out: Path | None = None,
+    device: str = "",
 ) -> Launch:
     """Start `ttprun` on a script.
 
@@ -257,6 +262,7 @@ def start_ttprun(
     options      further options of ttprun
     script_args  further arguments of the script
     out          where the script writes, default: out/ in the folder
+    device       "npu": its processes have the simulated NPU
     """
     run_dir = folder / "run"
     ours = ["--run-dir", str(run_dir)]
@@ -264,12 +270,12 @@ def start_ttprun(
         ours.append("--allow-faults")
     for fault in faults:
         ours += ["--fault", fault]
-    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults, out)
+    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults, out, device)
 
 
-def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = ()) -> Launch:
+def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = (), device: str = "") -> Launch:
     """Start plain torchrun on a script."""
-    return Launch("torch.distributed.run", script, ranks, folder, script_args=script_args)
+    return Launch("torch.distributed.run", script, ranks, folder, script_args=script_args, device=device)
 
 
 class References:
@@ -277,28 +283,28 @@ class References:
 
     def __init__(self, new_folder: Callable[[str], Path]) -> None:
         self._new_folder = new_folder
-        self._runs: dict[tuple[str, int, tuple[str, ...]], Run] = {}
+        self._runs: dict[tuple[str, int, tuple[str, ...], str], Run] = {}
 
-    def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = ()) -> Run:
-        """The reference for a script with that number of ranks and those arguments.
+    def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = (), device: str = "") -> Run:
+        """The reference for a script with that number of ranks and those arguments, on that device.
 
         Plain torchrun is not under test here, and torch 2.13 aborts a rank now and then while its interpreter exits
         (ABORTED_AT_EXIT; once even in two runs of a script, one after the other): such a reference is made again.
         """
-        key = (script, ranks, tuple(script_args))
+        key = (script, ranks, tuple(script_args), device)
         if key not in self._runs:
-            run = self._make(script, ranks, script_args)
+            run = self._make(*key)
             for _ in range(4):
                 if run.exit_code == 0 or ABORTED_AT_EXIT not in run.story():
                     break
-                run = self._make(script, ranks, script_args)
+                run = self._make(*key)
             assert run.exit_code == 0, run.story()
             self._runs[key] = run
         return self._runs[key]
 
-    def _make(self, script: str, ranks: int, script_args: Sequence[str]) -> Run:
+    def _make(self, script: str, ranks: int, script_args: Sequence[str], device: str) -> Run:
         folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
-        return start_torchrun(script, ranks, folder, script_args).finish()
+        return start_torchrun(script, ranks, folder, script_args, device).finish()
 
 
 def assert_same_outcome(result: Run, reference: Run) -> None:
@@ -370,14 +376,19 @@ def end_processes_of(run_dir: Path) -> None:
             process.kill()
 
 
-def environment() -> Mapping[str, str]:
-    """The environment of a launcher: ours without what would steer it, one thread a rank, and ttprun importable."""
+def environment(device: str = "") -> Mapping[str, str]:
+    """The environment of a launcher: ours without what would steer it, one thread a rank, and ttprun importable.
+
+    device   "npu": also the simulated NPU, compiled if it was not; skips the test where it cannot be
+    """
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name)}
     clean["OMP_NUM_THREADS"] = "1"
     try:
         distribution("ttprun")
     except PackageNotFoundError:
         clean["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), clean.get("PYTHONPATH"))))
+    if device == "npu":
+        clean["PYTHONPATH"] = os.pathsep.join(filter(None, (simulated_npu.on_path(), clean.get("PYTHONPATH"))))
     return clean
 
 

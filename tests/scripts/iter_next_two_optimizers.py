@@ -64,14 +64,15 @@ def main():
     parser.add_argument("--out", default="out")
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     args = parser.parse_args()
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("hccl" if args.device == "npu" else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
     if args.device != "cpu":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device_module = torch.get_device_module(args.device)
+        device_module.set_device(rank % device_module.device_count())
         torch.use_deterministic_algorithms(True)
     G, D = mlp(Z_DIM, SIDE * SIDE, nn.Sigmoid()).to(args.device), mlp(SIDE * SIDE, 1).to(args.device)
     g_model, d_model = DDP(G), DDP(D)

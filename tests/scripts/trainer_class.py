@@ -166,15 +166,16 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", default="out")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     args = parser.parse_args()
 
-    dist.init_process_group(backend="gloo")
+    dist.init_process_group(backend="hccl" if args.device == "npu" else "gloo")
     rank = dist.get_rank()
     os.makedirs(args.out, exist_ok=True)
     torch.manual_seed(42)
     if args.device != "cpu":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        device_module = torch.get_device_module(args.device)
+        device_module.set_device(rank % device_module.device_count())
         torch.use_deterministic_algorithms(True)
     config = TrainerConfig(
         max_epochs=args.epochs, snapshot_path=os.path.join(args.out, "snapshot.pt"), device=args.device

@@ -37,7 +37,7 @@ beta2 = 0.95
 weight_decay = 0.1
 grad_clip = 1.0
 backend = "gloo"
-device = "cpu"  # or "cuda": with fewer GPUs than ranks, some share one
+device = "cpu"  # or "cuda", "npu": with fewer of them than ranks, some share one
 seed = 1337
 # overridden from the command line: --name=value
 for arg in sys.argv[1:]:
@@ -55,7 +55,8 @@ ddp_rank = int(os.environ["RANK"])
 ddp_world_size = int(os.environ["WORLD_SIZE"])
 master_process = ddp_rank == 0
 if device != "cpu":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    device_module = torch.get_device_module(device)
+    device_module.set_device(int(os.environ["LOCAL_RANK"]) % device_module.device_count())
     torch.use_deterministic_algorithms(True)
 seed_offset = ddp_rank  # each process gets a different seed
 if master_process:
