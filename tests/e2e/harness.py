@@ -107,6 +107,7 @@ class Launch:
     faults       as they were ordered
     out          where the script writes, default: out/ in the folder
     device       "npu": its processes have the simulated NPU as torch_npu
+    within       a command that runs the launcher, which keeps its pid: on another node, say
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Launch:
         faults: Sequence[str] = (),
         out: Path | None = None,
         device: str = "",
+        within: Sequence[str] = (),
     ) -> None:
         self.script, self.folder, self.run_dir, self.faults = script, folder, run_dir, tuple(faults)
         self._out = out or folder / "out"
@@ -129,7 +131,7 @@ class Launch:
         folder.mkdir(parents=True, exist_ok=True)
         logs = folder / "logs"
         named = str(SCRIPTS / script) if script.endswith(".py") else script
-        launcher = [sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
+        launcher = [*within, sys.executable, "-m", module, "--nproc-per-node", str(ranks), "--log-dir", str(logs)]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
                 [*launcher, "--redirects", "3", *options, named, f"--out={self._out}", *script_args],
@@ -255,6 +257,7 @@ def start_ttprun(
     script_args: Sequence[str] = (),
     out: Path | None = None,
     device: str = "",
+    within: Sequence[str] = (),
 ) -> Launch:
     """Start `ttprun` on a script.
 
@@ -263,6 +266,7 @@ def start_ttprun(
     script_args  further arguments of the script
     out          where the script writes, default: out/ in the folder
     device       "npu": its processes have the simulated NPU
+    within       as in Launch
     """
     run_dir = folder / "run"
     ours = ["--run-dir", str(run_dir)]
@@ -270,7 +274,7 @@ def start_ttprun(
         ours.append("--allow-faults")
     for fault in faults:
         ours += ["--fault", fault]
-    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults, out, device)
+    return Launch("ttprun", script, ranks, folder, [*ours, *options], script_args, run_dir, faults, out, device, within)
 
 
 def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = (), device: str = "") -> Launch:
