@@ -38,9 +38,9 @@ LaunchValue = bool | int | float | str | list[str]
 # Keys that people write among ours, and that belong under `launch`.
 OF_TORCHRUN = (
     "duplicate_stderr_filters duplicate_stdout_filters event_log_handler local_addr local_ranks_filter log_dir "
-    "logs_specs master_addr master_port max_restarts module monitor_interval nnodes no_python node_rank "
-    "nproc_per_node numa_binding rdzv_backend rdzv_conf rdzv_endpoint rdzv_id redirects role run_path "
-    "shutdown_timeout signals_to_handle standalone start_method tee virtual_local_rank"
+    "log_line_prefix_template logs_specs master_addr master_port max_restarts module monitor_interval nnodes "
+    "no_python node_rank nproc_per_node numa_binding print_completion rdzv_backend rdzv_conf rdzv_endpoint rdzv_id "
+    "redirects role run_path shutdown_timeout signals_to_handle standalone start_method tee virtual_local_rank"
 )
 
 

@@ -64,6 +64,19 @@ def test_a_copy_of_a_standby_has_the_users_modules_compiled_already(
     assert become_rank(copy, tell) == (0, f"{files[:1]} {files[:1]}\n")
 
 
+def test_a_copys_last_collection_frees_what_it_would_free_in_a_process_of_its_own(
+    ready: Standby, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    """Or compiled modules that the standby had imported write a page about objects that leak."""
+    ring = "class Ring:\n    def __del__(self):\n        print('freed')\nring = Ring()\nring.ring = ring\n"
+    ready.warm_up([], [])
+    wait_until_ready(ready)
+    copy = ready.copy()
+    assert copy is not None
+
+    assert become_rank(copy, f"import gc\n{ring}del ring\ngc.freeze()\n") == (0, "freed\n")
+
+
 def test_copies_of_a_standby_become_ranks_one_after_the_other_and_it_stays(
     ready: Standby, become_rank: Callable[..., tuple[int, str]]
 ) -> None:

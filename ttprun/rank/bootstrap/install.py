@@ -279,6 +279,7 @@ def _finish() -> None:
         from ttprun.rank.bootstrap import shutdown
 
         shutdown.close(session)
+    gc.unfreeze()  # Python's last collection frees what it would free under torchrun; nanobind reports what is left
 
 
 def _finish_well(session: Session | None) -> None:
