@@ -58,7 +58,7 @@ BREAKS = {
     "making a group in one rank": (process_group.ManagedGroup, "__init__", "one"),
     "connecting a group": (process_group.ManagedGroup, "connect", "all"),
     "connecting a group in one rank": (process_group.ManagedGroup, "connect", "one"),
-    "asking what is managed": (groups, "_is_managed", "all"),
+    "asking what is managed": (groups, "_chosen", "all"),
     "issuing a collective": (process_group.ManagedGroup, "issue", "all"),
     "issuing a collective in one rank": (process_group.ManagedGroup, "issue", "one"),
     "noting a collective in one rank": (process_group, "Entry", "one"),

@@ -20,7 +20,7 @@ def reduce_in_a_group_of_another_backend(rank: int) -> str:
 def test_a_group_of_another_backend_than_gloo_is_not_repaired() -> None:
     found = run_world(reduce_in_a_group_of_another_backend)
 
-    assert found == ["backend 'fake' of a group is not repaired yet, only gloo"] * 2
+    assert found == ["backend 'fake' of cpu is not repaired, only gloo, nccl, hccl (of a group)"] * 2
 
 
 def send_to_the_other_rank(rank: int) -> tuple[str, list[float]]:

@@ -31,7 +31,7 @@ class SimulatedHccl:
         """Issue an operation over the links. Raises RuntimeError, what the device meets."""
         self.check(inputs)
         self.calls[op] += 1
-        return SimulatedWork(self, getattr(links, op)(*args))
+        return SimulatedWork(self, links.issue(op, args))
 
     def check(self, inputs: Iterable[Any] = ()) -> None:
         """Raises RuntimeError while nothing can be done on the device, or with these tensors."""

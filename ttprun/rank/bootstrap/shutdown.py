@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from ttprun.rank.comm.connection import Connection
 from ttprun.rank.comm.journal import has_ended
 from ttprun.rank.comm.process_group import living
+from ttprun.rank.comm.transports import Link
 from ttprun.rank.session import Session
 
 LIMIT_S = 1.0  # of each wait
@@ -33,36 +33,36 @@ def close(session: Session) -> None:
     session.verifier.end(LIMIT_S)
     works = [entry.inner for entry in session.journal.unfinished() if entry.inner is not None]
     session.journal.clear()
-    connections = [group.connection for group in living if group.connection is not None]
+    links = [link for group in living for link in group.links]
     for group in living:
         group.forget_connection()
-    closing = threading.Thread(target=_close_all, args=(connections,), name="ttprun-ending", daemon=True)
+    closing = threading.Thread(target=_close_all, args=(links,), name="ttprun-ending", daemon=True)
     try:
         closing.start()
     except RuntimeError:  # Python 3.12 starts no thread so late
-        _close_here(connections, works)
+        _close_here(links, works)
         return
     closing.join(LIMIT_S)
     if closing.is_alive():
-        for connection in connections:
-            connection.cut()
+        for link in links:
+            link.abort()
         closing.join(LIMIT_S)
 
 
-def _close_all(connections: list[Connection]) -> None:
-    for connection in connections:
-        connection.close()
+def _close_all(links: list[Link]) -> None:
+    for link in links:
+        link.close()
 
 
-def _close_here(connections: list[Connection], works: Iterable[Any]) -> None:
+def _close_here(links: list[Link], works: Iterable[Any]) -> None:
     """Close the connections on this thread, which that must not block: those still in use are abandoned."""
     if not _have_ended(works):
-        for connection in connections:
-            connection.cut()
+        for link in links:
+            link.abort()
         if not _have_ended(works):
-            for connection in connections:
-                connection.abandon()
-    _close_all(connections)
+            for link in links:
+                link.abandon()
+    _close_all(links)
 
 
 def _have_ended(works: Iterable[Any]) -> bool:

@@ -119,7 +119,7 @@ def is_decisive(session: Session, step: int) -> bool:
 def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> None:
     """Note what this rank is about to use in the current step; a replacement compares it.
 
-    values   of which the CPU tensors are noted
+    values   of which the dense tensors are noted
     what     which one it is, for a person
 
     Raises MismatchError, and nothing else.

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ttprun.rank.checks import verification
 from ttprun.rank.weights import optimizer_registry
 from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.rank.weights.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from ttprun.rank.comm.journal import Entry
@@ -40,7 +41,7 @@ SAMPLES = 128
 _LOOKS = 16
 _WORD_BYTES = 8
 _GRADIENT, _HOOKS, _VERSION = map(attrgetter, ("grad", "_post_accumulate_grad_hooks", "_version"))
-Noted = tuple[list[int], bytes]
+Noted = tuple[list[int], bytes | torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Held:
 
     def put_back(self) -> None:
         """Compute the input from the gradients again. Raises NotRepairableError if it differs from what was noted."""
-        if not (self.bucket.fill(self.flat) and self.bucket.note() == self.noted):
+        if not (self.bucket.fill(self.flat) and _are_same(self.bucket.note(self.flat), self.noted)):
             raise NotRepairableError("a gradient was changed after its all-reduce, whose input is therefore lost")
         self.version = self.flat._version
 
@@ -119,6 +120,8 @@ class Bucket:
     def set_tensor(self, flat: torch.Tensor) -> None:
         """`flat` is its tensor from now on: DDP keeps it as long as the model."""
         self.pointer = flat.data_ptr()
+        if not flat.is_cpu:
+            return
         words: Any = (ctypes.c_uint64 * (self.size_bytes // _WORD_BYTES)).from_address(self.pointer)
         self._sampled = memoryview(words).cast("B").cast("Q")[:: max(1, len(words) // SAMPLES)]
 
@@ -150,13 +153,16 @@ class Bucket:
         parts = self.parts(flat)
         return parts is not None and all(torch.equal(gradient * self._factor, place) for gradient, place in parts)
 
-    def note(self) -> Noted:
-        """The gradients' version counters, and samples of the tensor.
+    def note(self, flat: torch.Tensor) -> Noted:
+        """The gradients' version counters, and samples of its tensor `flat`.
 
-        No gradient may be None, and the tensor must be alive. Calls no operation of torch: one would take as long as
-        all of this, before the reduction begins.
+        No gradient may be None. Calls no operation of torch on the CPU: one would take as long as all of this, before
+        the reduction begins. On a device the samples stay there, as the CPU does not wait for it here.
         """
-        return list(map(_VERSION, self.gradients())), self._sampled.tobytes()
+        versions = list(map(_VERSION, self.gradients()))
+        if flat.is_cpu:
+            return versions, self._sampled.tobytes()
+        return versions, flat.detach()[:: max(1, flat.numel() // SAMPLES)].clone()
 
     def may_be_held(self) -> bool:
         """Whether its input need not be copied, now that it is about to be reduced."""
@@ -165,6 +171,12 @@ class Bucket:
             return False
         # A post-accumulate hook may change a gradient after DDP has copied it.
         return not (any(map(_HOOKS, self._parameters)) or any(map(is_, self.gradients(), repeat(None))))
+
+
+def _are_same(here: Noted, there: Noted) -> bool:
+    """Whether two notes are equal, bit for bit."""
+    samples = [bytes_of(one) if isinstance(one, torch.Tensor) else one for one in (here[1], there[1])]
+    return here[0] == there[0] and samples[0] == samples[1]
 
 
 def _is_dense(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -225,7 +237,7 @@ class Buckets:
             bucket.is_refused = True
             return False
         bucket.is_used = True
-        entry.held = Held(bucket, flat, bucket.note(), flat._version)
+        entry.held = Held(bucket, flat, bucket.note(flat), flat._version)
         self._held.append(entry.held)
         return True
 

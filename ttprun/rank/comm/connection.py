@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
 
 from ttprun.protocol import from_rank
+from ttprun.rank.comm import reduce_scatter
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
@@ -79,6 +81,11 @@ class Exchange:
             self._values = {known: value for known, value in self._values.items() if known[0] >= generation}
             self._news.notify_all()
 
+    def has(self, generation: int, key: str) -> bool:
+        """Whether a key has come."""
+        with self._news:
+            return (generation, key) in self._values
+
     def get(self, generation: int, key: str, limit_s: float) -> bytes:
         """Wait for a key. Raises GenerationOverError, GivenUpError, or TimeoutError after `limit_s` seconds."""
         end = time.monotonic() + limit_s
@@ -95,8 +102,8 @@ class Exchange:
             return self._values[generation, key]
 
 
-class _ExchangeStore(torch._C._distributed_c10d.Store):
-    """The part of a Store that gloo uses to connect: set, wait, get."""
+class ExchangeStore(torch._C._distributed_c10d.Store):
+    """The part of a Store that backends use to connect: set, wait, get, check."""
 
     def __init__(self, exchange: Exchange, generation: int, prefix: str) -> None:
         super().__init__()
@@ -115,9 +122,14 @@ class _ExchangeStore(torch._C._distributed_c10d.Store):
         for key in keys:
             self._exchange.get(self._generation, self._prefix + key, timeout.total_seconds())
 
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._exchange.has(self._generation, self._prefix + key) for key in keys)
+
 
 class Connection:
-    """A connected gloo backend.
+    """A connected gloo backend: the `Link` of gloo.
+
+    native   torch's process group over it, which picks the operation by a tensor's device
 
     Constructing it blocks until every member has connected, at most CONNECT_LIMIT; raises GenerationOverError if the
     generation ends first.
@@ -148,8 +160,12 @@ class Connection:
         options = gloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=20)
-        self.backend: Any = dist.ProcessGroupGloo(_ExchangeStore(exchange, generation, prefix), rank, size, options)
+        self.backend: Any = dist.ProcessGroupGloo(ExchangeStore(exchange, generation, prefix), rank, size, options)
         self.backend._set_default_timeout(op_limit)
+        self.native: Any = ProcessGroup(rank, size)  # type: ignore[call-arg]
+        self.native._set_default_backend(ProcessGroup.BackendType.GLOO)
+        self.native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self.backend)
+        self._rank, self._size = rank, size
         self.generation = generation
         # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
         self._inodes = {os.fstat(sock.fileno()).st_ino for sock in self.sockets()}
@@ -157,7 +173,17 @@ class Connection:
             with contextlib.suppress(OSError):
                 os.set_inheritable(fd, False)
 
-    def cut(self) -> None:
+    def serve(self, device_type: str) -> None:
+        """Carry tensors on another device, too."""
+        self.native._register_backend(torch.device(device_type), ProcessGroup.BackendType.GLOO, self.backend)
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation; returns its work."""
+        if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
+            return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args)
+        return getattr(self.native, op)(*args)
+
+    def abort(self) -> None:
         """Shut down every socket of this backend; pending and later operations fail at once."""
         for sock in self.sockets():
             with contextlib.suppress(OSError):
@@ -165,7 +191,7 @@ class Connection:
 
     def close(self) -> None:
         """Destroy the backend with its threads; blocks until its operations have ended."""
-        self.backend = None
+        self.backend = self.native = None
 
     def __del__(self) -> None:
         """If the last reference is dropped on one of gloo's threads, destroy the backend on a Python thread.
@@ -175,11 +201,11 @@ class Connection:
         """
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return
-        held = [self.__dict__.pop("backend", None)]  # the only reference, which the other thread drops
+        held = [self.__dict__.pop(name, None) for name in ("backend", "native")]  # which the other thread drops
         try:
             threading.Thread(target=held.clear, name="ttprun-closing", daemon=True).start()
         except RuntimeError:  # Python 3.12 starts no thread at the interpreter's end
-            _keep_for_ever(held[0])
+            _keep_for_ever(held)
 
     def abandon(self) -> None:
         """Leak the backend: its destructor would wait for an operation that does not end.

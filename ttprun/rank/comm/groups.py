@@ -1,6 +1,6 @@
-"""`init_process_group` and `new_group` as the script calls them: they make managed groups if the backend is gloo.
+"""`init_process_group` and `new_group` as the script calls them: they make managed groups over a known transport.
 
-Another backend (nccl, mpi, ucc, a device map) is passed to torch, and protection is off.
+Another backend (mpi, ucc, xccl) is passed to torch, and protection is off.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import FINISHED, LEADER, Field, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.comm import torch_groups
 from ttprun.rank.comm.connection import GivenUpError
 from ttprun.rank.comm.journal import PATIENCE_S
-from ttprun.rank.comm.process_group import INTERNAL_NAME, ManagedGroup
+from ttprun.rank.comm.process_group import GLOO_ALONE, INTERNAL_NAME, ManagedGroup
+from ttprun.rank.comm.transports import TRANSPORTS
 from ttprun.rank.session import CONNECT, Session, current
 
 _LOOK_AGAIN_S = 1.0
-MANAGED = ("gloo", "cpu:gloo")
+LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tried on the simulated device only"
+_backends_to_make = dict(GLOO_ALONE)  # of the group that is being made
 
 
 def _make(options: Any, _: Any) -> ManagedGroup:
@@ -29,7 +33,15 @@ def _make(options: Any, _: Any) -> ManagedGroup:
     session = current()
     assert session is not None
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    return ManagedGroup(session, session.exchange, options.group_id, ranks, options.group_rank, options.timeout)
+    return ManagedGroup(
+        session,
+        session.exchange,
+        options.group_id,
+        ranks,
+        options.group_rank,
+        options.timeout,
+        dict(_backends_to_make),
+    )
 
 
 def register() -> None:
@@ -38,21 +50,41 @@ def register() -> None:
     dist.Backend.default_device_backend_map["cpu"] = "gloo"
 
 
-def _is_managed(backend: Any) -> bool:
-    import torch
+def _backends(backend: Any, device_id: Any = None) -> dict[str, str]:
+    """Type of device -> name of the backend that torch would make for it. Raises ValueError for an unknown one."""
+    if backend is None and isinstance(device_id, torch.device):
+        backend = dist.Backend.default_device_backend_map.get(device_id.type)
+    if str(backend).lower() == "gloo" or (backend is None and not _has_accelerator()):
+        return dict(GLOO_ALONE)
+    config = c10d.BackendConfig(dist.Backend("undefined" if backend is None else str(backend)))
+    return {device_type: str(name) for device_type, name in config.get_device_backend_map().items()}
 
-    if backend is None:
-        return not torch.accelerator.is_available()
-    return str(backend).lower() in MANAGED
+
+def _has_accelerator() -> bool:
+    return torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
 
 
-def _show_as_gloo(group: Any) -> None:
-    """Have `get_backend()` return what the script asked for."""
+def _why_not(backends: dict[str, str]) -> str:
+    """Why groups with these backends cannot be managed; "" if they can."""
+    for device_type, name in backends.items():
+        if name not in TRANSPORTS or device_type not in TRANSPORTS[name].device_types:
+            return f"backend {name!r} of {device_type} is not repaired, only {', '.join(TRANSPORTS)}"
+        if name == "nccl" and not dist.is_nccl_available():
+            return "this build of torch has no NCCL"
+    return ""
+
+
+def _show_as(group: Any, backend: Any) -> None:
+    """Have `get_backend()` return what the script asked for.
+
+    backend   as the script named it; None: torch's choice
+    """
     if isinstance(group, ManagedGroup):
         group.is_made = True
         _, store = c10d._world.pg_map[group]
-        c10d._world.pg_map[group] = ("gloo", store)
-        c10d._world.pg_backend_config[group] = "cpu:gloo"
+        shown = "undefined" if backend is None else str(backend).lower()
+        c10d._world.pg_map[group] = (shown if group.backends != GLOO_ALONE else "gloo", store)
+        c10d._world.pg_backend_config[group] = ",".join(f"{kind}:{name}" for kind, name in group.backends.items())
 
 
 def wrap_init_process_group(original: Any) -> Any:
@@ -65,16 +97,23 @@ def wrap_init_process_group(original: Any) -> Any:
         moments.reached("init")
         session.touch(Phase.SETUP)
         session.join()
-        if not _is_managed(backend):
+        backends, why_not = _chosen(backend, kwargs.get("device_id"))
+        if why_not or (session.framework is not None and backends != GLOO_ALONE):
             if session.framework is None:  # else its callbacks stop and rebuild the group
-                session.give_up_protection(f"backend {backend!r} is not repaired yet, only gloo")
+                session.give_up_protection(why_not)
             return original(backend, *args, **kwargs)
         if kwargs.get("world_size", -1) not in (-1, session.world_size):
             session.give_up_protection("the script's world_size differs from the one that ttprun started")
             return original(backend, *args, **kwargs)
+        if session.local_rank == LEADER and any(TRANSPORTS[name].is_late for name in backends.values()):
+            session.channel.send(from_rank.Note(LITTLE_TRIED))
+        # torch would make a native communicator of the device at once.
+        others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
             session,
-            lambda: (original(INTERNAL_NAME, *args, **kwargs), dist.group.WORLD),
+            backend,
+            backends,
+            lambda: (original(INTERNAL_NAME, *args, **others), dist.group.WORLD),
             lambda: original(backend, *args, **kwargs),
         )
 
@@ -86,32 +125,58 @@ def wrap_new_group(original: Any) -> Any:
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
         session = current()
-        is_default_managed = isinstance(dist.group.WORLD, ManagedGroup)
-        if session is None or not is_default_managed or not (backend is None or _is_managed(backend)):
-            if session is not None and session.framework is None and is_default_managed:
-                session.give_up_protection(f"backend {backend!r} of a group is not repaired yet, only gloo")
+        world = dist.group.WORLD
+        if session is None or not isinstance(world, ManagedGroup):
+            return original(ranks, timeout, backend, *args, **kwargs)
+        backends, why_not = (dict(world.backends), "") if backend is None else _chosen(backend, None)
+        if why_not or (session.framework is not None and backends != GLOO_ALONE):
+            if session.framework is None:
+                session.give_up_protection(f"{why_not} (of a group)")
             return original(ranks, timeout, backend, *args, **kwargs)
         if session.exchange.is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
+        shown = c10d._world.pg_map[world][0] if backend is None else backend
+        others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(
             session,
-            lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **kwargs), group),
+            shown,
+            backends,
+            lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **others), group),
             lambda: original(ranks, timeout, backend, *args, **kwargs),
         )
 
     return new_group
 
 
-def _make_managed(session: Session, make: Callable[[], tuple[Any, Any]], make_as_given: Callable[[], Any]) -> Any:
+def _chosen(backend: Any, device_id: Any) -> tuple[dict[str, str], str]:
+    """(the backends that the script asks for, why they cannot be managed or "")."""
+    try:
+        backends = _backends(backend, device_id)
+    except (ValueError, KeyError) as error:  # torch will say so
+        return {}, f"backend {backend!r} is unknown ({error})"
+    return backends, _why_not(backends)
+
+
+def _make_managed(
+    session: Session,
+    backend: Any,
+    backends: dict[str, str],
+    make: Callable[[], tuple[Any, Any]],
+    make_as_given: Callable[[], Any],
+) -> Any:
     """Make a managed group; if that fails here or in another rank, make torch's own.
 
+    backend         as the script named it
+    backends        type of device -> name of the backend
     make            returns (what torch returns, the group)
     make_as_given   makes torch's own, with the script's arguments
     """
+    global _backends_to_make
     before = torch_groups.Known()
     try:
+        _backends_to_make = backends
         result, group = make()
-        _show_as_gloo(group)
+        _show_as(group, backend)
         _connect(group)
         return result
     except GivenUpError:

@@ -36,6 +36,7 @@ REPORT_AFTER_S = 1.0
 _LOOK_AGAIN = timedelta(seconds=0.25)
 # Steps after which unused spare buffers are freed.
 _TRIM_EVERY = 16
+_Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a copy
 
 
 class EndedError(RuntimeError):
@@ -160,8 +161,8 @@ class Journal:
         self._is_watching = False
         self.held_bytes = 0
         self._limit_bytes = limit_bytes
-        self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._shapes_used: set[tuple[torch.Size, torch.dtype]] = set()
+        self._spare: defaultdict[_Kind, list[Tensor]] = defaultdict(list)
+        self._shapes_used: set[_Kind] = set()
         self._steps = 0
 
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
@@ -182,7 +183,7 @@ class Journal:
     def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:
         if source.layout is not torch.strided:  # another one each step holds as many elements as it likes
             return source, source.clone()
-        kind = source.shape, source.dtype
+        kind = source.shape, source.dtype, source.device
         spare = self._spare[kind]
         self._shapes_used.add(kind)
         copy = spare.pop() if spare else torch.empty(source.shape, dtype=source.dtype, device=source.device)
@@ -223,7 +224,7 @@ class Journal:
     def _recycle(self, entry: Entry) -> None:
         for source, copy in entry.saved:
             if source.layout is torch.strided:
-                self._spare[source.shape, source.dtype].append(copy)
+                self._spare[source.shape, source.dtype, source.device].append(copy)
         entry.saved = ()
 
     def of_group(self, name: str) -> list[Entry]:

@@ -12,13 +12,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from ttprun.device import registry
+from ttprun.device import accelerator, registry
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError, MemoryCheck
 from ttprun.device.sim import SimulatedNpu
 from ttprun.protocol import from_rank
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.session import Session
+from ttprun.rank.weights import optimizer_registry
 
 EXIT_CODE = 1
 
@@ -27,6 +28,27 @@ def stop(groups: Sequence[ManagedGroup]) -> None:
     """Stop the device, if it takes part in one of the groups. Raises DeviceFailedError."""
     if any(group.is_on_device for group in groups):
         registry.current().stop()
+
+
+def enter() -> None:
+    """This thread works on the device of the script's parameters, as the script's own thread does."""
+    found = accelerator.in_use()
+    if found is not None:
+        on_device = (one.device for one in optimizer_registry.parameters() if one.device.type == found[0])
+        device = next(on_device, None)
+        if device is not None:
+            found[1].set_device(device)
+
+
+def settle() -> None:
+    """The links of all groups are aborted: wait until nothing of the old generation runs on the device any more.
+
+    Raises DeviceFailedError.
+    """
+    try:
+        accelerator.synchronize()
+    except RuntimeError as error:
+        raise DeviceFailedError(f"the device does not end its work ({in_one_line(error)})") from error
 
 
 def restart(groups: Sequence[ManagedGroup]) -> None:

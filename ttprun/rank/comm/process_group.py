@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -21,16 +21,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.device import registry
+from ttprun.device import accelerator, registry
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank import fail_open, moments
 from ttprun.rank.checks import proof
-from ttprun.rank.comm import held_works, reduce_scatter
+from ttprun.rank.comm import held_works
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Entry
 from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
 from ttprun.rank.comm.reissue import call_or_take
+from ttprun.rank.comm.transports import TRANSPORTS, Link, Seat
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
@@ -39,6 +40,7 @@ from ttprun.rank.weights import sharded
 
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
+GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
 _LARGE = SMALL_RESULT_BYTES + 1
 INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend in the group
 
@@ -49,6 +51,7 @@ class ManagedGroup(ProcessGroup):
     ranks          global ranks of the members
     rank           of this process among them
     op_limit       the time-out that the script asked for
+    backends       type of device -> name of the backend for its tensors, as torch would have chosen it
     number         groups are numbered in the order in which the script makes them
     is_joined      all members have connected once; until then the main thread connects
     is_made        torch has finished making it
@@ -57,11 +60,19 @@ class ManagedGroup(ProcessGroup):
     """
 
     def __init__(
-        self, session: Session, exchange: Exchange, name: str, ranks: list[int], rank: int, op_limit: timedelta
+        self,
+        session: Session,
+        exchange: Exchange,
+        name: str,
+        ranks: list[int],
+        rank: int,
+        op_limit: timedelta,
+        backends: Mapping[str, str] = GLOO_ALONE,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.ranks = ranks
+        self.backends = backends
         self._session = session
         self._exchange = exchange
         self._name = name
@@ -79,8 +90,8 @@ class ManagedGroup(ProcessGroup):
         self._rank = rank
         self._size = size
         self._op_limit = op_limit
-        self._connection: Connection | None = None
-        self._native: Any = None
+        self._links: dict[str, Link] = {}  # by type of device; {} while there is no connection
+        self._generation = -1  # of the links
         self._communicator = registry.current().communicator()
         self._connecting = threading.Lock()
         session.groups[name] = self
@@ -113,7 +124,7 @@ class ManagedGroup(ProcessGroup):
         """The script has destroyed the group."""
         if self._session.groups.get(self._name) is self:
             del self._session.groups[self._name]
-        self._native = None
+        self._links = {}
 
     def abort(self) -> None:
         """The script aborts the group: pending operations fail."""
@@ -121,6 +132,11 @@ class ManagedGroup(ProcessGroup):
         self.shutdown()
 
     # Connections.
+
+    @property
+    def backend_name(self) -> str:
+        """As `dist.get_backend` shows it."""
+        return ",".join(dict.fromkeys(self.backends.values()))
 
     def is_protected(self) -> bool:
         """Whether a recovery would issue this group's operations again."""
@@ -143,7 +159,7 @@ class ManagedGroup(ProcessGroup):
 
     def connect_if_new(self) -> None:
         """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
-        if self._native is None and self._session.groups.get(self._name) is self:
+        if not self._links and self._session.groups.get(self._name) is self:
             away = sorted(self._session.away & {*self.ranks})
             if away:
                 raise RuntimeError(
@@ -174,21 +190,20 @@ class ManagedGroup(ProcessGroup):
 
     def is_connected_in(self, generation: int) -> bool:
         """Whether it is connected in that generation."""
-        return self._connection is not None and self._connection.generation == generation
+        return bool(self._links) and self._generation == generation
 
     def _connect_anew(self, generation: int) -> None:
         if self._communicator is not None and self.has_new_peers:
             registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
-        connection = Connection(self._exchange, generation, self._key, self._rank, self._size, self._op_limit)
-        native: Any = ProcessGroup(self._rank, self._size)  # type: ignore[call-arg]
-        native._set_default_backend(ProcessGroup.BackendType.GLOO)
-        native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, connection.backend)
-        native._set_group_name(self._name)
-        if moments.listener is not None:
-            moments.listener.connected(self._exchange, connection, self._name, self._rank)
+        seat = Seat(
+            self._exchange, generation, self._key, self._name, self._rank, self._size, self.ranks, self._op_limit
+        )
+        made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
+        if moments.listener is not None and isinstance(made.get("gloo"), Connection):
+            moments.listener.connected(self._exchange, made["gloo"], self._name, self._rank)
         with self._session.journal.lock:
-            self._connection = connection
-            self._native = native
+            self._links = {device_type: made[name] for device_type, name in self.backends.items()}
+            self._generation = generation
             self.has_new_peers = False
 
     @property
@@ -197,37 +212,42 @@ class ManagedGroup(ProcessGroup):
 
         Empty while torch is making the group: torch 2.15 would attach its flight recorder to a native backend.
         """
-        return [torch.device("cpu")] if self.is_made else []
+        return [torch.device(device_type) for device_type in self.backends] if self.is_made else []
 
     def _get_backend(self, device: torch.device) -> Any:
         """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
-        if self._native is None:
+        link = self._links.get(device.type)
+        if link is None or not self.is_made:
             return super()._get_backend(device)
-        return self._native._get_backend(device)
+        return link.backend
+
+    @property
+    def links(self) -> list[Link]:
+        """The current connections, one for each backend; [] while there are none."""
+        return list({id(link): link for link in self._links.values()}.values())
 
     @property
     def connection(self) -> Connection | None:
-        """The current connection; None while there is none."""
-        return self._connection
+        """The current connection by gloo; None while there is none."""
+        return next((link for link in self.links if isinstance(link, Connection)), None)
 
     def cut(self) -> None:
-        """Break the connection: pending operations fail at once."""
-        if self._connection is not None:
-            self._connection.cut()
+        """Break the connections: pending operations fail at once."""
+        for link in self.links:
+            link.abort()
 
     def forget_connection(self, has_new_peers: bool = False) -> None:
-        """Drop a broken connection; its operations have all failed or completed.
+        """Drop broken connections; their operations have all failed or completed.
 
         has_new_peers   a member's process is replaced
         """
-        self._connection = None
-        self._native = None
+        self._links = {}
         self.has_new_peers = self.has_new_peers or has_new_peers
 
     def abandon_connection(self) -> None:
-        """Leave the backend alone, as an operation on the broken connection does not end."""
-        if self._connection is not None:
-            self._connection.abandon()
+        """Leave the backends alone, as an operation on a broken connection does not end."""
+        for link in self.links:
+            link.abandon()
 
     # The device.
 
@@ -265,7 +285,7 @@ class ManagedGroup(ProcessGroup):
         journal = session.journal
         inputs_at, outputs_at = OPERATIONS[op]
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
-        if outputs and not outputs[0].is_cpu and session.framework is None:
+        if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
         given = () if inputs_at is None else args[inputs_at]
         is_skipped = moments.reached_collective(op, given)
@@ -301,6 +321,8 @@ class ManagedGroup(ProcessGroup):
             proof.note(session, INPUT, self._name, inputs, entry.op)
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
+            if journal.is_frozen:  # another thread issues it, on another stream
+                accelerator.synchronize()
             if is_kept or journal.is_frozen:
                 journal.entries.append(entry)
             if not journal.is_frozen:
@@ -322,12 +344,20 @@ class ManagedGroup(ProcessGroup):
         self.buckets.compare(entry)
         return True
 
+    def _is_repaired(self, device_type: str) -> bool:
+        """Whether operations on tensors of this device are repaired."""
+        name = self.backends.get(device_type)
+        return self._session.framework is not None or (
+            name is not None and device_type in TRANSPORTS[name].device_types
+        )
+
     def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
         """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
-        self._session.give_up_protection(f"collectives of tensors on {device.type} are not repaired yet")
-        if self._connection is not None:
-            backend = self._connection.backend
-            self._native._register_backend(torch.device(device.type), ProcessGroup.BackendType.GLOO, backend)
+        self._session.give_up_protection(
+            f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}"
+        )
+        if (connection := self.connection) is not None:
+            connection.serve(device.type)
         found: Work = self.call(op, args)
         return found
 
@@ -349,15 +379,25 @@ class ManagedGroup(ProcessGroup):
         return fail_open.call_original(op, self._call, op, args)
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
-        if self._native is None:
-            raise RuntimeError(f"process group {self._name!r} has been destroyed")
+        link = self._link_for(op, args)
         if self._communicator is None:
-            if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
-                return reduce_scatter.ReduceScatter(self._native, self._rank, self._size, args)
-            return getattr(self._native, op)(*args)
+            return link.issue(op, args)
         inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else tensors_in(args[inputs_at])
-        return self._communicator.issue(self._native, op, args, inputs)
+        return self._communicator.issue(link, op, args, inputs)
+
+    def _link_for(self, op: str, args: tuple[Any, ...]) -> Link:
+        """The connection that carries an operation: that of its tensors' device; a barrier goes over a device."""
+        links = self._links
+        if not links:
+            raise RuntimeError(f"process group {self._name!r} has been destroyed")
+        if len(links) == 1 and "cpu" in links:
+            return links["cpu"]
+        tensors = tensors_in(args)
+        device_type = tensors[0].device.type if tensors else next((name for name in links if name != "cpu"), "cpu")
+        if device_type not in links:
+            raise RuntimeError(f"No backend type associated with device type {device_type}")
+        return links[device_type]
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""
@@ -404,7 +444,7 @@ def _point_to_point(op: str) -> Callable[..., Work]:
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:
             raise RuntimeError(f"{op} cannot be replayed")
-        work: Work = getattr(self._native, op)(*args, **kwargs)
+        work: Work = self._link_for(op, args).issue(op, (*args, *kwargs.values()))
         return work
 
     return call

@@ -1,6 +1,7 @@
-"""Capture and restore the global random generators: Python's `random`, `numpy.random`'s and torch's CPU generator.
+"""Capture and restore the global random generators: Python's `random`, `numpy.random`'s, torch's for CPU and devices.
 
-The latter two only if the script has imported them. This file does not import torch: loops are followed before it is.
+All but the first only if the script has imported or used them. This file does not import torch: loops are followed
+before it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import struct
 import sys
 from ctypes import c_char
 from typing import TYPE_CHECKING, Any
+
+from ttprun.device import accelerator
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +90,9 @@ def capture() -> RngState:
     torch: Any = modules.get("torch")
     if hasattr(torch, "default_generator"):
         state["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        of_devices = accelerator.random_states()
+        if of_devices is not None:
+            state["devices"] = list(of_devices)
     numpy: Any = modules.get("numpy")
     if numpy is not None:
         of_numpy = _numpy
@@ -109,6 +115,8 @@ def restore(state: RngState) -> None:
     random.setstate((version, _WORDS.unpack(words), gauss))
     if "torch" in state:
         sys.modules["torch"].default_generator.set_state(tensor_from_bytes(state["torch"]))
+    if "devices" in state:
+        accelerator.restore_random_states(*state["devices"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         numpy.random.set_state(unpack_mersenne(state["numpy"]))

@@ -123,30 +123,45 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
     state = xxhash.xxh3_64()
     sample = b""
     for tensor in tensors[:_MOST_TENSORS]:
-        view = bytes_of(tensor)
-        part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
+        if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
+            view = bytes_of(tensor)
+            part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
+        else:
+            part = _lines_on_device(tensor, salt)
         state.update(part)
         sample = sample or bytes(part[:SAMPLE_BYTES])
     return state.intdigest(), sample
 
 
+def _place_of_lines(size: int, salt: int) -> tuple[int, int]:
+    """(bytes from one line to the next, where each begins)."""
+    stride = size // LINES // _WORD_BYTES * _WORD_BYTES
+    return stride, salt * LINE_BYTES % (stride - LINE_BYTES + 1) // _WORD_BYTES * _WORD_BYTES
+
+
+def _lines_on_device(tensor: torch.Tensor, salt: int) -> memoryview:
+    """As `_lines`, of which alone are copied to the CPU."""
+    stride, at = _place_of_lines(tensor.nbytes, salt)
+    flat = tensor.detach().view(-1).view(torch.uint8)[: LINES * stride]
+    return _in_order(numpy.frombuffer(bytes_of(flat.view(LINES, stride)[:, at : at + LINE_BYTES]), numpy.uint8))
+
+
 def _lines(view: memoryview, salt: int) -> memoryview:
     """Lines spread over the whole view, the first words of each before the rest."""
-    stride = len(view) // LINES // _WORD_BYTES * _WORD_BYTES
-    at = salt * LINE_BYTES % (stride - LINE_BYTES + 1) // _WORD_BYTES * _WORD_BYTES
+    stride, at = _place_of_lines(len(view), salt)
     array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)
+    return _in_order(array[:, at : at + LINE_BYTES])
+
+
+def _in_order(lines: Any) -> memoryview:
+    lines = lines.reshape(LINES, LINE_BYTES)
     words = SAMPLE_BYTES // LINES
-    lines = array[:, at : at + LINE_BYTES]
     return memoryview(lines[:, :words].tobytes() + lines[:, words:].tobytes())
 
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The dense CPU tensors among some values."""
-    return [
-        one
-        for one in values
-        if isinstance(one, torch.Tensor) and one.layout is torch.strided and one.device.type == "cpu"
-    ]
+    """The dense tensors among some values."""
+    return [one for one in values if isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta]
 
 
 def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:

@@ -162,6 +162,7 @@ class Recovery:
                 session.channel.send(from_rank.Mismatch(order.generation, reason, detail))
 
     def _carry_out(self, order: Ordered) -> None:
+        on_device.enter()
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
@@ -209,6 +210,7 @@ class Recovery:
         on_device.restart(groups)
         self._let_step_end()
         self._settle(order.survivors)
+        on_device.settle()
         frozen = from_rank.Frozen(
             session.generation,
             session.applied,
@@ -243,6 +245,7 @@ class Recovery:
             has_ended(inner, end_s - time.monotonic())
         for group in groups:
             group.cut()
+        on_device.settle()
         end_s = time.monotonic() + STUCK_AFTER_S
         for entry, inner in works:
             if not has_ended(inner, end_s - time.monotonic()):

@@ -33,7 +33,6 @@ from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _running: torch.optim.Optimizer | None = None
 _closure: closures.Watch | None = None  # of the running step
-_cuda: Any = torch.cuda  # its functions are not typed
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
     len
 ).__code__  # torch's wrapper of `step`, which calls the hooks
@@ -252,8 +251,6 @@ def _write_record(
 
 def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str:
     """Why this rank's state could not be restored from records, other ranks and snapshots; "" if it could."""
-    if _cuda.is_initialized():
-        return "state on a GPU is not recorded yet"
     if not session.has_stepped and (why_not := hindrances.why_shards_unknown(optimizer)):
         return why_not
     elsewhere = output.why_not_counted()

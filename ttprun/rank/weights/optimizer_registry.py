@@ -125,10 +125,16 @@ class Stepped:
             parameter = local_of(parameter)
         if parameter is not known or parameter.data_ptr() != address or not parameter.is_contiguous():
             parameter = local_of(parameter)
-            sample = bytes_of(parameter.detach())[:_SAMPLE_BYTES]
+            sample = bytes_of(_beginning(parameter))[:_SAMPLE_BYTES]
             if parameter.is_contiguous() and parameter.device.type == "cpu":
                 samples[number] = (of_group, at, parameter, parameter.data_ptr(), sample)
         return xxhash.xxh3_64_digest(sample)
+
+
+def _beginning(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter; of one on a device the beginning, as it has to be copied."""
+    flat = parameter.detach()
+    return flat if flat.is_cpu or not flat.is_contiguous() else flat.view(-1)[:_SAMPLE_BYTES]
 
 
 _stepped: Stepped | None = None

@@ -204,7 +204,9 @@ def _take_over_state(
         if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
             if sharded.is_distributed(parameter):
                 raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
-            old = torch.empty(shape, dtype=kind)
+            # A step's count is kept on the CPU, and what is as large as the parameter beside it.
+            device = old.device if isinstance(old, torch.Tensor) else parameter.device if shape else None
+            old = torch.empty(shape, dtype=kind, device=device)
         fill(f"{name}/{key}", old)
         registry.current().mark_safe(old)
         return old

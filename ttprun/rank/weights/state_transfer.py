@@ -100,7 +100,8 @@ def _receive(connection: socket.socket) -> None:
 
 
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:
-    target = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    is_direct = tensor.is_cpu and tensor.is_contiguous()
+    target = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
     _receive_into(connection, bytes_of(target))
     if target is not tensor:
         tensor.copy_(target)

@@ -1,0 +1,37 @@
+"""A model on an accelerator (the tests' simulated NPU) is repaired as on the CPU: bit for bit, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import (
+    RunTtprun,
+    Undisturbed,
+    assert_only_replaced,
+    assert_same_outcome,
+    assert_survivors_kept_their_pids,
+)
+
+SCRIPT = "on_device.py"
+NPU = "npu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ([], "kill:rank=1,step=12,phase=backward"),
+        (["--by-hand", "--backend", "cpu:gloo,npu:hccl"], "kill:rank=1,step=12,phase=collective"),
+        (["--backend", ""], "kill:rank=0,step=12,phase=in_step"),
+        (["--by-hand"], "kill:rank=0,step=12,phase=collective"),
+    ],
+)
+def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, arguments: list[str], fault: str
+) -> None:
+    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
+
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert_survivors_kept_their_pids(result)

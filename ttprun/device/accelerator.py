@@ -1,0 +1,53 @@
+"""The accelerator that this process uses, by torch's device module: the same code for CUDA, XPU and NPU.
+
+Nothing is imported or initialized to find it: what a script has not used has no state. Begin with `in_use`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_BUILT_IN = ("cuda", "xpu")
+_MOST_DEVICES = 16  # of a node, of whose generators the states are recorded
+
+
+def in_use() -> tuple[str, Any] | None:
+    """(type of the device, its module) if this process has used one; else None."""
+    torch: Any = sys.modules.get("torch")
+    backend: Any = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
+    if backend is None:  # torch is not imported, or only in part
+        return None
+    name = backend()
+    for device_type in _BUILT_IN if name == "privateuseone" else (name, *_BUILT_IN):
+        module = getattr(torch, device_type, None)
+        is_initialized = getattr(module, "is_initialized", None)
+        if is_initialized is not None and is_initialized():
+            return device_type, module
+    return None
+
+
+def synchronize() -> None:
+    """Wait until the device of this thread has done all its work. Raises the device's error."""
+    found = in_use()
+    if found is not None:
+        found[1].synchronize()
+
+
+def random_states() -> tuple[str, list[bytes]] | None:
+    """(type of device, state of each device's generator); None if no device is in use."""
+    found = in_use()
+    if found is None:
+        return None
+    device_type, module = found
+    count = min(module.device_count(), _MOST_DEVICES)
+    return device_type, [module.get_rng_state(at).numpy().tobytes() for at in range(count)]
+
+
+def restore_random_states(device_type: str, states: list[bytes]) -> None:
+    """Put back what `random_states` has returned. Raises RuntimeError if the device refuses it."""
+    torch: Any = sys.modules["torch"]
+    module = getattr(torch, device_type)
+    for at, state in enumerate(states[: module.device_count()]):
+        if state:
+            module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), at)

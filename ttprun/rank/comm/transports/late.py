@@ -1,0 +1,214 @@
+"""nccl and hccl: tensors on a device, whose works' `wait` returns before the operation has completed there.
+
+Such a `wait` only orders the device's streams, so whatever the script computes next is computed from an operation that
+may still fail. Our works block until the operation has completed, as gloo's do: a failed one never feeds a step. That
+costs the CPU its lead over the device at each wait. Completion is asked for again and again, since an operation whose
+peer has died does not end by itself. Begin with `LateLink`.
+
+Tried on a simulated device only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from ttprun.rank.comm.connection import CONNECT_LIMIT, ExchangeStore
+from ttprun.rank.comm.transports.link import Link, Seat
+
+ABORTED = "the communicator was aborted, as its generation is over"
+_FIRST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 200e-6
+
+
+def make_nccl(seat: Seat) -> Link:
+    """Connect; see `Transport.make`."""
+    return LateLink(seat, "cuda", _nccl)
+
+
+def make_hccl(seat: Seat) -> Link:
+    """Connect; see `Transport.make`."""
+    return LateLink(seat, "npu", _registered("hccl"))
+
+
+def _nccl(store: Any, seat: Seat) -> Any:
+    options: Any = dist.ProcessGroupNCCL.Options()
+    options._timeout = seat.op_limit
+    options.global_ranks_in_group = list(seat.ranks)
+    options.group_name = seat.name
+    return dist.ProcessGroupNCCL(store, seat.rank, seat.size, options)
+
+
+def _registered(name: str) -> Callable[[Any, Seat], Any]:
+    """Makes a backend that a package has registered with torch."""
+
+    def make(store: Any, seat: Seat) -> Any:
+        plugin = dist.Backend._plugins[name.upper()]
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, seat.rank, seat.size, seat.op_limit)
+        options: Any = torch._C._distributed_c10d._DistributedBackendOptions()
+        options.store, options.group_rank, options.group_size = store, seat.rank, seat.size
+        options.timeout, options.group_id = seat.op_limit, seat.name
+        options.global_ranks_in_group = list(seat.ranks)
+        return plugin.creator_fn(options, None)
+
+    return make
+
+
+class LateLink:
+    """A communicator of one group in one generation.
+
+    is_aborted   what completes from now on has not succeeded, whatever the backend says: an aborted kernel ends too
+    """
+
+    def __init__(self, seat: Seat, device_type: str, make: Callable[[Any, Seat], Any]) -> None:
+        prefix = f"group {seat.key}/{device_type}/"
+        seat.exchange.put(seat.generation, f"{prefix}here {seat.rank}", b"1")
+        # Wait for all members here, before entering C++ code that cannot be interrupted.
+        for peer in range(seat.size):
+            seat.exchange.get(seat.generation, f"{prefix}here {peer}", CONNECT_LIMIT.total_seconds())
+        store = ExchangeStore(seat.exchange, seat.generation, prefix)
+        self.generation = seat.generation
+        self.is_aborted = False
+        self.backend: Any = make(store, seat)
+        self._store = store
+        self._group: Any = self.backend
+        if not isinstance(self.backend, ProcessGroup):
+            self._group = ProcessGroup(seat.rank, seat.size)  # type: ignore[call-arg]
+            kind = ProcessGroup.BackendType.NCCL if device_type == "cuda" else ProcessGroup.BackendType.CUSTOM
+            self._group._set_default_backend(kind)
+            self._group._register_backend(torch.device(device_type), kind, self.backend)
+            self._group._set_group_name(seat.name)
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
+        """See `Link.issue`."""
+        return LateWork(self, getattr(self._group, op)(*args))
+
+    def abort(self) -> None:
+        """See `Link.abort`. Its operations may touch tensors until the device is synchronized."""
+        self.is_aborted = True
+        for name in ("abort", "_abort"):
+            if (abort := getattr(self.backend, name, None)) is not None:
+                abort()
+                return
+
+    def close(self) -> None:
+        """See `Link.close`."""
+        shutdown = getattr(self.backend, "shutdown", None)
+        if shutdown is not None and not self.is_aborted:
+            with contextlib.suppress(RuntimeError):
+                shutdown()
+        self.backend = self._group = None
+
+    def abandon(self) -> None:
+        """See `Link.abandon`: an aborted communicator holds no tensor."""
+
+
+class LateWork:
+    """A work with the meaning of `Link.issue`'s.
+
+    inner   the backend's work
+    """
+
+    def __init__(self, link: LateLink, inner: Any) -> None:
+        self._link = link
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._error: Exception | None = None
+
+    def wait(self, limit: timedelta | None = None) -> bool:
+        """As Work.wait of gloo. The caller's stream is ordered after the operation, too."""
+        end_s = None if limit is None else time.monotonic() + limit.total_seconds()
+        pause_s = _FIRST_PAUSE_S
+        while not self.is_completed():
+            if end_s is not None and time.monotonic() > end_s:
+                raise RuntimeError(f"the operation has not completed within {limit}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        self._inner.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are there, or the operation has failed. Once it is, that does not change."""
+        if not self._is_over:
+            with self._lock:
+                if not self._is_over:
+                    self._is_over = self._look()
+        return self._is_over
+
+    def _look(self) -> bool:
+        try:
+            is_completed = self._inner.is_completed()
+            if self._link.is_aborted:  # asked for second: an abort completes operations
+                raise RuntimeError(ABORTED)
+            if is_completed:
+                _raise_error_of(self._inner)
+                self._inner.wait()
+        except Exception as error:
+            self._error = error.with_traceback(None)
+            return True
+        return bool(is_completed)
+
+    def is_success(self) -> bool:
+        """Whether the outputs are there."""
+        return self.is_completed() and self._error is None
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes when the work does, on a thread of ours; a backend's own future is as early as its `wait`."""
+        promise: torch.futures.Future[Any] = torch.futures.Future()
+        future = promise.then(lambda _: self.wait())
+        _watch(self, promise)
+        return future
+
+
+def _raise_error_of(work: Any) -> None:
+    """Raise the error of a completed work: NCCL's and HCCL's `wait` do not."""
+    error = work.exception() if type(work) is Work else None
+    if error is not None:
+        raise error if isinstance(error, Exception) else RuntimeError(str(error))
+
+
+_watched: deque[tuple[LateWork, torch.futures.Future[Any]]] = deque()
+_news = threading.Condition()
+_watching: list[threading.Thread] = []
+
+
+def _watch(work: LateWork, promise: torch.futures.Future[Any]) -> None:
+    """Complete a promise when its work does."""
+    with _news:
+        _watched.append((work, promise))
+        if not _watching:
+            _watching.append(threading.Thread(target=_complete_promises, name="ttprun-completions", daemon=True))
+            _watching[0].start()
+        _news.notify()
+
+
+def _complete_promises() -> None:
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        with _news:
+            while not _watched:
+                _news.wait()
+                pause_s = _FIRST_PAUSE_S
+            found = list(_watched)
+        completed = [one for one in found if one[0].is_completed()]
+        for one in completed:
+            _watched.remove(one)
+            one[1].set_result(None)
+        if completed:
+            pause_s = _FIRST_PAUSE_S
+            continue
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)

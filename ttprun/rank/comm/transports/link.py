@@ -1,0 +1,76 @@
+"""The interface of all transports. Read `Link` first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ttprun.rank.comm.connection import Exchange
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A member's place in a group, in one generation.
+
+    exchange   by which the members find each other
+    key        of the group, the same in all members
+    name       of the group, as torch knows it
+    rank       of this process in the group, which has `size` members
+    ranks      global ranks of the members
+    op_limit   the time limit that the script has asked for
+    """
+
+    exchange: Exchange
+    generation: int
+    key: str
+    name: str
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    op_limit: timedelta
+
+
+class Link(Protocol):
+    """A group's connection in one generation.
+
+    backend   torch's backend, or a process group in Python
+    """
+
+    generation: int
+    backend: Any
+
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation; returns its work. Raises the backend's error.
+
+        The work is completed when its outputs are there or it has failed, never before. `wait(limit)` blocks until
+        then, and raises the operation's error, or RuntimeError after `limit`; `is_completed` and `is_success` do not
+        block. `get_future` completes when the work does.
+        """
+
+    def abort(self) -> None:
+        """Pending and later operations fail at once."""
+
+    def close(self) -> None:
+        """Drop the backend; may block until its operations have ended."""
+
+    def abandon(self) -> None:
+        """Leak the backend, as an operation on it does not end."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One backend.
+
+    device_types  of the tensors whose operations are repaired
+    make          connect in a generation, first or again: blocks until all members have, at most CONNECT_LIMIT; raises
+                  GenerationOverError if the generation ends first, TimeoutError, RuntimeError
+    is_late       the backend's own `wait` returns before an operation has completed on its device
+    """
+
+    name: str
+    device_types: frozenset[str]
+    make: Callable[[Seat], Link]
+    is_late: bool = False
