@@ -3,7 +3,8 @@
     job = new_job(Settings(world_size=4))
     job, actions = advance(job, RankStarted(rank=0, pid=4711, at_s=0.1))
 
-Files, lowest floor first: `shards`, `event`, `events`, `fault_events`, `incident`, `actions`, `job`, `errors` (data);
+Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
+`members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ladder` (ways out of an incident); `repair`, `resize`, `faults`,
 `hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table). Apart from
 these are `hangs` (which rank hangs), `cost` (what a loss would cost) and `replicas` (which rank has diverged). Read
@@ -65,9 +66,10 @@ from ttprun.recovery.events import (
 )
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
 from ttprun.recovery.incident import Incident
-from ttprun.recovery.job import RUNGS, Job, Life, Limits, Member, Phase, Settings, new_job
+from ttprun.recovery.job import RUNGS, Job, Limits, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
+from ttprun.recovery.members import Life, Member
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 

@@ -10,6 +10,7 @@ As soon as a rank makes a process group with others, its faults concern them too
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from ttprun.recovery.actions import (
@@ -26,7 +27,8 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import DeadlinePassed, RankJoined, RankTrainsAlone, SnapshotTaken
-from ttprun.recovery.job import Job, Life, Member, Phase, Ties
+from ttprun.recovery.job import Job, Phase
+from ttprun.recovery.members import Life, Mark, Member, Members, Ties
 from ttprun.recovery.phases import Result
 
 _AT_REST = (Phase.RUNNING, Phase.DONE)
@@ -62,7 +64,7 @@ class Domain:
         if any(isinstance(action, RestartGroup | FailJob) for action in actions):
             after = replace(job, phase=own.phase, phase_since_s=own.phase_since_s, incident=own.incident)
             return give_up_repairs(job, after, orders, self.rank)
-        if len(job.finished) == len(job.members):
+        if job.count(Mark.IS_FINISHED) == len(job.members):
             return replace(job, phase=Phase.DONE), (*orders, FinishJob())
         return job, orders
 
@@ -104,10 +106,15 @@ def as_own(job: Job, rank: int) -> Job:
     own = job.alone.get(rank)
     if own is None:
         settings = replace(job.settings, is_alone=True, rungs=job.settings.rungs & _RUNGS)
-        members = (Member(rank=member.rank, life=Life.AWAY) for member in job.members)
-        own = Job(settings=settings, members=tuple(members), phase_since_s=job.phase_since_s)
+        own = Job(settings=settings, members=all_away(len(job.members)), phase_since_s=job.phase_since_s)
     own = own.with_members(job.members[rank])
     return replace(own, incident_count=job.incident_count, openings=job.openings, restarts=job.restarts)
+
+
+@functools.cache
+def all_away(world_size: int) -> Members:
+    """The members of a rank's own job, before its own one is put among them."""
+    return Members.of(Member(rank=rank, life=Life.AWAY) for rank in range(world_size))
 
 
 def _as_heard(job: Job, own: Job, event: Event) -> Event:

@@ -21,7 +21,7 @@ from ttprun.recovery.events import (
     StopAsked,
 )
 from ttprun.recovery.fault_events import RankDiverged, RankExited, RankFaulted, RankHung
-from ttprun.recovery.job import Ending, Fault, Job, Life, Phase, fresh_members, name_ranks
+from ttprun.recovery.job import Ending, Fault, Job, Phase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
     drain,
@@ -33,6 +33,7 @@ from ttprun.recovery.ladder import (
     why_no_source,
     why_too_many_incidents,
 )
+from ttprun.recovery.members import Life, Mark
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     RESUME,
@@ -106,7 +107,7 @@ def on_exit(job: Job, event: RankExited) -> Result:
     if not event.is_finish:
         return answer_fault(job, event)
     job = mark_finished(job, event)
-    if job.survivors:
+    if job.count(Mark.IS_LIVE):
         return job, ()
     return finish_job(job, event.at_s)
 
@@ -166,7 +167,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
     """No repair is possible, so its process waits for nothing."""
     kill = KillRank(event.rank, "no repair is possible any more")
     job = note_fault(job, event).with_member(event.rank, pid=None, is_rerun=False)
-    if job.survivors:
+    if job.count(Mark.IS_LIVE):
         return job, (kill,)
     job, actions = end_drain(job, event.at_s)
     return job, (kill, *actions)
@@ -175,7 +176,7 @@ def on_faulted_while_draining(job: Job, event: RankFaulted) -> Result:
 def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     """One rank less to wait for; after the last one the group is restarted, unless all have finished."""
     job = mark_finished(job, event) if event.is_finish else note_fault(job, event)
-    if job.survivors:
+    if job.count(Mark.IS_LIVE):
         return job, ()
     return end_drain(job, event.at_s)
 

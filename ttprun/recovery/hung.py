@@ -12,10 +12,11 @@ from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DeadlinePassed, MismatchFound
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankHung
 from ttprun.recovery.faults import answer_fault, note_fault, why_not_protected
-from ttprun.recovery.job import NOBODY, Fault, Job, Life, Member, Phase, name_ranks
+from ttprun.recovery.job import NOBODY, Fault, Job, Phase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, drain, end_job, fail_job, restart_group, why_too_many_incidents
+from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import DEADLINE_NAMES, Result, open_incident, unchanged
-from ttprun.recovery.repair import give_up_on_mismatch, missing_from, what_is_missing
+from ttprun.recovery.repair import give_up_on_mismatch, missing_from, senders_of, what_is_missing
 from ttprun.recovery.resize import give_up_replacing
 
 
@@ -40,7 +41,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
     if job.ending is not None:  # all have resumed only to end by themselves
         return end_job(job, event.at_s)
     took_s = event.at_s - job.phase_since_s
-    guilty = who_is_guilty(job, event.silent)
+    guilty, senders = who_is_guilty(job, event.silent), senders_of(job)
     is_anyone_unstarted = any(job.members[rank].pid is None for rank in job.survivors)
     is_anyone_left = bool({*job.survivors} - {*guilty}) or job.rewind_to is not None
     if is_anyone_unstarted or not is_anyone_left:
@@ -53,7 +54,7 @@ def on_deadline(job: Job, event: DeadlinePassed) -> Result:
             pid=job.members[rank].pid,
             boundary=where_the_job_stands(job),
             detected_after_s=took_s,
-            reason=f"it had {took_s:.0f} s {what_is_missing(job, job.members[rank])}",
+            reason=f"it had {took_s:.0f} s {what_is_missing(job, job.members[rank], senders)}",
         )
         for rank in guilty
     )
@@ -67,10 +68,12 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     and a survivor that hangs will not answer the next freeze either. During a freeze, only survivors are waited for;
     during a resume, ranks that are not connected block the journals of all.
     """
-    wanted = {member: what for member in job.members if (what := what_is_missing(job, member))}
+    senders = senders_of(job)
+    wanted = {member: what for member in job.members if (what := what_is_missing(job, member, senders))}
     unconnected = tuple(member for member, what in wanted.items() if what == "to connect")
     missing = unconnected or tuple(wanted)
-    known = tuple(member.rank for member in missing if member.rank in silent)
+    of_silent = frozenset(silent)
+    known = tuple(member.rank for member in missing if member.rank in of_silent)
     first = Life.LIVE if job.phase is Phase.FREEZING else Life.LOST
     likely = tuple(member.rank for member in missing if member.life is first)
     return known or likely or tuple(member.rank for member in missing)

@@ -1,18 +1,20 @@
 """The machine's state: settings, ranks, phase, open incident. Frozen data, no decisions.
 
-The progress of a repair is in what each `Member` has answered so far. Read `Phase`, `Member` and `Job` first.
+The progress of a repair is in what each member has answered so far (`members`). Read `Phase` and `Job` first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 from ttprun.recovery.event import Event
-from ttprun.recovery.events import ElasticDeclared, RankFrozen, Saved, UpgradeAsked
+from ttprun.recovery.events import RankFrozen, Saved, UpgradeAsked
+from ttprun.recovery.frozen import changed
 from ttprun.recovery.incident import Incident
+from ttprun.recovery.members import OF_LIFE, Life, Mark, Member, Members
 from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 NOBODY = -1  # the rank of a fault that belongs to no rank
@@ -33,23 +35,6 @@ class Phase(StrEnum):
     RESTARTING = "RESTARTING"  # the agent restarts the whole group
     DONE = "DONE"
     FAILED = "FAILED"
-
-
-class Ties(Enum):
-    """A rank's connection with the others."""
-
-    UNKNOWN = "unknown"  # it has neither taken a step nor made a process group
-    JOINED = "joined"  # it has made a process group with others
-    ALONE = "alone"  # it takes its steps without one
-
-
-class Life(Enum):
-    """The state of a rank."""
-
-    LIVE = "live"  # a full member of the group: it may be a survivor and a source
-    LOST = "lost"  # a fault ended its process or its script; its replacement has not caught up yet
-    FINISHED = "finished"  # its script has reached its end
-    AWAY = "away"  # it has no process, and the others train without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,68 +86,6 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One rank: its process, and its answers in the current attempt.
-
-    pid                 current process; None if there is none, or if we have killed it
-    is_rerun            lost, but the process has survived the fault: it runs the script again as its own replacement
-    is_protected        its hooks have reported
-    ties                its connection with the others now
-    has_joined          it has had a process group with others
-    hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
-    spawn_asked_at_s    when a process was requested that has not started yet
-    has_orders          a replacement that has its orders; a new attempt needs a new process
-    elastic             its declaration, if it can continue in a smaller group
-    frozen              answer to Freeze
-    sent_digest         digest of StateSent; the source only
-    repaired_digest     digest of RankRepaired; replacements only
-    """
-
-    rank: int
-    pid: int | None = None
-    life: Life = Life.LIVE
-    is_rerun: bool = False
-    is_protected: bool = False
-    ties: Ties = Ties.UNKNOWN
-    has_joined: bool = False
-    hindrance: str = ""
-    spawn_asked_at_s: float | None = None
-    has_orders: bool = False
-    elastic: ElasticDeclared | None = None
-    frozen: RankFrozen | None = None
-    has_replayed: bool = False
-    sent_digest: str | None = None
-    repaired_digest: str | None = None
-    has_rebuilt: bool = False
-    has_reissued: bool = False
-
-    @property
-    def needs_process(self) -> bool:
-        """Whether it is lost and needs a new process: one that has had orders may be anywhere in the script."""
-        return self.life is Life.LOST and (self.pid is None or self.has_orders)
-
-    def as_lost(self, at_s: float) -> Member:
-        """The lost rank, whose new process was requested at that time."""
-        place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
-        return replace(place, ties=self.ties, has_joined=self.has_joined)
-
-    def with_answers_forgotten(self) -> Member:
-        """The same process at the beginning of another attempt."""
-        return Member(
-            rank=self.rank,
-            pid=self.pid,
-            life=self.life,
-            is_rerun=self.is_rerun,
-            is_protected=self.is_protected,
-            ties=self.ties,
-            has_joined=self.has_joined,
-            hindrance=self.hindrance,
-            spawn_asked_at_s=self.spawn_asked_at_s,
-            elastic=self.elastic,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """The fault that opened an incident, to recognize it if it comes back: rank (or NOBODY), kind and boundary."""
 
@@ -203,7 +126,7 @@ class Ending:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """Everything that the decisions depend on. Made by `new_job`, changed by `machine.advance` alone.
 
@@ -233,7 +156,7 @@ class Job:
     """
 
     settings: Settings
-    members: tuple[Member, ...]
+    members: Members
     alone: Mapping[int, Job] = field(default_factory=dict)
     phase: Phase = Phase.RUNNING
     generation: int = 0
@@ -281,27 +204,35 @@ class Job:
     @property
     def are_alone(self) -> bool:
         """Whether some rank takes its steps without a process group, and no rank has one now."""
-        ties = [member.ties for member in self.members]
-        return Ties.ALONE in ties and Ties.JOINED not in ties
+        return self.count(Mark.TRAINS_ALONE) > 0 and not self.count(Mark.HAS_JOINED)
 
     @property
     def is_upgrading(self) -> bool:
         """Whether the ranks that were away are being started again."""
-        return self.incident is not None and self.incident.kind == UpgradeAsked.kind and not self.away
+        is_upgrade = self.incident is not None and self.incident.kind == UpgradeAsked.kind
+        return is_upgrade and not self.count(Mark.IS_AWAY)
+
+    def count(self, mark: Mark) -> int:
+        """How many ranks this holds of."""
+        return self.members.counts[mark]
 
     def ranks_that_are(self, life: Life) -> tuple[int, ...]:
         """Ranks of one kind, in order."""
+        if not self.count(OF_LIFE[life]):
+            return ()
         return tuple(member.rank for member in self.members if member.life is life)
 
     @property
     def hindrance(self) -> str:
         """Why no replay can reach the current boundary, by the lowest rank that reports a reason; "" if one can."""
-        return next((member.hindrance for member in self.members if member.hindrance), "")
+        if not self.count(Mark.IS_HINDERED):
+            return ""
+        return next(member.hindrance for member in self.members if member.hindrance)
 
     @property
     def replacements(self) -> tuple[Member, ...]:
         """Members for the lost ranks, with or without a process yet."""
-        return tuple(member for member in self.members if member.life is Life.LOST)
+        return tuple(self.members[rank] for rank in self.lost)
 
     @property
     def target(self) -> int | None:
@@ -313,20 +244,22 @@ class Job:
     @property
     def source(self) -> RankFrozen | None:
         """The answer of the lowest quiesced survivor, at whose boundary all resume."""
-        return next((member.frozen for member in self.members if member.frozen is not None), None)
+        if not self.count(Mark.STANDS):
+            return None
+        return next(member.frozen for member in self.members if member.frozen is not None)
 
     @property
     def standing(self) -> tuple[int, ...]:
         """Survivors that are quiesced."""
         return tuple(member.rank for member in self.members if member.frozen is not None)
 
-    def source_of(self, rank: int) -> int | None:
-        """The lowest quiesced survivor that holds the state of a lost rank; None if there is none."""
+    @property
+    def sources(self) -> dict[int, int]:
+        """Lost rank -> the lowest quiesced survivor that holds its state; without those whose state nobody holds."""
+        standing = self.standing
         if self.settings.are_replicas_declared:
-            return next(iter(self.standing), None)
-        if self.replicas.why_no_source(rank, self.standing):
-            return None
-        return self.replicas.peers(rank, self.standing)[0]
+            return dict.fromkeys(self.lost, standing[0]) if standing else {}
+        return self.replicas.sources(self.lost, standing)
 
     def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
         """These ranks, grouped by replicated state."""
@@ -337,12 +270,11 @@ class Job:
 
     def with_member(self, rank: int, **changes: Any) -> Job:
         """The same job with one member changed."""
-        return self.with_members(replace(self.members[rank], **changes))
+        return self.with_members(changed(self.members[rank], **changes))
 
-    def with_members(self, *changed: Member) -> Job:
+    def with_members(self, *members: Member) -> Job:
         """The same job with some members exchanged."""
-        by_rank = {member.rank: member for member in (*self.members, *changed)}
-        return replace(self, members=tuple(by_rank[member.rank] for member in self.members))
+        return changed(self, members=self.members.with_changed(members))
 
     def with_incident(self, **changes: Any) -> Job:
         """The same job with its open incident changed, if there is one."""
@@ -356,9 +288,9 @@ def new_job(settings: Settings) -> Job:
     return Job(settings=settings, members=fresh_members(settings))
 
 
-def fresh_members(settings: Settings) -> tuple[Member, ...]:
+def fresh_members(settings: Settings) -> Members:
     """Members without processes."""
-    return tuple(Member(rank=rank) for rank in range(settings.world_size))
+    return Members.of(Member(rank=rank) for rank in range(settings.world_size))
 
 
 def name_ranks(ranks: tuple[int, ...]) -> str:

@@ -22,7 +22,8 @@ from ttprun.recovery.actions import (
     SpawnRank,
 )
 from ttprun.recovery.events import MismatchFound, Saved
-from ttprun.recovery.job import NOBODY, Ending, Fault, Job, Life, Member, Phase, name_ranks
+from ttprun.recovery.job import NOBODY, Ending, Fault, Job, Phase, name_ranks
+from ttprun.recovery.members import Life, Member
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 
 
@@ -43,16 +44,16 @@ def begin_attempt(job: Job, at_s: float) -> Result:
         return restart_group(job, at_s, job.unreplicated_reason)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
-    members: list[Member] = []
-    for member in job.members:
+    lost: list[Member] = []
+    for member in job.replacements:
         if member.needs_process and member.pid is not None:
             spawns.append(KillRank(member.rank, f"the repair begins again as generation {job.generation}"))
             member = replace(member, pid=None, is_rerun=False, is_protected=False)
-        if member.life is Life.LOST and member.pid is None and member.spawn_asked_at_s is None:
+        if member.pid is None and member.spawn_asked_at_s is None:
             spawns.append(SpawnRank(member.rank, job.generation))
             member = replace(member, spawn_asked_at_s=at_s)
-        members.append(member.with_answers_forgotten())
-    job = replace(job, members=tuple(members))
+        lost.append(member)
+    job = replace(job, members=job.members.with_changed(lost).with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *spawns, deadline_of(job, Phase.FREEZING))
     job = replace(job, rewind_to=None, rewind_place="")
@@ -68,7 +69,7 @@ def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> s
     """
     if job.settings.are_replicas_declared:
         return ""
-    return next(filter(None, (job.replicas.why_no_source(rank, among) for rank in ranks)), "")
+    return job.replicas.why_no_sources(ranks, among)
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:
@@ -366,7 +367,7 @@ def begin_persisting(job: Job, at_s: float) -> Result:
     job = replace(job, generation=job.generation + 1, persists_at=None, rewind_to=None, rewind_place="")
     useless = tuple(member for member in job.replacements if member.pid is not None)
     job = job.with_members(*(replace(member, pid=None, is_rerun=False, is_protected=False) for member in useless))
-    job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
+    job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     kills = (KillRank(member.rank, "the job ends before it has caught up") for member in useless)
     freeze = Freeze(job.survivors, job.generation, job.lost)
     deadline = SetDeadline(job.generation, HALT, job.settings.limits.halt_s)

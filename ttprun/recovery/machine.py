@@ -11,7 +11,7 @@ Read TRANSITIONS first, then `faults.answer_fault`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ttprun.recovery import alone, faults, hung, persist, planned, repair, resize
@@ -47,6 +47,7 @@ from ttprun.recovery.events import (
     UpgradeAsked,
 )
 from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
+from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import Phase as P
 from ttprun.recovery.phases import Result, unchanged
@@ -338,7 +339,7 @@ def advance(job: Job, event: Event) -> Result:
     if after == job and not actions:
         return job, ()
     after, actions = alone.give_up_repairs(job, after, actions)
-    return replace(after, story=(*after.story, event)[-STORY_LENGTH:]), actions
+    return changed(after, story=(*after.story, event)[-STORY_LENGTH:]), actions
 
 
 def is_echo(job: Job, event: Event) -> bool:

@@ -28,8 +28,9 @@ from ttprun.recovery.events import (
 )
 from ttprun.recovery.fault_events import RankExited, RankFaulted
 from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted
-from ttprun.recovery.job import Ending, Job, Life, Phase
+from ttprun.recovery.job import Ending, Job, Phase
 from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, go_back, why_not_saved
+from ttprun.recovery.members import Life
 from ttprun.recovery.phases import (
     DEADLINE_NAMES,
     HALT,
@@ -55,7 +56,7 @@ def on_snapshot(job: Job, event: SnapshotTaken) -> Result:
 def on_resume_asked(job: Job, event: ResumeAsked) -> Result:
     """A new launch resumes from a checkpoint: its ranks start as in a rewind, but their processes are being started."""
     newest = event.saved[0]
-    members = tuple(replace(member, life=Life.LOST, spawn_asked_at_s=event.at_s) for member in job.members)
+    members = job.members.with_each(lambda one: replace(one, life=Life.LOST, spawn_asked_at_s=event.at_s))
     job = replace(job, members=members, saved=event.saved, is_resumed=True, replicas=event.replicas)
     why = f"a checkpoint of step {newest.boundary} was found ({newest.place})"
     return go_back(open_resume(job, event.at_s, why), event.at_s, newest, why)

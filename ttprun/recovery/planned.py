@@ -12,8 +12,9 @@ from dataclasses import replace
 from ttprun.recovery.actions import KillRank
 from ttprun.recovery.events import DowngradeAsked, ReplacementAsked, UpgradeAsked
 from ttprun.recovery.faults import why_not_protected
-from ttprun.recovery.job import Job, Life, Phase, name_ranks
+from ttprun.recovery.job import Job, Phase, name_ranks
 from ttprun.recovery.ladder import begin_attempt, why_no_source
+from ttprun.recovery.members import Life
 from ttprun.recovery.phases import Result, open_incident, unchanged
 from ttprun.recovery.resize import begin_shrinking, why_not_without
 

@@ -6,6 +6,7 @@ RESUMING. A function `end_...` begins the next phase if all ranks have answered.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ttprun.recovery.actions import FinishJob, LoadState, Replay, Resume, SendState
@@ -20,8 +21,9 @@ from ttprun.recovery.events import (
     RankStarted,
     StateSent,
 )
-from ttprun.recovery.job import Job, Life, Member, Phase, name_ranks
+from ttprun.recovery.job import Job, Phase, name_ranks
 from ttprun.recovery.ladder import end_job, restart_group, steps_reached, why_no_source
+from ttprun.recovery.members import Life, Mark, Member
 from ttprun.recovery.phases import Result, deadline_of, enter, unchanged
 
 
@@ -78,16 +80,16 @@ def end_freezing(job: Job, at_s: float) -> Result:
     if source.boundary > 0 and why_not:
         return restart_group(job, at_s, why_not)
     if source.boundary > 0:
-        job, replays = order_replays(job)
+        job, replays = order_replays(job, job.lost)
         return enter(job, Phase.REPLAYING, at_s, (*replays, deadline_of(job, Phase.REPLAYING)))
-    if any(member.pid is None for member in job.replacements):
+    if job.count(Mark.MUST_START):
         return job, ()
     return begin_resuming(job, at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
 
 def is_anyone_moving(job: Job) -> bool:
     """Whether some survivor is not quiesced yet."""
-    return any(job.members[rank].frozen is None for rank in job.survivors)
+    return job.count(Mark.MUST_FREEZE) > 0
 
 
 def why_survivors_disagree(job: Job) -> str:
@@ -97,7 +99,7 @@ def why_survivors_disagree(job: Job) -> str:
         places = ", ".join(f"rank {answer.rank} at {answer.boundary}" for answer in frozen)
         return f"the survivors are at different boundaries: {places}"
     for ranks in job.alike(job.standing):
-        of_alike = [answer for answer in frozen if answer.rank in ranks]
+        of_alike = [answer for rank in ranks if (answer := job.members[rank].frozen) is not None]
         if len({answer.digest for answer in of_alike}) > 1:
             digests = ", ".join(f"rank {answer.rank} has {answer.digest or 'none'}" for answer in of_alike)
             return f"the survivors' replicated states differ at boundary {frozen[0].boundary}: {digests}"
@@ -105,14 +107,15 @@ def why_survivors_disagree(job: Job) -> str:
     return f"{name_ranks(alone)} trained without a process group, so no rank can repair it" if alone else ""
 
 
-def order_replays(job: Job) -> tuple[Job, tuple[Replay, ...]]:
-    """Order the replacements that have a process and no orders yet to replay."""
+def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, ...]]:
+    """Order those of these lost ranks that have a process and no orders yet to replay."""
     target = job.target
-    ready = tuple(member for member in job.replacements if member.pid is not None and not member.has_orders)
-    if target is None:
+    members = map(job.members.__getitem__, ranks)
+    ready = [member for member in members if member.pid is not None and not member.has_orders]
+    if target is None or not ready:
         return job, ()
-    sources = {member.rank: None if job.rewind_to is not None else job.source_of(member.rank) for member in ready}
-    orders = tuple(Replay(member.rank, job.generation, target, sources[member.rank]) for member in ready)
+    sources = {} if job.rewind_to is not None else job.sources
+    orders = tuple(Replay(member.rank, job.generation, target, sources.get(member.rank)) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
 
@@ -120,8 +123,8 @@ def on_started_in_replaying(job: Job, event: RankStarted) -> Result:
     """A replacement has started, and the boundary is known; if all start from the top, resume after the last one."""
     job = note_process(job, event)
     if job.rewind_to != 0:
-        return order_replays(job)
-    if any(member.pid is None for member in job.replacements):
+        return order_replays(job, (event.rank,) if job.members[event.rank].life is Life.LOST else ())
+    if job.count(Mark.MUST_START):
         return job, ()
     return begin_resuming(job, event.at_s, boundary=0, extra_s=job.settings.limits.replay_s)
 
@@ -136,7 +139,7 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
         why = f"rank {event.rank} replayed up to boundary {event.boundary} instead of {target}"
         return restart_group(job, event.at_s, why, is_replayable=False)
     job = job.with_member(event.rank, has_replayed=True)
-    if not all(replacement.has_replayed for replacement in job.replacements):
+    if job.count(Mark.MUST_REPLAY):
         return job, ()
     job = job.with_incident(replay_s=event.at_s - job.phase_since_s)
     orders = order_transfers(job, target)
@@ -147,21 +150,25 @@ def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState, ...]:
     """Each source sends to the lost ranks of which it is a replica; in a rewind all load the snapshot."""
     if job.rewind_to is not None:
         return (LoadState(job.lost, job.generation, target),)
-    sending = sources_of(job)
-    return tuple(
-        SendState(source, tuple(rank for rank in job.lost if sending[rank] == source), job.generation, target)
-        for source in sorted(set(sending.values()))
-    )
+    return tuple(SendState(source, to, job.generation, target) for source, to in sorted(receivers_of(job).items()))
 
 
-def sources_of(job: Job) -> dict[int, int]:
-    """Lost rank -> the survivor whose state it gets."""
-    return {rank: source for rank in job.lost if (source := job.source_of(rank)) is not None}
+def receivers_of(job: Job) -> dict[int, tuple[int, ...]]:
+    """Survivor -> the lost ranks that get its state."""
+    found: dict[int, list[int]] = {}
+    for rank, source in job.sources.items():
+        found.setdefault(source, []).append(rank)
+    return {source: tuple(ranks) for source, ranks in found.items()}
+
+
+def senders_of(job: Job) -> Collection[int]:
+    """The survivors that send their state to lost ranks."""
+    return receivers_of(job).keys() if job.phase is Phase.TRANSFERRING and job.rewind_to is None else ()
 
 
 def on_state_sent(job: Job, event: StateSent) -> Result:
     """A source has sent its state to all replacements that get it."""
-    if job.rewind_to is not None or event.rank not in sources_of(job).values():
+    if event.rank not in senders_of(job):
         return unchanged(job, event)
     return end_transferring(job.with_member(event.rank, sent_digest=event.digest), event.at_s)
 
@@ -178,29 +185,29 @@ def on_repaired(job: Job, event: RankRepaired) -> Result:
 def end_transferring(job: Job, at_s: float) -> Result:
     """If the state is sent, loaded and equal everywhere: all resume."""
     source = job.source
+    if job.count(Mark.MUST_LOAD):
+        return job, ()
     if job.rewind_to is not None:
         return end_loading(job, at_s, job.rewind_to)
     if source is None:
         return job, ()
-    sending = sources_of(job)
-    sent = {source: job.members[source].sent_digest for source in sending.values()}
-    if None in sent.values() or any(member.repaired_digest is None for member in job.replacements):
+    receivers = receivers_of(job)
+    if any(job.members[sender].sent_digest is None for sender in receivers):
         return job, ()
-    why = next(filter(None, (why_not_as_sent(job, source) for source in sorted(sent))), "")
+    why = next(filter(None, (why_not_as_sent(job, *transfer) for transfer in sorted(receivers.items()))), "")
     if why:
-        return restart_group(job, at_s, why, is_trusted=all(is_as_frozen(job, source) for source in sent))
+        return restart_group(job, at_s, why, is_trusted=all(is_as_frozen(job, sender) for sender in receivers))
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
     return begin_resuming(job, at_s, stands_at(job, source))
 
 
-def why_not_as_sent(job: Job, source: int) -> str:
+def why_not_as_sent(job: Job, source: int, to: tuple[int, ...]) -> str:
     """How the state that a source has sent differs from its frozen state, or from the loaded one; "" if it does not."""
-    member, sending = job.members[source], sources_of(job)
+    member = job.members[source]
     sent = member.sent_digest or "none"
     if member.frozen is not None and not is_as_frozen(job, source):
         return f"rank {source} froze with state {member.frozen.digest or 'none'}, but sent {sent}"
-    getting = [one for one in job.replacements if sending.get(one.rank) == source]
-    wrong = [one for one in getting if one.repaired_digest != member.sent_digest]
+    wrong = [one for one in map(job.members.__getitem__, to) if one.repaired_digest != member.sent_digest]
     loaded = ", ".join(f"rank {one.rank} loaded {one.repaired_digest or 'none'}" for one in wrong)
     return f"rank {source} sent state {sent}, but {loaded}" if wrong else ""
 
@@ -217,9 +224,7 @@ def stands_at(job: Job, source: RankFrozen) -> int:
 
 
 def end_loading(job: Job, at_s: float, boundary: int) -> Result:
-    """If all have loaded a snapshot, and replicas have equal state: all resume."""
-    if any(member.repaired_digest is None for member in job.replacements):
-        return job, ()
+    """All have loaded a snapshot: if replicas have equal state, all resume."""
     for ranks in job.alike(job.lost):
         if len({job.members[rank].repaired_digest for rank in ranks}) > 1:
             loaded = ", ".join(f"rank {rank} {job.members[rank].repaired_digest}" for rank in ranks)
@@ -251,21 +256,20 @@ def on_reissued(job: Job, event: RankReissued) -> Result:
 
 def end_resuming(job: Job, at_s: float) -> Result:
     """If all ranks that have not finished are connected and have caught up: the job runs again, or ends as ordered."""
-    working = [member for member in job.members if member.life in (Life.LIVE, Life.LOST)]
-    if not all(member.has_rebuilt for member in working):
+    if job.count(Mark.MUST_CONNECT):
         return job, ()
-    incident = job.incident
-    rebuild_s = at_s - job.phase_since_s if incident is None or incident.rebuild_s is None else incident.rebuild_s
-    job = job.with_incident(rebuild_s=rebuild_s)
-    if not all(member.has_reissued for member in working):
+    if job.incident is not None and job.incident.rebuild_s is None:
+        job = job.with_incident(rebuild_s=at_s - job.phase_since_s)
+    if job.count(Mark.MUST_REISSUE):
         return job, ()
     if job.ending is not None:
         return end_job(job, at_s)
-    reissue_s = at_s - job.phase_since_s - rebuild_s
+    rebuild_s = job.incident.rebuild_s if job.incident is not None else None
+    reissue_s = at_s - job.phase_since_s - (rebuild_s or 0.0)
     steps_lost = steps_lost_by_rewinding(job)
-    members = tuple(member.with_answers_forgotten() for member in job.members)
+    members = job.members.with_each(Member.with_answers_forgotten)
     job = replace(job, members=members, rewind_to=None, rewind_place="", is_resumed=False, stood_at=None)
-    phase, actions = (Phase.RUNNING, ()) if working else (Phase.DONE, (FinishJob(),))
+    phase, actions = (Phase.RUNNING, ()) if job.count(Mark.IS_LIVE) else (Phase.DONE, (FinishJob(),))
     return enter(job, phase, at_s, actions, outcome="recovered", steps_lost=steps_lost, reissue_s=reissue_s)
 
 
@@ -284,19 +288,18 @@ def give_up_on_mismatch(job: Job, event: MismatchFound) -> Result:
     return restart_group(job, event.at_s, why, is_replayable=False)
 
 
-def is_source(job: Job, rank: int) -> bool:
-    """Whether a survivor sends its state to a lost rank."""
-    return job.rewind_to is None and rank in sources_of(job).values()
-
-
 def missing_from(job: Job) -> str:
     """What the current phase waits for, for an operator: "rank 1 to freeze, rank 2 to start"."""
-    missing = ((member.rank, what_is_missing(job, member)) for member in job.members)
+    senders = senders_of(job)
+    missing = ((member.rank, what_is_missing(job, member, senders)) for member in job.members)
     return ", ".join(f"rank {rank} {what}" for rank, what in missing if what)
 
 
-def what_is_missing(job: Job, member: Member) -> str:
-    """What the current phase waits for from one rank; "" if nothing."""
+def what_is_missing(job: Job, member: Member, senders: Collection[int]) -> str:
+    """What the current phase waits for from one rank; "" if nothing.
+
+    senders   as `senders_of` says
+    """
     is_replacement = member.life is Life.LOST
     if member.life is Life.AWAY:
         return ""
@@ -307,7 +310,7 @@ def what_is_missing(job: Job, member: Member) -> str:
             return "to freeze"
         case Phase.REPLAYING if is_replacement and not member.has_replayed:
             return "to replay"
-        case Phase.TRANSFERRING if is_source(job, member.rank) and member.sent_digest is None:
+        case Phase.TRANSFERRING if member.rank in senders and member.sent_digest is None:
             return "to send its state"
         case Phase.TRANSFERRING if is_replacement and member.repaired_digest is None:
             return "to load its state"

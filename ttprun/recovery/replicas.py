@@ -60,6 +60,20 @@ class Replicas:
             return f"no other rank holds what rank {rank} held: {in_short(missing)}"
         return f"no single rank holds all that rank {rank} held ({in_short(self.all_names)})"
 
+    def why_no_sources(self, ranks: Iterable[int], among: Collection[int]) -> str:
+        """The same for several ranks, none of which is among the others: the first reason; "" if there is none."""
+        held = frozenset(map(self.of, among)) if self.compared_at is not None else frozenset()
+        return next((self.why_no_source(rank, among) for rank in ranks if self.of(rank) not in held), "")
+
+    def sources(self, ranks: Iterable[int], among: Iterable[int]) -> dict[int, int]:
+        """Rank -> the first of the others that holds all that it holds; without those of which none does."""
+        if self.compared_at is None:
+            return {}
+        first: dict[tuple[int, ...], int] = {}
+        for other in among:
+            first.setdefault(self.of(other), other)
+        return {rank: first[own] for rank in ranks if (own := self.of(rank)) in first}
+
     def contradicted_by(self, digests: Mapping[int, Mapping[str, str]]) -> list[str]:
         """Keys of the parameters in which ranks differ that are taken for replicas.
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from ttprun.recovery.actions import Freeze, KillRank
 from ttprun.recovery.events import ElasticDeclared, RankStarted, SpawnFailed
-from ttprun.recovery.job import Job, Life, Phase, name_ranks
+from ttprun.recovery.job import Job, Phase, name_ranks
 from ttprun.recovery.ladder import restart_group
+from ttprun.recovery.members import Life, Mark, Member
 from ttprun.recovery.phases import UNDONE, Result, deadline_of, enter, reason_of
 from ttprun.recovery.shards import ReplicaGroup, groups_of, who_leaves
 
@@ -54,7 +55,7 @@ def forget_spawn(job: Job, event: SpawnFailed) -> Result:
 
 def is_elastic(job: Job) -> bool:
     """Whether fewer ranks are thought of at all."""
-    return "resize" in job.settings.rungs and any(member.elastic is not None for member in job.members)
+    return "resize" in job.settings.rungs and job.count(Mark.IS_ELASTIC) > 0
 
 
 def why_not_without(job: Job, lost: Collection[int]) -> str:
@@ -121,7 +122,7 @@ def begin_shrinking(job: Job, at_s: float, why: str) -> Result:
     reason = reason_of(job, f"{why}, so {name_ranks(newly)} {'leave' if len(newly) > 1 else 'leaves'}")
     left = (replace(job.members[rank], pid=None, life=Life.AWAY, is_rerun=False, is_protected=False) for rank in newly)
     job = replace(job.with_members(*left), generation=job.generation + 1, rewind_to=None)
-    job = replace(job, members=tuple(member.with_answers_forgotten() for member in job.members))
+    job = replace(job, members=job.members.with_each(Member.with_answers_forgotten))
     freeze = Freeze(job.survivors, job.generation, job.lost)
     actions = (freeze, *kills, deadline_of(job, Phase.FREEZING))
     return enter(job, Phase.FREEZING, at_s, actions, rung="resize", reason=reason, **UNDONE)

@@ -1,0 +1,17 @@
+"""A changed copy of a frozen object. `dataclasses.replace` does the same; an event of 16,384 takes most of its time."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def changed(one: T, **changes: Any) -> T:
+    """A copy with some fields changed, of a dataclass without slots. AttributeError if it has no such field."""
+    fields = vars(one)
+    if not changes.keys() <= fields.keys():
+        raise AttributeError(f"{type(one).__name__} has no {', '.join(changes.keys() - fields.keys())}")
+    made = object.__new__(type(one))
+    vars(made).update(fields, **changes)
+    return made
