@@ -9,7 +9,6 @@ boundary. Begin with `kept_items`.
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import xxhash
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import Remembered, Unchanged
+from ttprun.rank.values.unchanged import LongList, Remembered, Unchanged
 from ttprun.rank.weights.sharded import is_distributed, local_of
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
@@ -58,8 +57,8 @@ class Kept:
     """
 
     __slots__ = (
-        *("_digest", "_digest_of", "_inner", "_items", "_memory", "_stepped", "_walk", "_walks_left", "_whole"),
-        *("first", "numbers", "objects", "packed"),
+        *("_digest", "_digest_of", "_inner", "_items", "_list", "_memory", "_stepped", "_walk", "_walks_left"),
+        *("_whole", "first", "numbers", "objects", "packed"),
     )
 
     def __init__(self) -> None:
@@ -72,6 +71,7 @@ class Kept:
         self._stepped: Any = None
         self._walk: _Walk | None = None
         self._whole: Unchanged | None = None
+        self._list = LongList()
         self._inner = Unchanged()
         self._digest, self._digest_of = "", -1
         self.packed = bytearray()
@@ -114,7 +114,7 @@ class Kept:
         if self._whole is not None and len(items) == count and self._whole.holds():
             return True
         self._whole = None
-        return count <= len(items) and all(map(is_, items, self._items))
+        return self._list.begins_with(items, self._items)
 
     def _is_in_place(self, items: list[Any], snapshot: Snapshot) -> bool:
         try:

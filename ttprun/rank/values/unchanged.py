@@ -2,11 +2,13 @@
 
 `Unchanged` decides whether lists and dictionaries hold the same objects as before: of a dictionary by a version from
 torch (CPython's own up to 3.11, a watcher's later); if that has changed, and of lists, the items are compared.
-`Remembered` holds results, as long as they are used at each boundary.
+`LongList` does the same for one list of perhaps millions of items, within microseconds where the kernel reports writes
+(written_pages.py). `Remembered` holds results, as long as they are used at each boundary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
@@ -14,6 +16,8 @@ from operator import is_
 from typing import Any, Generic, TypeVar
 
 from torch._C._dynamo import guards
+
+from ttprun.rank.values.written_pages import Watched, watch
 
 V = TypeVar("V")
 # Without it in torch, everything is compared.
@@ -90,6 +94,79 @@ class Unchanged:
 
 def _are_the_same(items: list[Any], others: list[Any]) -> bool:
     return len(items) == len(others) and all(map(is_, items, others))
+
+
+_POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
+_ADDRESS_AT = list.__basicsize__ - 2 * _POINTER_BYTES  # before it: object's head and length; after it: allocated room
+_compare: Any = ctypes.PyDLL(None).memcmp
+_compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_WATCHED_ITEMS = 1 << 15  # fewer are compared within some microseconds
+_LOOKS = 3  # boundaries at which a list must have been unchanged before its memory is watched
+
+
+def _address_of(one: list[Any]) -> int:
+    """Where a list keeps the addresses of its items, one after the other; 0 if it has none."""
+    return ctypes.c_void_p.from_address(id(one) + _ADDRESS_AT).value or 0
+
+
+def _are_addresses_known() -> bool:
+    """Whether this interpreter keeps lists in the form that `_address_of` takes for granted."""
+    if list.__basicsize__ != 5 * _POINTER_BYTES:
+        return False
+    for probe in ([object()], [object() for _ in range(100)]):
+        found = (ctypes.c_void_p * len(probe)).from_address(_address_of(probe))
+        if list(found) != list(map(id, probe)):
+            return False
+    return True
+
+
+HAVE_ADDRESSES = _are_addresses_known()
+
+
+def begins_with(items: Any, first: list[Any]) -> bool:
+    """Whether a list begins with the very objects in another one; also for a view of a dictionary."""
+    if type(items) is not list or not HAVE_ADDRESSES:
+        return len(first) <= len(items) and all(map(is_, items, first))
+    return len(first) <= len(items) and not (
+        first and _compare(_address_of(items), _address_of(first), len(first) * _POINTER_BYTES)
+    )
+
+
+class LongList:
+    """One list that is looked at again and again. Its memory, if watched, shows whether an item was exchanged."""
+
+    __slots__ = ("_looks", "_place", "_watched")
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._place = (0, 0)  # address of its items, and their number
+        self._watched: Watched | None = None
+
+    def begins_with(self, items: Any, first: list[Any]) -> bool:
+        """As the function; `first` must be a list that is only ever appended to."""
+        if type(items) is not list or len(items) < _WATCHED_ITEMS or not HAVE_ADDRESSES:
+            return begins_with(items, first)
+        place = (_address_of(items), len(items))
+        if place != self._place:
+            self.end()
+            self._place, self._looks = place, 0
+        if self._watched is not None and self._watched.is_untouched():
+            return len(first) <= len(items)
+        self._looks += 1
+        if self._looks == _LOOKS:
+            self._watched = watch(place[0], place[1] * _POINTER_BYTES)
+        elif self._watched is not None:
+            self._watched.note()  # before the comparison: what is written from here on is seen the next time
+        return begins_with(items, first)
+
+    def end(self) -> None:
+        """Stop watching."""
+        if self._watched is not None:
+            self._watched.end()
+            self._watched = None
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class Remembered(Generic[V]):
