@@ -5,10 +5,12 @@ Their ranks import this, so it costs no time that torch does not cost. `steplog.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,59 @@ class Log:
     def write(self, word: str, at_s: float, step: int | None = None) -> None:
         if self.file is not None:
             self.file.write(f"{word} {'-' if step is None else step} {at_s:.6f} {os.getpid()}\n")
+
+
+LOOK_AGAIN_S = 0.002
+
+
+class Steps:
+    """The steps of a framework's loop, which calls done() at the end of each one: a log, and blocks of steps in turns.
+
+    With --turns FOLDER, block n of --block steps begins when FOLDER/n exists, and a line on each block goes into
+    FOLDER/rank<rank>.jsonl: median_step_s and cpu_step_s.
+    """
+
+    def __init__(self, args: argparse.Namespace, started_at_s: float, imported_at_s: float) -> None:
+        self.rank = os.environ["RANK"]
+        self.log = Log(args.step_logs / f"rank{self.rank}.log" if args.step_logs is not None else None)
+        self.log.write("start", started_at_s)
+        self.log.write("imported", imported_at_s)
+        self.turns, self.block = args.turns, args.block
+        self.begin_block()
+
+    def begin_block(self) -> None:
+        self.step_s: list[float] = []
+        self.cpu_before_s, self.began_s = time.process_time(), time.perf_counter()
+
+    def done(self, step: int) -> None:
+        """A step has been completed; steps are counted from 0."""
+        self.log.write("step", time.time(), step)
+        if self.turns is None:
+            return
+        self.step_s.append(time.perf_counter() - self.began_s)
+        if len(self.step_s) < self.block:
+            self.began_s = time.perf_counter()
+            return
+        cpu_s = time.process_time() - self.cpu_before_s
+        found = {"median_step_s": statistics.median(self.step_s), "cpu_step_s": cpu_s / self.block}
+        with open(self.turns / f"rank{self.rank}.jsonl", "a") as file:
+            file.write(json.dumps(found) + "\n")
+        turn = self.turns / str((step + 1) // self.block)
+        while not turn.exists():
+            time.sleep(LOOK_AGAIN_S)
+        self.begin_block()
+
+
+def framework_arguments(description: str) -> argparse.ArgumentParser:
+    """The arguments of a script with a framework's loop."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--checkpoint", type=Path, help="directory to save to and to resume from")
+    parser.add_argument("--checkpoint-every", type=int, default=50, help="steps from one checkpoint to the next")
+    parser.add_argument("--step-logs", type=Path, help="existing directory for one log a rank")
+    parser.add_argument("--turns", type=Path, help="existing directory in which somebody says which block may begin")
+    parser.add_argument("--block", type=int, default=20, help="steps of a block (default 20)")
+    return parser
 
 
 def sha256_of(model: nn.Module) -> str:

@@ -8,6 +8,14 @@ turns (torchrun, ttprun, torchrun, ...), and each run under ttprun is compared w
 The script measures its own steps, after a warm-up that is longer than the start of ttprun's standby. What the same run
 under torchrun takes from one turn to the next is printed too: a ratio within that range says nothing. Neighbours on the
 machine disturb the processor time of a step less than its wall time. Begin with measure().
+
+    python scripts/bench/overhead.py --framework transformers accelerate lightning
+
+A framework's loop with steps of about 50 ms: both launchers in one run, in turns of --block steps; see turns.py.
+
+    python scripts/bench/overhead.py --held samples rows table
+
+The same with a small model and a dataset of more than a million samples in memory; see held_data.py.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -38,6 +47,7 @@ from runs import (
     spread,
     told,
 )
+from turns import FRAMEWORKS, HELD, HELD_SCRIPT, measure_pairs
 
 MIB = 1 << 20
 ALLOWED_BYTES = 64 * MIB  # beside the gradients' size
@@ -232,6 +242,30 @@ def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> l
     return measurements
 
 
+def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """Pairs of blocks with the loop of a framework, or with a large dataset; prints ratios. Raises BenchmarkError."""
+    script, arguments = (FRAMEWORKS[name], ()) if name in FRAMEWORKS else (HELD_SCRIPT, (f"--held={name}",))
+    found: dict[str, Any] = {"loop": name}
+    pairs = list(measure_pairs(script, options.ranks, options.blocks, options.block, root / name, arguments))
+    rows = [[f"{name}, {len(pairs)} pairs of {options.block} steps: median (quartiles)", *LAUNCHERS, "ratio", "more"]]
+    for label, figure in (("median step, ms", "step_s"), ("processor time of a step, ms", "cpu_step_s")):
+        theirs, ours = ([getattr(pair[launcher], figure) for pair in pairs] for launcher in LAUNCHERS)
+        ratio = quartiles([one / base for one, base in zip(ours, theirs, strict=True)])
+        more = quartiles([one - base for one, base in zip(ours, theirs, strict=True)])
+        found[figure] = {TORCHRUN: theirs, TTPRUN: ours, "ratio": ratio, "more": more}
+        cells = [scaled(quartiles(each), 1e3, 2) for each in (theirs, ours)]
+        rows.append([label, *cells, told(ratio, 3), scaled(more, 1e3, 2)])
+    print()
+    print_table(rows)
+    return found
+
+
+def quartiles(values: list[float]) -> dict[str, float]:
+    """The median; and quartiles in the places of the extremes, since some of many blocks are disturbed."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return {"median": median, "min": low, "max": high}
+
+
 def main() -> int:
     """Measure and print; returns the exit code: 1 if a run has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -242,20 +276,29 @@ def main() -> int:
     )
     parser.add_argument("--warm-up", type=float, default=8.0, help="seconds of steps before measuring (default 8)")
     parser.add_argument("--measured", type=float, default=10.0, help="seconds of steps to measure (default 10)")
+    parser.add_argument("--framework", nargs="+", default=[], choices=list(FRAMEWORKS), help="loops of these instead")
+    parser.add_argument("--held", nargs="+", default=[], choices=HELD, help="datasets of this kind instead")
+    parser.add_argument("--blocks", type=positive, default=30, help="pairs of blocks with these (default 30)")
+    parser.add_argument("--block", type=positive, default=40, help="steps of a block (default 40)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs' logs there; must not exist")
     options = parser.parse_args()
     before = machine()
     print(headline(before), flush=True)
     sizes = [size for size in SIZES if size.label.replace(" ", "") in options.sizes]
+    measurements: list[Measurement] = []
     try:
         with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
-            measurements = measure_all(options, sizes, options.folder or Path(scratch))
+            root = options.folder or Path(scratch)
+            if options.framework or options.held:
+                summaries = [measure_loop(name, options, root) for name in options.framework + options.held]
+            else:
+                measurements = measure_all(options, sizes, root)
+                summaries = [summarize(size, measurements) for size in sizes]
     except BenchmarkError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
-    summaries = [summarize(size, measurements) for size in sizes]
-    for summary in summaries:
+    for summary in summaries if measurements else ():
         show(summary)
     print(f"\nat the end: {headline(machine())}")
     if options.json:
