@@ -53,17 +53,17 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for programs."""
-        told = asdict(self)
-        told["differences"] = [{"what": one.what, "detail": one.detail} for one in self.differences]
-        return {"exact": self.is_exact, **told}
+        fields = asdict(self)
+        fields["differences"] = [{"what": one.what, "detail": one.detail} for one in self.differences]
+        return {"exact": self.is_exact, **fields}
 
 
 def check_script(checked: Checked, place: Path, say: Callable[[str], None], so_far: Callable[[str], None]) -> Report:
     """Run all launches, one after the other. Each takes at most the limit.
 
     place    an empty folder for what they leave
-    say      is told what is being done
-    so_far   is told how far a launch is
+    say      hears what is being done
+    so_far   hears how far a launch is
     """
     return _Checkup(checked, place, say, so_far).run()
 
@@ -104,8 +104,8 @@ class _Checkup:
         self._report.took_s += trial.twin.took_s
         status = trial.twin.status
         for text in status.not_proved if status is not None else ():
-            if (told := trial.as_users(text)) not in self._report.not_proved:
-                self._report.not_proved.append(told)
+            if (finding := trial.as_users(text)) not in self._report.not_proved:
+                self._report.not_proved.append(finding)
         return trial
 
     def _look_for_problem(self, trial: Trial, what: str) -> None:

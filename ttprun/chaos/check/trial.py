@@ -78,7 +78,7 @@ class Trials:
         """Run the script until it has taken the steps that are wanted, at most `limit_s` seconds.
 
         name          of the trial, a folder
-        steps_so_far  told now and then how far it is
+        steps_so_far  called now and then with how far it is
         """
         checked = self._checked
         folder = self._place / name

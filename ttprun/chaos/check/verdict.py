@@ -130,9 +130,9 @@ def blamed(rows: Sequence[Row], found: Iterable[Difference]) -> list[Row]:
             continue
         row = changed[before[-1]]
         if row.result == "exact":  # else there is a better reason
-            told = f"{one.what} differ from the undisturbed run's {one.detail}"
+            detail = f"{one.what} differ from the undisturbed run's {one.detail}"
             cure = "this is a bug of ttprun, or the script computes something else each time: please report it"
-            changed[before[-1]] = replace(row, result="differs", detail=told, cure=cure)
+            changed[before[-1]] = replace(row, result="differs", detail=detail, cure=cure)
     return changed
 
 

@@ -58,7 +58,7 @@ def rehearse(scenario: Scenario, folder: Path, say: Callable[[str], None]) -> Re
     """Run both twins, one after the other, and compare them. Blocks at most twice the scenario's `limit_s`.
 
     folder   empty or absent; keeps both runs
-    say      is told how far the drill is
+    say      hears how far the drill is
     """
     say(f"1/2  {scenario.twin} without faults ...")
     undisturbed = run_twin(scenario, folder / "undisturbed", scenario.twin)
