@@ -14,7 +14,7 @@ DIFFERENCES = [
     # what the script does otherwise when it runs a second time, a part of the reason
     ("operation", "issues 'allreduce"),
     ("data", "another batch"),
-    ("place", "not by the place"),
+    ("place", ", the lost rank was at"),
     ("shape", "has shape"),
     ("gradients", "carries gradients across an optimizer step"),
 ]

@@ -33,7 +33,7 @@ CURES: tuple[tuple[str, str], ...] = (
     ("different weights", "seed the weights alike in all ranks, or broadcast them before the first step"),
     ("loss number|input of a collective", "keep what the step depends on in variables or in objects with state_dict"),
     (
-        "issues '|has shape|not by the place|has not come|comes to",
+        "issues '|has shape|the lost rank was at|has not come|comes to",
         "let the set-up do the same each time the script begins, whatever an earlier run has left (files, time, names)",
     ),
 )  # fmt: skip
