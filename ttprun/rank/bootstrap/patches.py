@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ttprun.device.cuda import NCCL_VARIABLES
 from ttprun.rank import fail_open
 
 
@@ -244,6 +245,12 @@ ALSO: tuple[Change, ...] = (
         "hashes",
         "the hash seed is the same in all ranks, unless PYTHONHASHSEED gives one: a replacement iterates over a set of "
         "str in the lost rank's order",
+    ),
+    Change(
+        "os",
+        "environ",
+        f"{', '.join(f'{name}={value}' for name, value in NCCL_VARIABLES.items())}, while NCCL makes a communicator: "
+        "otherwise torch ends the ranks that a recovery needs when an operation fails",
     ),
     Change("gc", "freeze", "torch's own objects are left out of collections, so that forgetting a run is quick"),
     Change("threading", "a thread", "a heartbeat: shows whether the main thread runs or hangs"),

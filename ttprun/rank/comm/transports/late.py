@@ -11,6 +11,7 @@ Tried on a simulated device only.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from ttprun.device.cuda import NCCL_VARIABLES
 from ttprun.rank.comm.connection import CONNECT_LIMIT, ExchangeStore
 from ttprun.rank.comm.transports.link import Link, Seat
 
@@ -41,11 +43,20 @@ def make_hccl(seat: Seat) -> Link:
 
 
 def _nccl(store: Any, seat: Seat) -> Any:
+    before = {name: os.environ.get(name) for name in NCCL_VARIABLES}
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = seat.op_limit
     options.global_ranks_in_group = list(seat.ranks)
     options.group_name = seat.name
-    return dist.ProcessGroupNCCL(store, seat.rank, seat.size, options)
+    os.environ.update(NCCL_VARIABLES)
+    try:
+        return dist.ProcessGroupNCCL(store, seat.rank, seat.size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _registered(name: str) -> Callable[[Any, Seat], Any]:

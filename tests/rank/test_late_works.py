@@ -1,0 +1,132 @@
+"""Works of NCCL's and HCCL's kind, whose `wait` returns before they are completed: ours wait, and fail late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
+
+
+class Operation:
+    """A work of such a backend; `complete` and `fail` are what its device does later."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.error: Exception | None = None
+        self.waits = 0
+
+    def complete(self) -> None:
+        self.is_over = True
+
+    def fail(self, error: str) -> None:
+        self.error = RuntimeError(error)
+        self.is_over = True
+
+    def wait(self) -> bool:
+        self.waits += 1
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_over
+
+
+class Backend:
+    """Its abort ends operations as if they were completed, as NCCL's kernels are."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.operation = operation
+
+    def abort(self) -> None:
+        self.operation.complete()
+
+
+def issued() -> tuple[Any, LateWork, Operation]:
+    operation = Operation()
+    link: Any = LateLink.__new__(LateLink)
+    link.is_aborted, link.backend = False, Backend(operation)
+    return link, LateWork(link, operation), operation
+
+
+def later(change: Any, *args: Any) -> None:
+    threading.Timer(0.05, change, args).start()
+
+
+def test_a_wait_lasts_until_the_device_has_completed_the_operation() -> None:
+    _, work, operation = issued()
+    later(operation.complete)
+
+    begun_s = time.monotonic()
+    work.wait()
+
+    assert time.monotonic() - begun_s > 0.04
+    assert work.is_success()
+    assert operation.waits  # the caller's stream is ordered after it
+
+
+def test_a_wait_with_a_limit_ends_with_it() -> None:
+    _, work, _ = issued()
+
+    with pytest.raises(RuntimeError, match="has not completed"):
+        work.wait(timedelta(seconds=0.01))
+
+    assert not work.is_completed()
+
+
+def test_an_operation_that_fails_late_raises_its_error_in_each_wait() -> None:
+    _, work, operation = issued()
+    later(operation.fail, "HCCS LINK ERROR")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="HCCS LINK ERROR"):
+            work.wait()
+
+    assert work.is_completed()
+    assert not work.is_success()
+
+
+def test_an_operation_that_an_abort_ends_has_failed_whatever_the_backend_says() -> None:
+    link, work, operation = issued()
+
+    link.abort()
+
+    assert operation.is_completed()
+    assert not work.is_success()
+    with pytest.raises(RuntimeError, match=ABORTED):
+        work.wait()
+
+
+def test_an_operation_that_was_seen_completed_before_an_abort_has_succeeded() -> None:
+    link, work, operation = issued()
+    operation.complete()
+    assert work.is_completed()
+
+    link.abort()
+
+    assert work.is_success()
+
+
+def test_a_future_completes_when_the_device_does_and_not_before() -> None:
+    _, work, operation = issued()
+    completed = threading.Event()
+
+    future = work.get_future()
+    future.add_done_callback(lambda _: completed.set())
+
+    assert not completed.wait(0.05)
+    operation.complete()
+    assert completed.wait(5.0)
+
+
+def test_a_future_of_an_operation_that_fails_late_has_its_error() -> None:
+    _, work, operation = issued()
+    later(operation.fail, "ncclRemoteError")
+
+    with pytest.raises(RuntimeError, match="ncclRemoteError"):
+        work.get_future().wait()
