@@ -1,8 +1,9 @@
 """A simulated Ascend NPU under the name of the real library: no device is there, and nothing here shows that one works.
 
-Tensors are on `npu:0`, in memory that is the host's in truth; what takes them for the CPU's fails. PYTHONPATH with the
-folder above this one is all that a script needs: `import torch` loads it as it loads an installed torch_npu (an entry
-point), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. What it has of torch_npu was taken from the documented interface.
+Tensors are on `npu:0` and so on, in memory that is the host's in truth; what takes them for the CPU's fails. PYTHONPATH
+with the folder above this one is all that a script needs: `import torch` loads it as it loads an installed torch_npu
+(an entry point), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0. What it has of torch_npu was taken from the documented
+interface and what its sources say of it. csrc/operators.cpp says how work runs late, breaking.py what can go wrong.
 Begin with npu.py.
 """
 
@@ -12,12 +13,10 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from torch_npu import build
 
-_C = build.load()
 torch.utils.rename_privateuse1_backend("npu")
 
-from torch_npu import npu  # noqa: E402 - the compiled device comes first
+from torch_npu import npu  # noqa: E402 - the name comes first
 
 torch._register_device_module("npu", npu)
 sys.modules["torch.npu"] = npu

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ FLAGS = ["-O1", "-g0"]
 
 def built() -> Path:
     """Where the compiled module for this torch and this Python belongs."""
-    sources = b"".join(path.read_bytes() for path in sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")]))
+    sources = b"".join(path.read_bytes() for path in sorted((HERE / "csrc").iterdir()))
     named = f"{FLAGS} {torch.__version__} {sys.version_info[:2]} {torch._C._GLIBCXX_USE_CXX11_ABI}"
     key = hashlib.sha256(sources + named.encode()).hexdigest()[:16]
     cache = os.environ.get("TTPRUN_SIMULATED_NPU_CACHE") or Path.home() / ".cache" / "ttprun-simulated-npu"
@@ -59,12 +60,13 @@ def _compile(target: Path) -> None:
 
     folder = target.parent / f"build-{os.getpid()}"
     folder.mkdir()
-    sources = [str(path) for path in sorted(HERE.glob("*.cpp"))]
+    sources = [str(path) for path in sorted((HERE / "csrc").glob("*.cpp"))]
     cpp_extension.load(NAME, sources, FLAGS, build_directory=str(folder), is_python_module=False)
     os.replace(folder / f"{NAME}.so", target)
     shutil.rmtree(folder)
 
 
+@cache
 def load() -> Any:
     """The compiled module, imported."""
     spec = importlib.util.spec_from_file_location(NAME, compiled())

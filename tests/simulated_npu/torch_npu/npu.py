@@ -1,64 +1,307 @@
-"""What torch_npu has as `torch.npu`."""
+"""What torch_npu has as `torch.npu`: the names and meanings of the real one, of release 2.13."""
 
 from __future__ import annotations
 
+import atexit
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
+from torch_npu import build
+
+_C = build.load()
+_recovery = sys.modules[__name__]  # of torch_npu: names that this module has below
+default_generators: tuple[torch.Generator, ...] = ()
+OutOfMemoryError = torch.OutOfMemoryError
+NAME = "simulated Ascend NPU (no hardware)"
+
+
+# Devices.
 
 
 def is_available() -> bool:
     """Whether there is a device."""
-    return True
+    return device_count() > 0
+
+
+def device_count() -> int:
+    """Devices of the node: SIMULATED_NPU_DEVICES, 8 unless it is set; ASCEND_RT_VISIBLE_DEVICES hides some."""
+    count: int = _C.device_count()
+    return count
 
 
 def is_initialized() -> bool:
     """Whether this process has used a device."""
-    return True
+    return bool(_C.is_initialized()) and not _is_in_bad_fork()
 
 
-def device_count() -> int:
-    """Devices of the node."""
-    return 1
+def init() -> None:
+    """Make this process a user of its device."""
+    _C.init()
+
+
+def _is_in_bad_fork() -> bool:
+    return bool(_C.is_in_bad_fork())
+
+
+def _index(device: Any = None) -> int:
+    if isinstance(device, int) and device >= 0:
+        return device
+    named = torch.device(device) if isinstance(device, str) else device
+    index = getattr(named, "index", None)
+    return current_device() if index is None else int(index)
 
 
 def current_device() -> int:
     """The index of this thread's device."""
-    return 0
+    index: int = _C.current_device()
+    return index
 
 
-def set_device(device: object) -> None:
+def set_device(device: Any) -> None:
     """Make it this thread's."""
+    _C.set_device(_index(device))
+    _C.init()
 
 
-def _is_in_bad_fork() -> bool:
-    return False
+class device:
+    """`with torch.npu.device(1):`"""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = _index(device)
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        _C.set_device(self.idx)
+
+    def __exit__(self, *error: object) -> None:
+        _C.set_device(self.prev_idx)
+
+
+def get_device_name(device: Any = None) -> str:
+    """Says that it is simulated."""
+    return NAME
+
+
+class _Properties:
+    def __init__(self, total_memory: int) -> None:
+        self.name = NAME
+        self.total_memory = total_memory
+        self.multi_processor_count = 0
+
+
+def get_device_properties(device: Any = None) -> _Properties:
+    """Name and memory."""
+    return _Properties(mem_get_info(device)[1])
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for all streams of a device."""
+    _C.synchronize(_index(device))
+
+
+# Streams.
+
+
+class Stream(torch.Stream):
+    """A stream of an NPU."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **named: Any) -> Stream:
+        """A new one, or that which has these numbers."""
+        if "stream_id" in named:
+            return super().__new__(cls, **named)
+        return super().__new__(cls, torch.device("npu", _index(device)), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of an NPU."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        """Not yet recorded."""
+        return super().__new__(cls, "npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+def _stream(found: torch.Stream) -> Stream:
+    return Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The stream on which this thread's work runs."""
+    return _stream(torch.accelerator.current_stream(torch.device("npu", _index(device))))
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The one that there is from the start."""
+    where = torch.device("npu", _index(device))
+    return Stream(
+        stream_id=0, device_index=where.index, device_type=torch.accelerator.current_stream(where).device_type
+    )
+
+
+def set_stream(stream: torch.Stream) -> None:
+    """Let this thread's work run on it."""
+    torch.accelerator.set_stream(stream)
+
+
+@contextmanager
+def stream(of: torch.Stream | None) -> Iterator[None]:
+    """Let it run there for a while."""
+    if of is None:
+        yield
+        return
+    before_device, before = current_device(), current_stream(of.device_index)
+    set_stream(of)
+    try:
+        yield
+    finally:
+        set_stream(before)
+        _C.set_device(before_device)
+
+
+# Random numbers.
+
+
+def _generator(device: Any = None) -> torch.Generator:
+    global default_generators
+    if not default_generators:
+        default_generators = tuple(map(_C.default_generator, range(device_count())))
+    return default_generators[_index(device)]
 
 
 def manual_seed(seed: int) -> None:
     """Seed the generator of this thread's device."""
+    _generator().manual_seed(int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
     """Seed those of all devices."""
+    for index in range(device_count()):
+        _generator(index).manual_seed(int(seed))
 
 
-def get_rng_state(device: object = None) -> torch.Tensor:
+def seed() -> None:
+    """Seed it with a random number."""
+    _generator().seed()
+
+
+def initial_seed() -> int:
+    """The seed of this thread's device."""
+    return _generator().initial_seed()
+
+
+def get_rng_state(device: Any = "npu") -> torch.Tensor:
     """State of a device's generator."""
-    return torch.empty(0, dtype=torch.uint8)
+    return _generator(device).get_state()
 
 
-def set_rng_state(state: torch.Tensor, device: object = None) -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = "npu") -> None:
     """Put it back."""
+    _generator(device).set_state(new_state)
 
 
-def synchronize(device: object = None) -> None:
-    """Wait for all streams of a device."""
+def get_rng_state_all() -> list[torch.Tensor]:
+    """States of all."""
+    return [get_rng_state(index) for index in range(device_count())]
 
 
-def get_device_name(device: object = None) -> str:
-    """Says that it is simulated."""
-    return "simulated Ascend NPU (no hardware)"
+def set_rng_state_all(new_states: list[torch.Tensor]) -> None:
+    """Put them back."""
+    for index, state in enumerate(new_states):
+        set_rng_state(state, index)
+
+
+# Memory.
+
+
+def empty_cache() -> None:
+    """Give unused memory back."""
+    if is_initialized():
+        for index in range(device_count()):
+            _C.empty_cache(index)
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of tensors."""
+    return int(_C.memory(_index(device))[0])
+
+
+def memory_reserved(device: Any = None) -> int:
+    """The same with unused memory."""
+    return int(_C.memory(_index(device))[1])
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """Most bytes of tensors so far."""
+    return int(_C.memory(_index(device))[2])
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    """Count the most from now on."""
+    _C.reset_peak(_index(device))
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Free and total bytes."""
+    _, reserved, _, total = _C.memory(_index(device))
+    return total - reserved, total
+
+
+# Recovery.
+
+
+def stop_device(device_id: int) -> int:
+    """All tasks are aborted; 0, or 1 if that failed. Whatever is asked of the device raises FORCE STOP from then on."""
+    answer: int = _C.stop_device(device_id)
+    return answer
+
+
+def restart_device(
+    device_id: int, rebuild_all_resources: bool = False, disable_tensor_unsafe_check: bool = False
+) -> None:
+    """Memory that failed is repaired, and what was in it is unsafe; the device takes orders again."""
+    _C.restart_device(device_id, disable_tensor_unsafe_check)
+    if rebuild_all_resources and not disable_tensor_unsafe_check:
+        _C.mark_all_unsafe(device_id)
+
+
+def check_uce_in_memory(device_id: int) -> int:
+    """0 none, 1 outside of the pool, 2 temporary, 3 persistent; always 3 after an HBM ECC error."""
+    answer: int = _C.check_uce_in_memory(device_id)
+    return answer
+
+
+def _get_uce_addr() -> list[dict[str, int]]:
+    return [{"ptr": ptr, "size": size} for ptr, size in _C.get_uce_addr(current_device())]
+
+
+def check_npu_tensor_is_safe(tensor: torch.Tensor) -> bool:
+    """Whether it was not in failed memory, or was marked since."""
+    return bool(_C.is_safe(tensor))
+
+
+def update_npu_tensor_to_safe(tensor: torch.Tensor) -> None:
+    """It was written again."""
+    _C.mark_safe(tensor)
+
+
+def mark_all_npu_tensor_unsafe(device: int) -> None:
+    """All that is in this device's memory."""
+    _C.mark_all_unsafe(device)
+
+
+# Mixed precision.
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """What autocast may be asked for."""
-    return [torch.float16, torch.bfloat16]
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def is_bf16_supported() -> bool:
+    """It is."""
+    return True
+
+
+atexit.register(_C.shutdown)

@@ -1,0 +1,275 @@
+"""What the simulated NPU does as a real one would; tests/device/test_simulated_npu.py runs it in its own process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_npu
+from torch import nn
+from torch_npu import breaking
+from torch_npu.breaking import State
+
+TOO_LONG = 1200  # a product of matrices of this size runs for a while
+
+
+@pytest.fixture(autouse=True)
+def _whole_device() -> Iterator[None]:
+    yield
+    torch.npu.stop_device(0)
+    torch.npu.restart_device(0, disable_tensor_unsafe_check=True)
+    torch.distributed.reinit_process_group(None, False)
+
+
+def busy() -> torch.Tensor:
+    """Work that the device has begun, and not ended."""
+    large = torch.ones(TOO_LONG, TOO_LONG, device="npu")
+    return large @ large @ large
+
+
+def test_seeding_and_counting_makes_no_context() -> None:
+    code = "import torch; torch.manual_seed(1); torch.npu.device_count(); torch.npu.get_rng_state(); "
+    code += "assert not torch.npu.is_initialized(); torch.ones(1, device='npu'); assert torch.npu.is_initialized()"
+
+    assert os.system(f'{os.sys.executable} -c "{code}"') == 0
+
+
+def test_the_generic_interface_finds_it() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("npu")
+    assert torch.accelerator.device_count() == torch.npu.device_count() == 8
+    assert torch.get_device_module("npu") is torch.npu is torch_npu.npu
+    assert torch.ones(1, device="npu").device == torch.device("npu:0")
+
+
+def test_a_tensor_is_not_the_cpus() -> None:
+    tensor = torch.arange(3.0, device="npu")
+
+    with pytest.raises(TypeError, match="can't convert npu:0 device type tensor to numpy"):
+        tensor.numpy()
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        tensor + torch.ones(3)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        tensor + torch.ones(3, device="npu:1")
+
+
+def test_each_thread_has_a_device_and_a_tensor_stays_on_its_own() -> None:
+    with torch.npu.device(1):
+        there = torch.ones(2, device="npu")
+        assert torch.npu.current_device() == 1
+
+    assert torch.npu.current_device() == 0
+    assert there.device.index == (there * 2).device.index == 1
+    assert there.to("npu:0").sum().item() == 2
+    with pytest.raises(RuntimeError, match="invalid device"):
+        torch.npu.set_device(8)
+
+
+def test_each_device_has_a_generator_of_its_own() -> None:
+    torch.manual_seed(3)
+    states = torch.npu.get_rng_state_all()
+    on_host = torch.get_rng_state()
+
+    first = torch.rand(4, device="npu")
+    again = F.dropout(torch.ones(64, device="npu"))
+
+    assert not torch.equal(states[0], torch.npu.get_rng_state(0))
+    assert torch.equal(states[1], torch.npu.get_rng_state(1))
+    assert torch.equal(on_host, torch.get_rng_state())
+    torch.npu.set_rng_state_all(states)
+    assert torch.equal(first, torch.rand(4, device="npu"))
+    assert torch.equal(again, F.dropout(torch.ones(64, device="npu")))
+    assert torch.equal(torch.rand(4, device="npu:1").cpu(), first.cpu())
+
+
+def test_work_runs_late_and_an_event_says_when() -> None:
+    result = busy()
+    event = torch.npu.Event()
+    event.record()
+
+    assert not event.query()
+    assert not torch.npu.current_stream().query()
+    event.synchronize()
+    assert event.query()
+    assert result[0, 0].item() == TOO_LONG**2
+
+
+def test_streams_run_beside_each_other_and_wait_for_events_only() -> None:
+    side = torch.npu.Stream()
+    result = busy()
+    with torch.npu.stream(side):
+        assert torch.npu.current_stream() == side
+        other = torch.ones(2, device="npu") + 1
+    side.synchronize()
+    is_first_done = torch.npu.current_stream().query()
+
+    side.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(side):
+        seen = result[0, 0].clone()
+    assert other.sum().item() == 4
+    assert not is_first_done
+    side.synchronize()
+    assert seen.item() == TOO_LONG**2
+
+
+def test_a_copy_to_pinned_memory_is_late_and_others_are_not() -> None:
+    pinned, pageable = torch.zeros(1).pin_memory(), torch.zeros(1)
+    assert (pinned.is_pinned(), pageable.is_pinned()) == (True, False)
+
+    pinned.copy_(busy()[0, :1], non_blocking=True)
+    at_once = pinned.item()
+    pageable.copy_(busy()[0, :1], non_blocking=True)
+
+    assert (at_once, pageable.item()) == (0, TOO_LONG**2)
+    assert pinned.item() == TOO_LONG**2
+
+
+def test_an_error_of_a_kernel_comes_late_and_stays() -> None:
+    table = torch.zeros(4, 2, device="npu")
+    torch.index_select(table, 0, torch.tensor([9], device="npu"))
+
+    with pytest.raises(RuntimeError, match="error code is 507015"):
+        torch.npu.synchronize()
+    with pytest.raises(RuntimeError, match="error code is 507015"):
+        table + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_trains_and_the_scaler_skips_what_overflows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).to("npu")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=True)
+    scaler = torch.amp.GradScaler("npu", init_scale=2.0**40 if dtype is torch.float16 else 1.0)
+    images, labels = torch.randn(8, 1, 8, 8).pin_memory(), torch.arange(8) % 3
+    losses = []
+
+    for _ in range(60):
+        with torch.amp.autocast("npu", dtype=dtype):
+            logits = model(images.to("npu", non_blocking=True))
+            loss = F.cross_entropy(logits, labels.to("npu"))
+        assert (logits.dtype, loss.dtype) == (dtype, torch.float32)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+
+    assert losses[-1] < losses[0] / 2
+    assert (scaler.get_scale() < 2.0**40) is True
+
+
+def test_memory_is_counted_kept_and_given_back() -> None:
+    torch.npu.empty_cache()
+    before = torch.npu.memory_allocated()
+    held = torch.empty(1 << 20, dtype=torch.uint8, device="npu")
+    assert torch.npu.memory_allocated() - before == 1 << 20
+
+    del held
+    torch.npu.synchronize()
+    assert torch.npu.memory_allocated() == before
+    assert torch.npu.memory_reserved() >= before + (1 << 20)
+    torch.npu.empty_cache()
+    assert torch.npu.memory_reserved() < before + (1 << 20)
+    with pytest.raises(torch.OutOfMemoryError, match="NPU out of memory"):
+        torch.empty(torch.npu.mem_get_info()[1] + 1, dtype=torch.uint8, device="npu")
+
+
+def test_a_forked_process_cannot_use_the_devices_of_its_parent() -> None:
+    torch.ones(1, device="npu").sum().item()
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones(1, device="npu")
+        except RuntimeError as error:
+            os._exit(0 if "in forked subprocess" in str(error) else 1)
+        os._exit(2)
+
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (State.UCE_EXIT, "UCE ERROR, error code is 507053"),
+        (State.HBM_ECC_EXIT, r"HBM MULTI BIT ECC ERROR.time us= \d+"),
+    ],
+)
+def test_a_read_of_failed_memory_is_found_late_and_names_the_error(kind: State, text: str) -> None:
+    bad, good = torch.ones(4, device="npu"), torch.ones(4, device="npu")
+    breaking.fail_memory(bad, kind)
+
+    assert good.sum().item() == 4  # nobody has read it so far
+    bad + good
+    with pytest.raises(RuntimeError, match=text):
+        torch.npu.synchronize()
+    with pytest.raises(RuntimeError, match=text):
+        good + good
+
+
+def test_persistent_memory_is_unsafe_after_a_restart_until_it_is_marked() -> None:
+    bad, good = torch.ones(4, device="npu"), torch.ones(4, device="npu")
+    breaking.fail_memory(bad)
+    bad.add_(1)
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        torch.npu.synchronize()
+
+    assert torch.npu.stop_device(0) == 0
+    assert torch.npu.check_uce_in_memory(0) == 3
+    assert torch.npu._get_uce_addr() == [{"ptr": bad.data_ptr(), "size": 16}]
+    torch.npu.restart_device(0)
+
+    with pytest.raises(RuntimeError, match="There is unsafe data in the input tensor"):
+        bad.sum()
+    bad.copy_(good)
+    torch.npu._recovery.update_npu_tensor_to_safe(bad)
+    assert bad.sum().item() == 4
+    assert torch.npu.check_uce_in_memory(0) == 0
+
+
+def test_memory_that_nobody_holds_any_more_is_temporary() -> None:
+    bad = torch.ones(4, device="npu")
+    breaking.fail_memory(bad)
+    bad.add_(1)
+    with pytest.raises(RuntimeError, match="UCE ERROR"):
+        torch.npu.synchronize()
+
+    del bad
+    assert torch.npu.check_uce_in_memory(0) == 2
+
+
+def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it() -> None:
+    bad = torch.ones(4, device="npu")
+    breaking.fail_memory(bad, State.HBM_ECC_EXIT)
+    bad.add_(1)
+    torch.npu.stop_device(0)
+
+    del bad
+    assert torch.npu.check_uce_in_memory(0) in (0, 3)  # 0: it was stopped before it was read
+
+
+def test_a_stopped_device_ends_what_runs_and_refuses_all_else() -> None:
+    for _ in range(20):
+        busy()
+    began = time.monotonic()
+
+    assert torch.npu.stop_device(0) == 0
+    assert time.monotonic() - began < 5
+    with pytest.raises(RuntimeError, match="FORCE STOP"):
+        torch.ones(1, device="npu")
+    torch.npu.restart_device(0)
+    assert torch.ones(2, device="npu").sum().item() == 2
+
+
+def test_a_lost_device_fails_in_everything() -> None:
+    with torch.npu.device(7):
+        torch.ones(1, device="npu")
+        breaking.lose_device()
+
+        with pytest.raises(RuntimeError, match="reason=\\[lost heartbeat\\], error code is 507010"):
+            torch.npu.synchronize()
+        assert torch.npu.stop_device(7) == 1
+        with pytest.raises(RuntimeError, match="507010"):
+            torch.npu.restart_device(7)

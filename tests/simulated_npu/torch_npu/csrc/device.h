@@ -1,0 +1,161 @@
+// The simulated devices: memory, streams on which work runs late, and the state in which an error leaves a device.
+// Begin with Device. Nothing here knows of tensors; operators.cpp and hccl.cpp do.
+#pragma once
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+#include <condition_variable>
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace npu {
+
+// Where a device's queue of tasks stands. Up to 11 the numbers are torch_npu's.
+enum State : int {
+  RUN = 0, UCE_EXIT = 5, STOP_EXIT = 6, HBM_ECC_EXIT = 7, SUSPECT_MEM_EXIT = 8, HCCS_LINK_EXIT = 9,
+  HCCL_OP_RETRY_EXIT = 10, SUSPECT_REMOTE_EXIT = 11, TASK_TIMEOUT = 20, AICORE_EXIT = 21, LOST = 22,
+};
+
+// One piece of device memory; it returns to its device's pool when nobody holds it any more.
+struct Block {
+  char* ptr; size_t size; int device;
+  ~Block();
+};
+using Held = std::shared_ptr<Block>;
+
+// A point in a stream's work: an event, or the end of a task.
+struct Mark {
+  void set();
+  bool is_set() const { return done; }
+  // Wait for so long at most; whether it is set.
+  bool wait_for(std::chrono::milliseconds limit);
+  std::chrono::steady_clock::time_point at;
+ private:
+  std::atomic<bool> done{false};
+  std::mutex mutex;
+  std::condition_variable changed;
+};
+using MarkPtr = std::shared_ptr<Mark>;
+
+// A piece of work of a stream.
+struct Task {
+  std::function<void()> run;
+  std::vector<Held> reads;                          // memory that it reads
+  std::function<void(std::exception_ptr)> cancel;   // instead of `run`, if the device does not work; may be empty
+  bool is_always_run = false;                       // also on a device that does not work: an event
+};
+
+// Tasks run one after the other, in a thread of their own.
+class Queue {
+ public:
+  explicit Queue(int device) : device(device) {}
+  void push(Task task);
+  // Wait until all that was pushed before has run or was cancelled.
+  void drain();
+  bool is_idle();
+  const int device;
+ private:
+  void work();
+  std::mutex mutex;
+  std::condition_variable arrived, progressed;
+  std::deque<Task> tasks;
+  uint64_t pushed = 0, finished = 0;
+  bool has_thread = false;
+};
+
+// Memory that fails when it is read.
+struct Poison { char* begin; size_t size; State kind; int64_t at_us; };
+
+struct Memory { size_t allocated, reserved, most_allocated, total; };
+
+class Device {
+ public:
+  explicit Device(int index) : index(index) {}
+  const int index;
+
+  // Raises what an operation meets in the present state, in the full shape of torch_npu's errors.
+  void check();
+  std::string error_text();
+  State state() const { return static_cast<State>(state_.load()); }
+  // An error has happened; the first one stays. detail: what else is known.
+  void fail(State state, const std::string& detail = "", int64_t at_us = 0);
+  // 0, or 1 if it failed.
+  int stop();
+  void restart(bool is_unchecked);
+  int check_uce();
+  int stops = 0;
+
+  Queue& queue(c10::StreamId id);
+  c10::StreamId new_stream();
+  void synchronize();
+
+  Held allocate(size_t size);
+  void release(Block& block);
+  void empty_cache();
+  Memory memory();
+  void reset_peak();
+
+  // Memory that holds garbage from now on, and fails when a task reads it.
+  void poison(char* begin, size_t size, State kind);
+  // Memory that is no tensor's; the next collective reads it.
+  void poison_library();
+  bool reads_library_poison();
+  // If memory among these has failed, the device has too.
+  bool meets_poison(const std::vector<Held>& reads);
+  std::vector<std::pair<uintptr_t, size_t>> failed();
+  // Raises "unsafe data" if one of these was in failed memory, and nobody has marked it safe since.
+  void check_safe(const std::vector<Held>& reads);
+  void mark_safe(const Block& block);
+  void mark_all_unsafe();
+
+  std::mutex mutex;                               // of all that follows
+
+ private:
+  struct Range { char* begin; size_t size; };
+  bool is_in_pool(const Range& range, bool is_held_only);
+  std::atomic<int> state_{RUN};
+  std::atomic<bool> has_poison{false}, has_unsafe{false};
+  std::string detail_;
+  int64_t failed_at_us = 0;
+  bool has_ecc = false, is_library_poisoned = false;
+  std::map<c10::StreamId, std::unique_ptr<Queue>> queues;
+  c10::StreamId newest_stream = 0;
+  std::map<char*, Block*> blocks;                 // in use
+  std::multimap<size_t, char*> cached;            // size -> free memory
+  size_t allocated = 0, reserved = 0, most_allocated = 0;
+  std::vector<Poison> poisons;                    // not read so far
+  std::vector<Range> failed_;                     // has been read, or is a library's
+  std::vector<char*> unsafe;                      // beginnings of blocks in use
+};
+
+int device_count();
+// Raises if the process may not use devices: it was forked from one that has.
+Device& device(int index);
+bool is_initialized();
+bool is_in_bad_fork();
+
+int current_device();
+void set_current_device(int index);
+c10::Stream current_stream(int index);
+c10::Stream set_current_stream(c10::Stream stream);
+Queue& queue_of(const c10::Stream& stream);
+
+// An event at the present end of a stream.
+MarkPtr record(const c10::Stream& stream);
+// The stream's later work waits for it.
+void block(const MarkPtr& mark, const c10::Stream& stream);
+// The host waits for it; with whatever error the device has met.
+void synchronize(const MarkPtr& mark, int device);
+// End all threads at the interpreter's exit: wait a second for running work, and run no more.
+void shutdown();
+
+int64_t now_us();
+
+}  // namespace npu

@@ -1,0 +1,71 @@
+// What Python is given of all this.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include "hccl.h"
+#include "operators.h"
+
+namespace py = pybind11;
+using no_gil = py::call_guard<py::gil_scoped_release>;
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("device_count", &npu::device_count);
+  m.def("current_device", &npu::current_device);
+  m.def("set_device", &npu::set_current_device);
+  m.def("init", [] { npu::device(npu::current_device()).check(); });
+  m.def("is_initialized", &npu::is_initialized);
+  m.def("is_in_bad_fork", &npu::is_in_bad_fork);
+  m.def("default_generator", &npu::default_generator);
+  m.def("shutdown", &npu::shutdown, no_gil());
+  m.def("synchronize", [](int index) { npu::device(index).synchronize(); npu::device(index).check(); }, no_gil());
+  m.def("state", [](int index) { return static_cast<int>(npu::device(index).state()); });
+  m.def("check", [](int index) { npu::device(index).check(); });
+  m.def("stop_device", [](int index) { npu::stop_hccl(index); return npu::device(index).stop(); }, no_gil());
+  m.def("restart_device", [](int index, bool is_unchecked) { npu::device(index).restart(is_unchecked); });
+  m.def("stops", [](int index) { return npu::device(index).stops; });
+  m.def("fail", [](int index, int state) { npu::device(index).fail(static_cast<npu::State>(state), "", npu::now_us()); });
+  m.def("check_uce_in_memory", [](int index) { return npu::device(index).check_uce(); }, no_gil());
+  m.def("get_uce_addr", [](int index) { return npu::device(index).failed(); });
+  m.def("poison", [](int index, uintptr_t address, size_t size, int kind) {
+    npu::device(index).poison(reinterpret_cast<char*>(address), size, static_cast<npu::State>(kind));
+  }, no_gil());
+  m.def("poison_library", [](int index) { npu::device(index).poison_library(); });
+  m.def("mark_safe", [](const at::Tensor& tensor) {
+    if (auto memory = npu::held(tensor)) npu::device(memory->device).mark_safe(*memory);
+  });
+  m.def("is_safe", [](const at::Tensor& tensor) {
+    try {
+      if (auto memory = npu::held(tensor)) npu::device(memory->device).check_safe({memory});
+    } catch (const std::runtime_error&) {
+      return false;
+    }
+    return true;
+  });
+  m.def("mark_all_unsafe", [](int index) { npu::device(index).mark_all_unsafe(); });
+  m.def("empty_cache", [](int index) { npu::device(index).empty_cache(); }, no_gil());
+  m.def("memory", [](int index) {
+    const auto found = npu::device(index).memory();
+    return std::make_tuple(found.allocated, found.reserved, found.most_allocated, found.total);
+  });
+  m.def("reset_peak", [](int index) { npu::device(index).reset_peak(); });
+
+  py::module_::import("torch.distributed");
+  m.def("make_hccl", [](int rank, int size, std::chrono::milliseconds timeout, py::object connect) {
+    // Called without the GIL, and destroyed by whoever destroys the group.
+    auto held = std::shared_ptr<py::object>(new py::object(std::move(connect)), [](py::object* object) {
+      if (!Py_IsInitialized()) return;
+      const py::gil_scoped_acquire gil;
+      delete object;
+    });
+    return npu::make_hccl(rank, size, timeout, [held](int generation) {
+      const py::gil_scoped_acquire gil;
+      return (*held)(generation).cast<c10::intrusive_ptr<c10d::Backend>>();
+    });
+  });
+  m.def("resume_hccl", &npu::resume_hccl, no_gil());
+  m.def("reinit_hccl", &npu::reinit_hccl, no_gil());
+  m.def("calls_of_hccl", &npu::calls_of_hccl);
+  m.def("break_next_collective", &npu::break_next_collective);
+}
