@@ -1,10 +1,11 @@
-"""Known frameworks with a training loop in them: one file each, data alone.
+"""Known frameworks with a training loop in them: one file each, hardly more than data.
 
 A file's FOLLOW names the modules that count as the user's own: files, not whole packages, where that will do, since
 each followed module is compiled anew once, and what it holds is looked at in each step. A name that is not installed
 costs nothing. LEFT_OUT names attributes that are left to the replay, by the full name of their class; the reason stands
 beside each. MADE names classes of which the framework makes an object when it first needs one; a replay may pass over
-that moment, and makes it as pickle would: without its constructor, and given all that the lost rank's held.
+that moment, and makes it itself: by a function that gets the class and those attributes that are plain values, or
+without one as pickle would, without its constructor. Either way it is given all that the lost rank's held.
 """
 
 from __future__ import annotations
@@ -14,4 +15,4 @@ from ttprun.frameworks import accelerate, lightning, transformers
 _KNOWN = (accelerate, lightning, transformers)
 FOLLOW = frozenset(name for one in _KNOWN for name in one.FOLLOW.split())
 LEFT_OUT: dict[str, str] = {name: attributes for one in _KNOWN for name, attributes in one.LEFT_OUT.items()}
-MADE = frozenset(lightning.MADE.split())
+MADE = lightning.MADE

@@ -21,6 +21,7 @@ from tests.rank.values.carrying import (
     is_refused,
     record,
 )
+from ttprun import frameworks
 from ttprun.rank import values
 from ttprun.rank.values import CannotRestoreError, Restore, unchanged
 
@@ -300,3 +301,41 @@ def test_whatever_changes_of_a_module_from_boundary_to_boundary_is_recorded(
     assert behind != before
     values.begin_boundary()
     assert record({"model": model}) == behind
+
+
+class Logged(torch.nn.Module):
+    """As Lightning keeps what is logged under one name."""
+
+    def __init__(self, is_tensor: bool) -> None:
+        super().__init__()
+        self.is_tensor = is_tensor
+        self.value = torch.zeros(()) if is_tensor else None
+        self.kept_for: dict[int, str] = {}
+
+
+def test_a_module_that_a_framework_makes_at_the_end_of_an_epoch_is_made_and_given_what_it_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make = {f"{__name__}:Logged": lambda kind, attributes: kind(attributes["is_tensor"])}
+    monkeypatch.setattr(frameworks, "MADE", make)
+    lost, here = Logged(is_tensor=True), dict[str, Any]()
+    lost.value = torch.tensor(3.0)
+
+    carry({"logged": {"loss": lost}}, here)
+
+    assert here["logged"]["loss"].value == 3.0
+
+
+def test_what_a_framework_knows_of_a_module_by_the_ids_of_its_parts_is_left_to_the_replay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OfUser(Logged):
+        pass
+
+    monkeypatch.setitem(frameworks.LEFT_OUT, f"{__name__}:Logged", "kept_for")
+    lost, live = OfUser(is_tensor=False), OfUser(is_tensor=False)
+    lost.kept_for, live.kept_for = {1: "of the lost rank"}, {2: "of this process"}
+
+    carry({"model": lost}, {"model": live})
+
+    assert live.kept_for == {2: "of this process"}

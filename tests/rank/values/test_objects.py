@@ -356,7 +356,7 @@ def test_an_object_that_a_framework_makes_when_it_needs_it_is_made_and_given_wha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lightning's strategy makes what writes checkpoints at the first checkpoint, which a replay passes over."""
-    monkeypatch.setattr(frameworks, "MADE", frozenset({f"{__name__}:Loader"}))
+    monkeypatch.setattr(frameworks, "MADE", {f"{__name__}:Loader": None})
     lost: Scope = {"writer": Loader(), "again": None}
     lost["writer"].written = 3
     lost["again"] = lost["writer"]

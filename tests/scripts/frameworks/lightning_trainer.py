@@ -17,6 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
@@ -27,6 +29,7 @@ parser.add_argument("--manual", action="store_true")
 parser.add_argument("--early-stopping", action="store_true")
 parser.add_argument("--half-epochs", action="store_true")
 parser.add_argument("--save-every", type=int)
+parser.add_argument("--newest", action="store_true", help="keep the newest checkpoint, not the best two")
 parser.add_argument("--no-sanity-check", action="store_true")
 parser.add_argument("--bar", choices=["rich", "tqdm"], default="rich")
 parser.add_argument("--workers", type=int, default=0)
@@ -36,7 +39,7 @@ args = parser.parse_args()
 class Points(L.LightningDataModule):
     def setup(self, stage):
         generator = torch.Generator().manual_seed(1)
-        inputs = torch.randn(192, 10, generator=generator)
+        inputs = torch.randn(224, 10, generator=generator)
         classes = (inputs @ torch.randn(10, 3, generator=generator)).argmax(1)
         self.train = TensorDataset(inputs[:160], classes[:160])
         self.val = TensorDataset(inputs[160:], classes[160:])
@@ -53,18 +56,26 @@ class Classifier(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
+        self.accuracy = MulticlassAccuracy(3)
+        self.seen = SumMetric()
 
     def training_step(self, batch, batch_idx):
         inputs, classes = batch
         loss = F.cross_entropy(self.net(inputs), classes)
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.seen.update(len(classes))
         return loss
+
+    def on_train_epoch_end(self):
+        self.log("seen", self.seen)
+        self.log("rate", self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def validation_step(self, batch, batch_idx):
         inputs, classes = batch
         outputs = self.net(inputs)
         self.log("val_loss", F.cross_entropy(outputs, classes), prog_bar=True, sync_dist=True)
-        self.log("val_accuracy", (outputs.argmax(1) == classes).float().mean(), sync_dist=True)
+        self.accuracy.update(outputs, classes)
+        self.log("val_accuracy", self.accuracy)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -106,8 +117,9 @@ class TwoOptimizers(Classifier):
 if __name__ == "__main__":
     L.seed_everything(7, workers=True)
     model = TwoOptimizers() if args.manual else Classifier()
+    kept = {"save_top_k": 1} if args.newest else {"monitor": "val_loss", "save_top_k": 2}
     callbacks = [
-        ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True, every_n_train_steps=args.save_every),
+        ModelCheckpoint(save_last=True, every_n_train_steps=args.save_every, **kept),
         LearningRateMonitor("step"),
         RichProgressBar() if args.bar == "rich" else TQDMProgressBar(),
     ]

@@ -17,7 +17,7 @@ from ttprun.elastic_resume.adapted import Adapted
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
-from ttprun.rank.bootstrap import patches, reset
+from ttprun.rank.bootstrap import framework_patches, patches, reset
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
@@ -26,7 +26,7 @@ from ttprun.rank.comm import connection, groups, results
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.results import Results
 from ttprun.rank.data import workers
-from ttprun.rank.effects import append_dedup, files, free_names, origins, output, trackers
+from ttprun.rank.effects import append_dedup, files, origins, output, trackers
 from ttprun.rank.position import loops, torch_compile
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
@@ -57,7 +57,7 @@ def install(presence: Presence) -> None:
     register_optimizer_step_post_hook(fail_open.hook("the hook after Optimizer.step", step_hooks.after_step))
     output.count_lines()
     trackers.follow()
-    free_names.follow()
+    framework_patches.follow()
     leave_in_children()
     if options.simulates_npu:
         registry.simulate(SimulatedNpu())

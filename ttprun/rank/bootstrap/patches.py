@@ -209,6 +209,12 @@ ALSO: tuple[Change, ...] = (
         "a replacement takes the names of folders and files that its rank had taken",
     ),
     Change("lightning", "CSVLogger's _ExperimentWriter.save", "rows are counted, to write each once"),
+    Change("lightning", "TorchCheckpointIO.save_checkpoint, remove_checkpoint", "in a replay, to do nothing"),
+    Change(
+        "lightning",
+        "_EvaluationLoop.run",
+        "when it is over, its iterators are dropped at once rather than by the next one, which a replay may not reach",
+    ),
     Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),
     Change(
         "torch.nn",

@@ -29,7 +29,10 @@ from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.session import Session, current
 
 MUTED = {
-    os: ("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
+    os: (
+        *("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
+        *("chmod", "chown", "utime"),
+    ),
     shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
 }
 # Modules that open and remove files for their caller.
@@ -269,6 +272,16 @@ def mute_in_replay(original: Any) -> Any:
         return original(*args, **kwargs)
 
     call.__name__ = getattr(original, "__name__", "call")
+    return call
+
+
+def leave_out_in_replay(original: Any) -> Any:
+    """A method of a framework that only writes: nothing in a replay, whoever calls it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        session = current()
+        return None if session is not None and session.replay is not None else original(*args, **kwargs)
+
     return call
 
 

@@ -8,14 +8,10 @@ again.
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 from ttprun.rank import fail_open
-from ttprun.rank.effects import csv_logs, files, origins
-from ttprun.rank.process.after_import import after_import
+from ttprun.rank.effects import files, origins
 from ttprun.rank.session import current
 
 
@@ -40,42 +36,3 @@ def wrap_file_exists(original: Any) -> Any:
         return original(self, filepath, *args, **kwargs)
 
     return file_exists
-
-
-_LOGGERS = ("csv_logs:CSVLogger", "tensorboard:TensorBoardLogger")
-# (module, class, function, wrapper)
-_CHANGES: tuple[tuple[str, str, str, Callable[[Any], Any]], ...] = (
-    *(
-        (
-            f"{package}.loggers.{logger.partition(':')[0]}",
-            logger.partition(":")[2],
-            "_get_next_version",
-            wrap_next_version,
-        )
-        for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
-        for logger in _LOGGERS
-    ),
-    *(
-        (f"{package}.callbacks.model_checkpoint", "ModelCheckpoint", "file_exists", wrap_file_exists)
-        for package in ("lightning.pytorch", "pytorch_lightning")
-    ),
-    *(
-        (f"{package}.loggers.csv_logs", "_ExperimentWriter", "save", csv_logs.wrap_save)
-        for package in ("lightning.fabric", "lightning_fabric")
-    ),
-)
-
-
-def follow() -> None:
-    """Change them once the script has imported them."""
-    for module in {change[0] for change in _CHANGES}:
-        after_import(module, functools.partial(_change, module))
-
-
-def _change(module: str) -> None:
-    for name, kind, function, wrap in _CHANGES:
-        owner = getattr(sys.modules.get(module), kind, None)
-        original = vars(owner).get(function) if name == module and isinstance(owner, type) else None
-        if original is not None and not hasattr(original, "__wrapped__"):
-            ours = fail_open.guard(f"{module}.{kind}.{function}", original, wrap)
-            setattr(owner, function, functools.wraps(original)(ours))

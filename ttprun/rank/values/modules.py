@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, name_of, pack, unpack
-from ttprun.rank.values.objects import restore_attributes
+from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
+from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
@@ -140,8 +140,9 @@ class _Layout:
 
     def _attributes(self, path: str, part: torch.nn.Module, snapshot: Snapshot) -> dict[str, Any]:
         """Nodes of the settled attributes; notes where they and the others are."""
+        without = left_out_by_framework(type(part))
         own = [name for name in part.__dict__ if name not in _INTERNALS and not name.startswith(_COMPOSABLE)]
-        names = ["training"] if _is_of(part, _WRAPPERS) else own
+        names = ["training"] if _is_of(part, _WRAPPERS) else [name for name in own if name not in without]
         made = _made_by_itself(type(part)) if _is_of(part, _CONSTANT) else ()
         lively = self.lively.get(path, set())
         found, moving = {}, []
@@ -247,6 +248,8 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
 def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write tensors and attributes into the replacement's module."""
     _, number, kind, packed, attributes, first, wrapped = node
+    if live is MISSING and wrapped is None:
+        live = made_when_needed(kind, attributes.get("", {}) | unpack(packed)["attributes"].get("", {}))
     if not isinstance(live, torch.nn.Module) or name_of(type(live)) != kind:
         return restore.refuse(
             live, f"{name} is a module {kind} in the lost rank and {kind_of(live)} in the replacement"

@@ -88,8 +88,13 @@ def leave_out(base: type, names: str) -> None:
 def left_out(kind: type) -> frozenset[str]:
     """Names of the attributes that are left to the replay."""
     names = [found for base, found in _LEFT_OUT if issubclass(kind, base)]
-    names += [frozenset(frameworks.LEFT_OUT.get(name_of(base), "").split()) for base in kind.__mro__]
-    return frozenset().union(*names, () if is_of_user(kind) else PROCESS_LOCAL)
+    return frozenset().union(*names, left_out_by_framework(kind), () if is_of_user(kind) else PROCESS_LOCAL)
+
+
+@of_types
+def left_out_by_framework(kind: type) -> frozenset[str]:
+    """Those of them that a framework's file names."""
+    return frozenset().union(*(frameworks.LEFT_OUT.get(name_of(base), "").split() for base in kind.__mro__))
 
 
 @of_types
@@ -107,15 +112,24 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
 
 
-def _made_when_needed(name: str) -> Any:
+def made_when_needed(name: str, attributes: dict[str, Any]) -> Any:
+    """An object of a class that a framework makes when it needs one; MISSING if the class is not such a one.
+
+    attributes   nodes of the lost rank's object
+    """
     kind = look_up_type(name, object) if name in frameworks.MADE else None
-    return MISSING if kind is None else object.__new__(kind)
+    if kind is None:
+        return MISSING
+    make = frameworks.MADE[name]
+    if make is None:
+        return object.__new__(kind)
+    return make(kind, {key: node for key, node in attributes.items() if node.__class__ is not list})
 
 
 def restore_object(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """Write the attributes into the replacement's object."""
     _, number, kind, attributes = node
-    if name_of(type(live)) != kind and (made := _made_when_needed(kind)) is not MISSING:
+    if name_of(type(live)) != kind and (made := made_when_needed(kind, attributes)) is not MISSING:
         live = made
     if name_of(type(live)) != kind or issubclass(type(live), type):
         return restore.refuse(

@@ -1,0 +1,63 @@
+"""What is changed in frameworks when the script has imported them; the frameworks here are fakes of the same names."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun.rank.bootstrap import framework_patches
+from ttprun.rank.effects import files
+
+
+def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:
+    """A framework's module of this name, with a class in it, as it is once the script has imported it."""
+    module = ModuleType(name)
+    setattr(module, kind.__name__, kind)
+    monkeypatch.setitem(sys.modules, name, module)
+    framework_patches._change(name)
+    framework_patches._change(name)  # somebody has reloaded it
+    return module
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_an_evaluation_that_is_over_holds_no_iterator_and_returns_what_it_has_found(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    class _EvaluationLoop:  # Lightning's name
+        _data_fetcher: Any = "a fetcher"
+        _combined_loader = SimpleNamespace(_iterator="an iterator")
+
+        def run(self) -> list[str]:
+            assert self._data_fetcher
+            assert self._combined_loader._iterator
+            return ["found"]
+
+    loop = imported(monkeypatch, f"{package}.loops.evaluation_loop", _EvaluationLoop)._EvaluationLoop()
+
+    assert loop.run() == ["found"]
+    assert loop._data_fetcher is None
+    assert loop._combined_loader._iterator is None
+
+
+def test_a_checkpoint_is_written_and_removed_in_a_run_and_neither_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+
+    class TorchCheckpointIO:
+        def save_checkpoint(self, checkpoint: Any, path: str, storage_options: Any = None) -> None:
+            done.append(f"saved {path}")
+
+        def remove_checkpoint(self, path: str) -> None:
+            done.append(f"removed {path}")
+
+    module = imported(monkeypatch, "lightning.fabric.plugins.io.torch_io", TorchCheckpointIO)
+    writer, session = module.TorchCheckpointIO(), SimpleNamespace()
+    monkeypatch.setattr(files, "current", lambda: session)
+    for replay in (object(), None):
+        session.replay = replay
+        writer.save_checkpoint({}, "last.ckpt", storage_options=None)
+        writer.remove_checkpoint("first.ckpt")
+
+    assert done == ["saved last.ckpt", "removed first.ckpt"]

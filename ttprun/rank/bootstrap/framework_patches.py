@@ -1,0 +1,65 @@
+"""Everything that ttprun changes in frameworks: one table, applied when the script has imported them.
+
+Lightning's modules are there under two names, each with classes of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ttprun.rank import fail_open
+from ttprun.rank.data import evaluations
+from ttprun.rank.effects import csv_logs, files, free_names
+from ttprun.rank.process.after_import import after_import
+
+
+class _Row(NamedTuple):
+    """One change.
+
+    packages  of which one has the module
+    module    in the package
+    function  "Class.function" in it
+    wrap      given the original, returns ours
+    """
+
+    packages: str
+    module: str
+    function: str
+    wrap: Callable[[Any], Any]
+
+
+_BOTH = "lightning.fabric lightning.pytorch lightning_fabric pytorch_lightning"
+_FABRIC = "lightning.fabric lightning_fabric"
+_TRAINER = "lightning.pytorch pytorch_lightning"
+_TABLE = (
+    _Row(_BOTH, "loggers.csv_logs", "CSVLogger._get_next_version", free_names.wrap_next_version),
+    _Row(_BOTH, "loggers.tensorboard", "TensorBoardLogger._get_next_version", free_names.wrap_next_version),
+    _Row(_TRAINER, "callbacks.model_checkpoint", "ModelCheckpoint.file_exists", free_names.wrap_file_exists),
+    _Row(_FABRIC, "loggers.csv_logs", "_ExperimentWriter.save", csv_logs.wrap_save),
+    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", files.leave_out_in_replay),
+    _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", files.leave_out_in_replay),
+    _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", evaluations.wrap_run),
+)
+_ours: list[Any] = []
+
+
+def follow() -> None:
+    """Change them once the script has imported them."""
+    for module in {f"{package}.{row.module}" for row in _TABLE for package in row.packages.split()}:
+        after_import(module, functools.partial(_change, module))
+
+
+def _change(module: str) -> None:
+    for row in _TABLE:
+        kind, _, name = row.function.partition(".")
+        owner = getattr(sys.modules.get(module), kind, None)
+        if module not in (f"{package}.{row.module}" for package in row.packages.split()) or not isinstance(owner, type):
+            continue
+        original = vars(owner).get(name)
+        if original is not None and original not in _ours:
+            ours = functools.wraps(original)(fail_open.guard(f"{module}.{row.function}", original, row.wrap))
+            _ours.append(ours)
+            setattr(owner, name, ours)
