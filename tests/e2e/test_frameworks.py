@@ -20,6 +20,7 @@ from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
 ACCELERATE = "frameworks/accelerate_loop.py"  # 24 batches
+STREAMS = "streams.py"  # 12 steps an epoch
 _MEASURED = ("runtime", "per_second")
 
 
@@ -79,6 +80,25 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, ACCELERATE, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "--epochs 1: kill:rank=1,step=7,phase=backward",
+        slow(": kill:rank=0,step=12,phase=forward"),
+        slow("--workers 0: kill:rank=1,step=17,phase=backward"),
+        slow("--stateful: kill:rank=1,step=17,phase=backward"),
+        slow("--stateful: kill:rank=0,step=12,phase=forward"),
+        slow("--stateful --workers 0: kill:rank=0,step=8,phase=after_step"),
+    ],
+)
+def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_and_nothing_differs(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+) -> None:
+    if "--stateful" in case:
+        pytest.importorskip("torchdata")
+    assert_replaced_and_the_same(run_ttprun, undisturbed, STREAMS, case)
 
 
 @needs("transformers")

@@ -43,6 +43,8 @@ def slow(case: str) -> Any:
         slow("--bar tqdm --save-every 4 --no-sanity-check: kill:rank=0,step=15,phase=backward"),
         slow("--bar tqdm --save-every 4: kill:rank=0,step=16,phase=checkpoint"),
         slow("--bar tqdm --newest --save-every 1: kill:rank=0,step=15,phase=forward"),
+        slow("--bar own: kill:rank=0,step=13,phase=backward"),
+        slow(": kill:rank=0,step=29,phase=after_step"),
         slow("--manual: kill:rank=0,step=13,phase=backward"),
         slow("--manual: kill:rank=1,step=21,phase=forward"),
         slow("--accumulate 3 --clip 0.5 --half-epochs: kill:rank=0,step=6,phase=backward"),

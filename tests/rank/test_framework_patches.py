@@ -22,24 +22,41 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str, kind: type) -> Any:
     return module
 
 
+class Loader:
+    """As CombinedLoader: what its reset() does, it does without an iterator, too."""
+
+    _iterator: Any = "an iterator"
+    has_ended_workers = False
+
+    def reset(self) -> None:
+        self.has_ended_workers = True
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_an_evaluation_that_is_over_holds_no_iterator_and_returns_what_it_has_found(
+def test_an_evaluation_that_is_over_holds_no_iterator_and_its_loaders_still_end_their_workers(
     monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
     class _EvaluationLoop:  # Lightning's name
         _data_fetcher: Any = "a fetcher"
-        _combined_loader = SimpleNamespace(_iterator="an iterator")
+
+        def __init__(self) -> None:
+            self._combined_loader = Loader()
 
         def run(self) -> list[str]:
             assert self._data_fetcher
             assert self._combined_loader._iterator
             return ["found"]
 
+        def teardown(self) -> None:
+            assert self._data_fetcher is None
+
     loop = imported(monkeypatch, f"{package}.loops.evaluation_loop", _EvaluationLoop)._EvaluationLoop()
 
     assert loop.run() == ["found"]
-    assert loop._data_fetcher is None
     assert loop._combined_loader._iterator is None
+    assert not loop._combined_loader.has_ended_workers
+    loop.teardown()
+    assert loop._combined_loader.has_ended_workers
 
 
 def test_a_checkpoint_is_written_and_removed_in_a_run_and_neither_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:

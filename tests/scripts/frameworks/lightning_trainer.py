@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import (
     RichProgressBar,
     TQDMProgressBar,
 )
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,9 +31,29 @@ parser.add_argument("--half-epochs", action="store_true")
 parser.add_argument("--save-every", type=int)
 parser.add_argument("--newest", action="store_true", help="keep the newest checkpoint, not the best two")
 parser.add_argument("--no-sanity-check", action="store_true")
-parser.add_argument("--bar", choices=["rich", "tqdm"], default="rich")
+parser.add_argument("--bar", choices=["rich", "tqdm", "own"], default="rich")
+parser.add_argument("--logger", choices=["csv", "tensorboard"], default="csv")
 parser.add_argument("--workers", type=int, default=0)
 args = parser.parse_args()
+
+
+class OwnBar(TQDMProgressBar):
+    """As the documentation of progress bars shows it."""
+
+    def __init__(self):
+        super().__init__(refresh_rate=2)
+        self.slowest = ""
+
+    def init_train_tqdm(self):
+        bar = super().init_train_tqdm()
+        bar.set_description("running training ...")
+        return bar
+
+    def get_metrics(self, trainer, model):
+        items = super().get_metrics(trainer, model)
+        items.pop("v_num", None)
+        self.slowest = max(items, default="", key=len)
+        return items
 
 
 class Points(L.LightningDataModule):
@@ -121,7 +141,7 @@ if __name__ == "__main__":
     callbacks = [
         ModelCheckpoint(save_last=True, every_n_train_steps=args.save_every, **kept),
         LearningRateMonitor("step"),
-        RichProgressBar() if args.bar == "rich" else TQDMProgressBar(),
+        {"rich": RichProgressBar, "tqdm": TQDMProgressBar, "own": OwnBar}[args.bar](),
     ]
     if args.early_stopping:
         callbacks.append(EarlyStopping("val_loss", patience=1, min_delta=0.3))
@@ -131,7 +151,7 @@ if __name__ == "__main__":
         strategy="ddp",
         max_epochs=args.epochs,
         callbacks=callbacks,
-        logger=CSVLogger(args.out),
+        logger=CSVLogger(args.out) if args.logger == "csv" else TensorBoardLogger(args.out),
         log_every_n_steps=1,
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=args.clip,

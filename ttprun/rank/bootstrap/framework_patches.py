@@ -42,6 +42,7 @@ _TABLE = (
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", files.leave_out_in_replay),
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", files.leave_out_in_replay),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", evaluations.wrap_run),
+    _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.teardown", evaluations.wrap_teardown),
 )
 _ours: list[Any] = []
 

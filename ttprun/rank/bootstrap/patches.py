@@ -212,7 +212,7 @@ ALSO: tuple[Change, ...] = (
     Change("lightning", "TorchCheckpointIO.save_checkpoint, remove_checkpoint", "in a replay, to do nothing"),
     Change(
         "lightning",
-        "_EvaluationLoop.run",
+        "_EvaluationLoop.run, teardown",
         "when it is over, its iterators are dropped at once rather than by the next one, which a replay may not reach",
     ),
     Change("torch.optim", "global step hooks", "to write a record before each optimizer step, and to commit it"),

@@ -20,3 +20,14 @@ def wrap_run(original: Any) -> Any:
         return outputs
 
     return run
+
+
+def wrap_teardown(original: Any) -> Any:
+    """_EvaluationLoop.teardown, which ends the loaders' workers by way of what was dropped."""
+
+    def teardown(self: Any) -> None:
+        original(self)
+        if self._combined_loader is not None:
+            self._combined_loader.reset()
+
+    return teardown
