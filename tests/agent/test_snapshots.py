@@ -74,7 +74,6 @@ class FakeNode:
             phase=recovery.Phase.RUNNING,
             unprotected_reason="",
             are_alone=False,
-            unreplicated_reason="",
             incident_count=0,
             replicas=UNKNOWN,
         )

@@ -1,4 +1,7 @@
-"""Scripts whose parameters are sharded over the ranks: no rank can be replaced, but nothing that was stored is lost."""
+"""Scripts whose parameters are sharded over the ranks: a rank is replaced from one that holds the same part, if any.
+
+Otherwise all go back to what was stored.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch 2.6 itself cannot run fully_shard on the processor (CPU streams without record_event)",
 )
 
+TENSOR_PARALLEL = "tensor_parallel_mesh.py"
 FSDP = "fsdp_model.py"  # 27 steps with 2 ranks, 9 an epoch
 EPOCH_SAMPLES = 72
 STEP = re.compile(r"\[rank \d+\] epoch (\d+) step (\d+) .* samples (\[.*\])")
@@ -55,8 +59,47 @@ def test_when_a_rank_dies_all_go_back_to_a_snapshot_and_nothing_differs(
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"]) == ("rewind", "recovered"), run.story()
     assert incident["boundary"] in (5, 10, 15), run.story()
-    assert "no other rank has a lost rank's shards" in incident["reason"], run.story()
+    assert f"no other rank holds what rank {rank} held: embedding.weight, " in incident["reason"], run.story()
     assert_as_undisturbed(run, undisturbed(FSDP, 2))
+
+
+HSDP = ["--replicas", "2"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "phase"),
+    [
+        (1, 8, "backward"),
+        (0, 5, "collective"),
+        (3, 10, "in_step"),
+        (2, 1, "forward"),
+        (2, 12, "after_step"),
+        (0, 10, "validation"),
+    ],
+)
+def test_of_shards_that_have_replicas_a_lost_rank_is_replaced_from_its_own_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, rank: int, step: int, phase: str
+) -> None:
+    run = run_ttprun(FSDP, 4, script_args=HSDP, faults=[f"kill:rank={rank},step={step},phase={phase}"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("replace", "recovered"), run.story()
+    assert_same_outcome(run, undisturbed(FSDP, 4, HSDP))
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "phase"),
+    [(1, 9, "backward"), (0, 6, "collective"), (3, 12, "in_step"), (2, 1, "forward"), (2, 15, "after_step")],
+)
+def test_a_tensor_parallel_rank_is_replaced_from_its_data_parallel_peer_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, rank: int, step: int, phase: str
+) -> None:
+    run = run_ttprun(TENSOR_PARALLEL, 4, faults=[f"kill:rank={rank},step={step},phase={phase}"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("replace", "recovered"), run.story()
+    assert "(up.weight, up.bias, down.weight): the ranks 0, 2 and 1, 3 hold the same" in run.output, run.story()
+    assert_same_outcome(run, undisturbed(TENSOR_PARALLEL, 4))
 
 
 PREEMPTED = [(13, "forward"), (8, "validation"), (20, "collective"), (3, "after_step"), (9, "in_step")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.rank.values.carrying import carry, is_refused, record
 from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
 from ttprun.rank.values.nodes import Tag
-from ttprun.rank.weights import checkpoint_shards, replicated, sharded
+from ttprun.rank.weights import checkpoint_shards, replicated, sharded, state_transfer
 from ttprun.rank.weights.optimizer_registry import (
     forget,
     optimizers,
@@ -35,6 +36,7 @@ from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.pieces import assemble, pieces_of
 
 STEPS = 3
+LIMIT_S = 20.0
 _worlds = count()
 ROWS = [("even", (12, 5), 0), ("uneven", (7, 3), 0), ("columns", (4, 12), 1), ("bias", (2,), 0)]
 
@@ -196,13 +198,40 @@ def test_ranks_that_hold_other_parts_have_one_digest_and_ranks_that_differ_in_wh
     assert digests[0] == digests[1] == digests[2] != digests[3]
 
 
-def test_a_replacement_gets_no_shards_of_a_survivor(tmp_path: Path) -> None:
-    from ttprun.rank.weights import state_transfer
+@contextmanager
+def a_survivor(directory: Path) -> Iterator[None]:
+    """Another process holds what this one holds now, and sends it to who asks."""
+    process = multiprocessing.get_context("fork").Process(
+        target=state_transfer.serve, args=(str(directory), "state", 1, LIMIT_S, lambda: None)
+    )
+    process.start()
+    yield
+    process.join(LIMIT_S)
 
+
+def test_a_replacement_takes_over_the_part_of_a_survivor_that_holds_the_same(tmp_path: Path) -> None:
     with world(0, 2) as mesh:
-        train(mesh, 1)
-        with pytest.raises(NotRepairableError, match="no other rank has a lost rank's shards"):
-            state_transfer.serve(str(tmp_path), "state", 1, 1.0, lambda: None)
+        parts = [sharded.local_of(parameter) for parameter in train(mesh, STEPS)]
+        expected = [part.detach().clone() for part in parts]
+        with a_survivor(tmp_path):
+            with torch.no_grad():
+                for part in parts:
+                    part.zero_()
+            state_transfer.fetch(str(tmp_path), "state", LIMIT_S)
+
+        assert all(torch.equal(part, before) for part, before in zip(parts, expected, strict=True))
+
+
+def test_a_replacement_refuses_the_part_of_a_survivor_that_holds_another(tmp_path: Path) -> None:
+    with world(0, 2) as mesh:
+        train(mesh, STEPS)
+        survivor = a_survivor(tmp_path)
+        survivor.__enter__()
+    with world(1, 2) as mesh:
+        train(mesh, STEPS)
+        with pytest.raises(NotRepairableError, match=r"this rank's part is .*1 of 2 by .*, and the source's .*0 of 2"):
+            state_transfer.fetch(str(tmp_path), "state", LIMIT_S)
+    survivor.__exit__(None, None, None)
 
 
 def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> None:

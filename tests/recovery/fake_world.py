@@ -288,7 +288,6 @@ class FakeWorld:
                 self.processes[rank].boundary = boundary
                 self.say(rank, recovery.RankReplayed(rank=rank, generation=generation, boundary=boundary, at_s=0.0))
             case recovery.SendState(source, to, generation, boundary):
-                assert not self.job.unreplicated_reason
                 self.check_source(source, boundary)
                 self.send_state(source, to, generation, boundary)
             case recovery.Rewind(ranks, boundary, place):

@@ -37,7 +37,6 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "spawn_failed": recovery.SpawnFailed,
     "protected": recovery.RankProtected,
     "unprotected": recovery.RankUnprotected,
-    "holds_alone": recovery.RankHoldsAlone,
     "hindered": recovery.RankHindered,
     "trains_alone": recovery.RankTrainsAlone,
     "joined": recovery.RankJoined,

@@ -20,6 +20,25 @@ def alike(world_size: int) -> Looks:
     return after(Looks(world_size=world_size), 1, "a" * world_size)[0]
 
 
+def test_what_meshes_declare_to_be_parts_is_kept_apart_from_what_digests_alone_have_shown() -> None:
+    looks, held = Looks(world_size=4), ["0 of 2", "1 of 2", "0 of 2", "1 of 2"]
+    for rank, part in enumerate(held):
+        of_rank = {"w": (part, "r"), "own": (f"table {rank % 2}", "r"), "norm": ("n", "r")}
+        looks, _ = looks.note(rank, 1, of_rank, is_full=True, shards=["w"])
+
+    assert (looks.replicas.shards, looks.replicas.parted) == ({"w": (0, 1, 0, 1)}, {"own": (0, 1, 0, 1)})
+    assert looks.replicas.groups == [(0, 2), (1, 3)]
+    assert looks.replicas.why_no_source(1, (0, 2)) == "no other rank holds what rank 1 held: own, w"
+
+
+def test_parts_whose_meshes_are_equal_and_whose_contents_differ_are_no_replicas() -> None:
+    looks = Looks(world_size=2)
+    for rank, digest in enumerate("ab"):
+        looks, _ = looks.note(rank, 1, {"w": (digest, "r")}, is_full=True, shards=["w"])
+
+    assert looks.replicas.groups == [(0,), (1,)]
+
+
 def test_ranks_that_hold_the_same_at_a_full_look_are_replicas() -> None:
     looks = alike(3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgpack
 
@@ -140,8 +140,8 @@ class Checkpoints:
         return f"ranks that were replicas of each other hold different values of {names}" if keys else ""
 
     def _held_by_nobody(self, replicas: Replicas, writers: Sequence[int]) -> list[str]:
-        """What is missing of the lost ranks' own weights and optimizer state."""
-        missing = []
+        """What is missing of the lost ranks' own weights and optimizer state, shards aside."""
+        replicas, missing = replace(replicas, shards={}), []
         for rank in range(len(self._node.seats)):
             if rank in writers or not replicas.why_no_source(rank, writers):
                 continue

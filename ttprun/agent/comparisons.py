@@ -56,7 +56,7 @@ class Comparisons:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
         self._names |= message.names
-        self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full)
+        self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
         if look.parted and self._is_proof(look):
@@ -82,7 +82,7 @@ class Comparisons:
         everyone = range(len(self._node.seats))
         if not ranks or look.boundary > repaired_at + PROOF_STEPS or {*ranks} == {*everyone}:
             return False
-        known = self._node.job.replicas.parted
+        known = self._node.job.replicas.apart
         return any(
             known.get(key, owners)[rank] == known.get(key, owners)[other] or key not in known
             for key, owners in look.parted.items()
@@ -112,13 +112,13 @@ class Comparisons:
     def _note_replicas(self, replicas: Replicas, boundary: int) -> None:
         """It is known who is a replica of whom: the machine, the ranks and the operator hear what is new."""
         node = self._node
-        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.parted})
+        replicas = replace(replicas, names={key: self._names.get(key, key) for key in replicas.apart})
         self._looks = replace(self._looks, replicas=replicas)
         before = node.job.replicas
         if replicas == before:
             return
         node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=replicas))
-        if replicas.parted == before.parted:
+        if replicas.apart == before.apart:
             return
         node.log("replicas_parted", boundary=boundary, names=replicas.all_names, groups=replicas.groups)
         logger.warning("%s", self._cost_of(replicas))
@@ -145,8 +145,13 @@ class Comparisons:
     def _cost_of(self, replicas: Replicas) -> str:
         """What the operator must know of ranks that are no replicas of each other."""
         names, node = replicas.all_names, self._node
-        differ = "parameters or their" if len(names) > 1 else "parameter or its"
-        finding = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        several = len(names) > 1
+        if replicas.parted:
+            differ = "parameters or their" if several else "parameter or its"
+            finding = f"{len(names)} {differ} optimizer state differ between the ranks ({in_short(names)})"
+        else:
+            are = "parameters are" if several else "parameter is"
+            finding = f"{len(names)} {are} sharded over the ranks ({in_short(names)})"
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"

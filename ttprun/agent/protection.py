@@ -50,16 +50,6 @@ class Protection:
             if other is not seat and reason:
                 other.send(from_rank.Unprotected(reason))
 
-    def note_holds_alone(self, seat: Seat, reason: str) -> None:
-        """No rank can be repaired from another one."""
-        is_first = not self._node.job.unreplicated_reason
-        if is_first:
-            self._times.take_one_at_once()
-            self._node.log("rank_holds_alone", rank=seat.rank, reason=reason)
-        self._node.advance(recovery.RankHoldsAlone(at_s=time.monotonic(), rank=seat.rank, reason=reason))
-        if is_first:
-            self._announce(seat, reason)
-
     def note_hindered(self, seat: Seat, message: from_rank.Hindered) -> None:
         """The place where a rank is now cannot be replayed, or can be again."""
         node, why, boundary = self._node, message.reason, message.boundary

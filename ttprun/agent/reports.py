@@ -85,8 +85,6 @@ class Reports:
                 self.own_states.note(seat, message)
             case from_rank.Hindered():
                 self.protection.note_hindered(seat, message)
-            case from_rank.HoldsAlone(reason=reason):
-                self.protection.note_holds_alone(seat, reason)
             case from_rank.ScriptError():
                 self._on_script_error(seat, message)
             case from_rank.Faulted():

@@ -162,8 +162,6 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
         return "off: a lost rank leaves with its replica, and the others continue"
     if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
-    if job.unreplicated_reason and not job.unprotected_reason:
-        return f"on, but all ranks go back to the newest snapshot: {job.unreplicated_reason}"
     if job.replicas.has_single_holders and not job.unprotected_reason:
         names = in_short(job.replicas.all_names)
         return f"on, but all ranks go back to the newest snapshot: no other rank holds a rank's own {names}"

@@ -52,16 +52,6 @@ class Hindered:
 
 
 @dataclass(frozen=True)
-class HoldsAlone:
-    """No other rank holds this rank's part of the weights.
-
-    reason   why
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True)
 class TrainsAlone:
     """The rank takes its steps without a process group, in a world of several ranks."""
 
@@ -332,12 +322,14 @@ class Held:
     is_full  including gradients and optimizer state
     held     key of each parameter -> digests of its weights and of the rest; "" if not requested
     names    key -> the script's name for it, if known
+    shards   keys of the parameters of which it holds a part, as their meshes declare it
     """
 
     boundary: int
     is_full: bool
     held: dict[str, tuple[str, str]]
     names: dict[str, str]
+    shards: list[str]
 
 
 @dataclass(frozen=True)
@@ -386,7 +378,7 @@ class FaultFailed:
 
 
 Report = (
-    Present | Protected | Unprotected | Hindered | HoldsAlone | Note | NotProved | ScriptError | Faulted
+    Present | Protected | Unprotected | Hindered | Note | NotProved | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady

@@ -46,16 +46,6 @@ class RankUnprotected(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankHoldsAlone(RankEvent):
-    """Part of what each rank holds is in no other rank: when one is lost, all must go back to where it was stored.
-
-    reason   what that is, for the operator
-    """
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RanksCompared(Event):
     """All ranks have reported digests of what they hold, and it is known who is a replica of whom.
 

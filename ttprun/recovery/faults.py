@@ -13,7 +13,6 @@ from ttprun.recovery.events import (
     GroupRestarted,
     MismatchFound,
     RankHindered,
-    RankHoldsAlone,
     RankProtected,
     RanksCompared,
     RankStarted,
@@ -65,19 +64,6 @@ def on_unprotected_in_repair(job: Job, event: RankUnprotected) -> Result:
     """The repair cannot be completed."""
     job, _ = on_unprotected(job, event)
     return restart_group(job, event.at_s, sentence_of(event))
-
-
-def on_holds_alone(job: Job, event: RankHoldsAlone) -> Result:
-    """No rank can be repaired from another one from now on; the first reason is kept."""
-    return replace(job, unreplicated_reason=job.unreplicated_reason or event.reason), ()
-
-
-def on_holds_alone_in_repair(job: Job, event: RankHoldsAlone) -> Result:
-    """A repair from another rank cannot be completed; a rewind or a reconnect can."""
-    job, _ = on_holds_alone(job, event)
-    if job.lost and job.rewind_to is None:
-        return restart_group(job, event.at_s, job.unreplicated_reason)
-    return job, ()
 
 
 def on_compared(job: Job, event: RanksCompared) -> Result:
@@ -228,7 +214,6 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         members=fresh_members(job.settings),
         alone={},
         unprotected_reason="",
-        unreplicated_reason="",
         replicas=UNKNOWN,
         rewinds=(),
         snapshot=None,

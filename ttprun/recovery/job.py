@@ -137,7 +137,6 @@ class Job:
     incident             the open one, or None
     incident_count       incidents so far, with the open one
     unprotected_reason   why no rank can be replaced any more; "" if they can
-    unreplicated_reason  why no rank can be repaired from another one; "" if they can
     replicas             which ranks hold the same, as far as they have been compared
     faults               that opened incidents at the newest boundary, to recognize one that comes back
     openings             of incidents within WINDOW_S
@@ -164,7 +163,6 @@ class Job:
     incident: Incident | None = None
     incident_count: int = 0
     unprotected_reason: str = ""
-    unreplicated_reason: str = ""
     replicas: Replicas = UNKNOWN
     faults: tuple[Fault, ...] = ()
     openings: tuple[Opening, ...] = ()

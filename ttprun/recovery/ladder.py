@@ -37,11 +37,8 @@ def begin_attempt(job: Job, at_s: float) -> Result:
     is replaced: it may be anywhere between the top of the script and the boundary. If no survivor is left during a
     rewind, all rewind again. If no other rank holds a lost rank's state, all rewind.
     """
-    is_irreplaceable = bool(job.unreplicated_reason and job.lost)
-    if job.rewind_to is not None and (is_irreplaceable or why_no_source(job, job.lost, job.survivors)):
+    if job.rewind_to is not None and why_no_source(job, job.lost, job.survivors):
         return begin_rewind(job, at_s)
-    if is_irreplaceable:
-        return restart_group(job, at_s, job.unreplicated_reason)
     job = replace(job, generation=job.generation + 1)
     spawns: list[Action] = []
     lost: list[Member] = []

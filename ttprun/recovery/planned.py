@@ -34,7 +34,7 @@ def why_not_replaceable(job: Job, ranks: tuple[int, ...]) -> str:
     if not {*job.survivors} - {*ranks}:
         return "no rank would be left to repair the others from"
     left = tuple(rank for rank in job.survivors if rank not in ranks)
-    return why_not_protected(job) or job.unreplicated_reason or why_no_source(job, ranks, left)
+    return why_not_protected(job) or why_no_source(job, ranks, left)
 
 
 def on_replacement_asked(job: Job, event: ReplacementAsked) -> Result:

@@ -25,16 +25,23 @@ class Replicas:
 
     compared_at  newest boundary of a full comparison; None: there was none, so no replica is known
     parted       key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
+    shards       the same of each parameter whose mesh declares that a rank holds a part of it
     names        key -> name for people, of those
     """
 
     compared_at: int | None = None
     parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def apart(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all parameters that not all ranks hold alike, the owners by rank."""
+        return {**self.parted, **self.shards}
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The same for all ranks that have always held what this one held, and for no other rank."""
-        return tuple(owners[rank] for owners in self.parted.values())
+        return tuple(owners[rank] for owners in self.apart.values())
 
     def peers(self, rank: int, among: Iterable[int]) -> tuple[int, ...]:
         """Those among these ranks that hold all that this one holds, itself not among them."""
@@ -45,7 +52,7 @@ class Replicas:
         """Names of the parameters of a rank that none of these ranks holds."""
         return [
             self.names.get(key, key)
-            for key, owners in self.parted.items()
+            for key, owners in self.apart.items()
             if not any(owners[other] == owners[rank] for other in among)
         ]
 
@@ -92,7 +99,7 @@ class Replicas:
     @property
     def all_names(self) -> list[str]:
         """Of the parameters that differ somewhere."""
-        return [self.names.get(key, key) for key in self.parted]
+        return [self.names.get(key, key) for key in self.apart]
 
     @property
     def has_single_holders(self) -> bool:
@@ -103,7 +110,7 @@ class Replicas:
     def groups(self) -> list[tuple[int, ...]]:
         """The ranks, those that hold the same together."""
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(len(next(iter(self.parted.values()), ()))):
+        for rank in range(len(next(iter(self.apart.values()), ()))):
             found.setdefault(self.of(rank), []).append(rank)
         return [tuple(ranks) for ranks in found.values()]
 
@@ -177,11 +184,19 @@ class Looks:
     agreed_at: int | None = None
     reported: Mapping[Reported, Mapping[int, Mapping[str, Held]]] = field(default_factory=dict)
 
-    def note(self, rank: int, boundary: int, held: Mapping[str, Held], is_full: bool) -> tuple[Looks, Look | None]:
+    def note(
+        self,
+        rank: int,
+        boundary: int,
+        held: Mapping[str, Held],
+        is_full: bool,
+        shards: Collection[str] = (),
+    ) -> tuple[Looks, Look | None]:
         """A rank reports what it holds at a boundary; the answer comes with the last rank's report.
 
         held     key of each parameter -> digests; the second one "" where it was not asked for
         is_full  gradients and optimizer state were looked at, too
+        shards   keys of the parameters of which a mesh declares that this rank holds a part
         """
         this = (boundary, is_full)
         of_boundary = {**self.reported.get(this, {}), rank: held}
@@ -190,16 +205,21 @@ class Looks:
             known = {**self.reported, this: of_boundary}
             return replace(self, reported={at: known[at] for at in newest}), None
         after = replace(self, reported={at: held_by for at, held_by in self.reported.items() if at[0] > boundary})
-        look, parted = self._compare(boundary, of_boundary, is_full)
-        compared_at = boundary if is_full else self.replicas.compared_at
-        replicas = replace(self.replicas, parted=parted, compared_at=compared_at)
+        look, apart = self._compare(boundary, of_boundary, is_full)
+        declared = {*shards, *self.replicas.shards}
+        replicas = replace(
+            self.replicas,
+            parted={key: owners for key, owners in apart.items() if key not in declared},
+            shards={key: owners for key, owners in apart.items() if key in declared},
+            compared_at=boundary if is_full else self.replicas.compared_at,
+        )
         is_agreed = look.divergence is None and (is_full or self.agreed_at is not None)
         return replace(after, replicas=replicas, agreed_at=boundary if is_agreed else self.agreed_at), look
 
     def _compare(
         self, boundary: int, held_by: Mapping[int, Mapping[str, Held]], is_full: bool
     ) -> tuple[Look, dict[str, tuple[int, ...]]]:
-        parted = dict(self.replicas.parted)
+        parted = {**self.replicas.apart}
         newly: dict[str, tuple[int, ...]] = {}
         odd: set[int] = set()
         is_undecided = False

@@ -111,7 +111,7 @@ class Verifier:
         except Exception as error:
             self._turn_off(error)
             return
-        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names))
+        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names, shards=holdings.shards()))
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.
@@ -189,7 +189,7 @@ class Verifier:
             weights, gradient = held.get(key, ("", ""))
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             held[key] = (weights, digest) if is_gradient else (digest, gradient)
-        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}))
+        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}, shards=[]))
 
 
 def look_for_nan(entry: Entry) -> None:

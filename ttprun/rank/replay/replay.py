@@ -36,7 +36,7 @@ from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
-from ttprun.rank.weights import gradients, optimizer_registry, sharded
+from ttprun.rank.weights import gradients, optimizer_registry
 
 if TYPE_CHECKING:
     from ttprun.rank.comm.journal import Entry
@@ -358,8 +358,6 @@ class Replay:
             return
         session = self.session
         moments.reached("replay")
-        if sharded.are_any(optimizer_registry.parameters()):
-            sharded.report(session.channel)
         proof.report(session, self._equal, self._not_proved)
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process

@@ -260,9 +260,7 @@ def _why_not_recorded(session: Session, optimizer: torch.optim.Optimizer) -> str
         return sharded.why_not_at_rest(optimizer) if optimizer_registry.are_sharded() else ""
     if not sharded.are_any(optimizer_registry.parameters()):
         return ""
-    why_not = sharded.why_not_stored(optimizer_registry.stepped_tensors())
-    if not why_not:
-        sharded.report(session.channel)
+    why_not = sharded.why_not_held(optimizer_registry.stepped_tensors())
     return why_not or sharded.why_not_at_rest(optimizer)
 
 

@@ -116,9 +116,11 @@ def _describe(
 ) -> tuple[Share, bytes, list[torch.Tensor]]:
     """(description without the file's size and hash, the file's header, its tensors) of one share."""
     header, parts = replicated.describe()
-    alike = [part for part in parts if part.chunk is None and not held_apart.holds(part.key)]
-    alone = [part for part in parts if part.chunk is None and held_apart.holds(part.key)]
-    apart = [part for part in parts if part.chunk is not None]
+    if why_not := sharded.why_not_stored(part.whole for part in parts):
+        raise replicated.NotRepairableError(why_not)
+    alike = [part for part in parts if part.place is None and not held_apart.holds(part.key)]
+    alone = [part for part in parts if part.place is None and held_apart.holds(part.key)]
+    apart = [part for part in parts if part.place is not None]
     if alone and apart:
         raise replicated.NotRepairableError(BOTH_KINDS)
     owners = divide([part.tensor.nbytes for part in alike], of)
@@ -138,7 +140,7 @@ def _describe(
     own: list[Part] = []
     if share == 0 or apart:
         models, own = _models(frame)
-        apart += [part for part in own if part.chunk is not None]
+        apart += [part for part in own if part.place is not None]
     if share == 0:
         files = {part.key: file_of(owner) for part, owner in zip(alike, owners, strict=True)}
         files |= {part.key: file_of(0) for part in (*apart, *own)}  # the other files have further parts of `apart`
@@ -151,7 +153,7 @@ def _describe(
             },
             held=_held_by_all(models) if apart and of < torch.distributed.get_world_size() else [],
         )
-        mine |= {part.key: part.tensor for part in own if part.chunk is None}
+        mine |= {part.key: part.tensor for part in own if part.place is None}
     mine |= {part.key: part.tensor for part in apart if part.tensor.numel()}
     chunks_of = {part.key: part.chunk for part in apart if part.chunk is not None}
     try:
@@ -218,7 +220,7 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
             key = known_parameters.get(id(value)) or (known.get(_place(tensor)) if tensor.numel() else None)
             if key is None:
                 key = f"{variable}/{name}"
-                own.append(Part(key, tensor, sharded.chunk_of(value)))
+                own.append(Part(key, tensor, value))
             if tensor.numel():
                 known[_place(tensor)] = key
             names[name] = key

@@ -18,9 +18,9 @@ import torch
 import xxhash
 
 from ttprun.rank.position.frames import user_frames
-from ttprun.rank.weights import optimizer_registry, replicated
+from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
-from ttprun.rank.weights.sharded import is_distributed
+from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
@@ -82,12 +82,19 @@ class Holdings:
 def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str]]:
     """Key of each parameter -> (digest of its weights, digest of its gradient, state and hyper-parameters).
 
+    Of a sharded one they are of this rank's part.
+
     optimizer   about to step; gradients of others are left out, as they may be incomplete
     """
     return {
-        key: (_hash(parameter), _hash_of_rest(parameter, state, group, parameter.grad if one is optimizer else None))
-        for key, parameter, state, group, one in _plain_parameters()
+        key: (_hash(parameter), _hash_of_rest(state, group, parameter.grad if one is optimizer else None))
+        for key, parameter, state, group, one in replicated.rows()
     }
+
+
+def shards() -> list[str]:
+    """Keys of the parameters of which this rank holds a part, as their meshes declare it."""
+    return [key for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None]
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:
@@ -108,7 +115,7 @@ def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.T
 
 def names(frame: FrameType | None) -> dict[str, str]:
     """Key of each parameter -> the script's name for it, if its variables have one."""
-    keys = {id(parameter): key for key, parameter, _, _, _ in _plain_parameters()}
+    keys = {id(parameter): key for key, parameter, *_ in replicated.rows()}
     found: dict[str, str] = {}
     modules = dict(modules_in(frame))
     for variable, module in modules.items():
@@ -134,23 +141,24 @@ def _plain_parameters() -> Iterator[replicated.Row]:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    found = xxhash.xxh3_64(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    found.update(bytes_of(tensor))
+    held = local_of(tensor)
+    found = xxhash.xxh3_64(f"{held.dtype} {list(held.shape)} {sharded.place_of(tensor)}".encode())
+    found.update(bytes_of(held))
     return found.hexdigest()
 
 
-def _hash_of_rest(
-    parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None
-) -> str:
+def _hash_of_rest(state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None) -> str:
     found = xxhash.xxh3_64()
     for name, value in (*sorted(group.items()), *replicated.flat(state)):
         if isinstance(value, torch.Tensor):
-            if not is_distributed(value) and _is_dense(value):
-                found.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-                found.update(bytes_of(value))
+            held = local_of(value)
+            if _is_dense(held):
+                found.update(f"{name} {held.dtype} {list(held.shape)}".encode())
+                found.update(bytes_of(held))
         elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
             found.update(f"{name} {value!r}".encode())
     if gradient is not None:
+        gradient = local_of(gradient)
         parts = (gradient,) if _is_dense(gradient) else _parts_of_sparse(gradient)
         for part in parts:
             found.update(bytes_of(part))

@@ -174,7 +174,7 @@ def _forms(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tupl
 def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     """A layout for the optimizers' tensors, and these in its order. Raises NotRepairableError, ValueError."""
     header, parts = replicated.describe()
-    if any(part.chunk is not None for part in parts):
+    if any(part.place is not None for part in parts):
         raise replicated.NotRepairableError("its parameters are sharded, and those are kept in snapshots only")
     tensors = {part.key: part.tensor for part in parts}
     packed, ordered = lay_out(tensors, {"format": "pt", HEADER: json.dumps(header)})

@@ -34,12 +34,22 @@ class Part(NamedTuple):
     """This rank's part of one tensor.
 
     tensor  the elements in this rank's memory
-    chunk   their place in the whole tensor; None: all of it, which every rank has
+    whole   as the script has it; it may be sharded
     """
 
     key: str
     tensor: torch.Tensor
-    chunk: Chunk | None
+    whole: torch.Tensor
+
+    @property
+    def place(self) -> str | None:
+        """Which part it is; None: all of it."""
+        return sharded.place_of(self.whole)
+
+    @property
+    def chunk(self) -> Chunk | None:
+        """Its elements' place in the whole tensor, if it can be stored; None: all of it."""
+        return sharded.chunk_of(self.whole)
 
 
 def key_of(optimizer: int, group: int, index: int) -> str:
@@ -106,17 +116,17 @@ def describe() -> tuple[list[Any], list[Part]]:
     for name, parameter, state, _, _ in rows():
         entries = []
         entries_held = list(flat(state))
-        why_not = sharded.why_not_stored((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
+        why_not = sharded.why_not_held((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
         if why_not:
             raise NotRepairableError(why_not)
         weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
-        parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), sharded.chunk_of(parameter)))
+        parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), parameter))
         for key, value in entries_held:
             if isinstance(value, torch.Tensor):
                 if value.layout is not torch.strided:
                     raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
-                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), sharded.chunk_of(value)))
+                parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), value))
             elif isinstance(value, _PLAIN):
                 entries.append([key, False, value, None])
             elif type(value) is list:
@@ -128,11 +138,21 @@ def describe() -> tuple[list[Any], list[Part]]:
 
 
 def digest() -> str:
-    """A hash of all replicated state. Raises NotRepairableError."""
+    """A hash of all state but sharded tensors: the same in ranks that hold other parts. Raises NotRepairableError."""
     header, parts = describe()
     state = xxhash.xxh3_64(msgpack.packb(header))
     for part in parts:
-        if part.chunk is None:
+        if part.place is None:
+            state.update(bytes_of(part.tensor))
+    return state.hexdigest()
+
+
+def digest_of_shards() -> str:
+    """A hash of this rank's parts of sharded tensors. Raises NotRepairableError."""
+    state = xxhash.xxh3_64()
+    for part in describe()[1]:
+        if part.place is not None:
+            state.update(f"{part.key} {part.place}".encode())
             state.update(bytes_of(part.tensor))
     return state.hexdigest()
 
@@ -144,7 +164,7 @@ def digests() -> dict[str, str]:
     """
     found: dict[str, Any] = {}
     for part in describe()[1]:
-        if part.chunk is None:
+        if part.place is None:
             of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
             of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
             of_parameter.update(bytes_of(part.tensor))

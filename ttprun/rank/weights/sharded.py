@@ -1,7 +1,6 @@
 """Tensors that are sharded over the ranks: DTensors, as FSDP2 and tensor parallelism make them.
 
-No other rank has a lost rank's shards, so it cannot be repaired from a survivor; but the state of all ranks can be
-stored, and all can rewind. Begin with `chunk_of` and `why_not_stored`.
+Their meshes and placements declare which part a rank holds. Begin with `place_of` and `chunk_of`.
 """
 
 from __future__ import annotations
@@ -10,22 +9,12 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ttprun import torch_versions
-from ttprun.protocol import from_rank
 from ttprun.state.chunks import Chunk
-
-if TYPE_CHECKING:
-    from ttprun.protocol.channel import Channel
-
-HELD_ALONE = (
-    "the parameters are sharded over the ranks (FSDP2 or another use of DTensor), so no other rank has a lost rank's "
-    "shards"
-)
-
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
 _FRAMES_TO_COLLECTIVES = 12  # from a process group's operation to its caller, through torch's wrappers
@@ -53,13 +42,27 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def chunk_of(tensor: torch.Tensor) -> Chunk | None:
-    """The part of the whole that this rank holds; None if all ranks hold all of it."""
+def place_of(tensor: torch.Tensor) -> str | None:
+    """Which part of the whole this rank holds; None if it is the whole.
+
+    Ranks with the same place hold the same, if theirs are parts of the same tensor.
+    """
     if not is_distributed(tensor):
         return None
     whole: Any = tensor
-    if all(placement.is_replicate() for placement in whole.placements):
+    cut = [at for at, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    if not cut:
         return None
+    mesh, here = whole.device_mesh, whole.device_mesh.get_coordinate()
+    parts = ", ".join(f"{here[at]} of {mesh.size(at)} by {whole.placements[at]}" for at in cut)
+    return f"{list(whole.shape)}: {parts}"
+
+
+def chunk_of(tensor: torch.Tensor) -> Chunk | None:
+    """The part of the whole that this rank holds; None if all ranks hold all of it. See `why_not_stored` first."""
+    if place_of(tensor) is None:
+        return None
+    whole: Any = tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
@@ -86,6 +89,17 @@ def are_any(tensors: Iterable[torch.Tensor]) -> bool:
     return kind() is not None and any(map(is_distributed, tensors))
 
 
+def why_not_held(tensors: Iterable[torch.Tensor]) -> str:
+    """Why it is unknown which parts of these tensors this rank holds; "" if it is known."""
+    for tensor in filter(is_distributed, tensors):
+        whole: Any = tensor
+        if any(placement.is_partial() for placement in whole.placements):
+            return "its parameters are partial sums over the ranks (Partial)"
+        if type(local_of(whole)) not in (torch.Tensor, torch.nn.Parameter):
+            return f"the parts of its sharded parameters are of {type(local_of(whole)).__name__}"
+    return ""
+
+
 def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
     """Why the ranks' parts of these tensors cannot be stored together; "" if they can."""
     for tensor in filter(is_distributed, tensors):
@@ -96,17 +110,11 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
         if odd is not None:
             return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
         if whole.device_mesh.size() != torch.distributed.get_world_size():
-            return "its parameters are sharded over some of the ranks only"
-        local, chunk = local_of(whole), chunk_of(whole)
-        sizes = tuple(whole.shape) if chunk is None else chunk.sizes
-        if type(local) not in (torch.Tensor, torch.nn.Parameter) or tuple(local.shape) != sizes:
+            return "its parameters are sharded over some of the ranks only, which is not stored yet"
+        chunk = chunk_of(whole)
+        if tuple(local_of(whole).shape) != (tuple(whole.shape) if chunk is None else chunk.sizes):
             return "the parts of its sharded parameters do not match their mesh"
     return ""
-
-
-def report(channel: Channel) -> None:
-    """Report that no rank of this job can be repaired from another one."""
-    channel.send(from_rank.HoldsAlone(HELD_ALONE))
 
 
 # FSDP2's own copies of what it has gathered.

@@ -90,7 +90,7 @@ class Snapshots:
     def _whole_bytes(self) -> int:
         """An estimate of the bytes that all ranks copy together; shards have about the same size in each."""
         parts = replicated.describe()[1]
-        return sum(part.tensor.nbytes * (1 if part.chunk is None else self._board.n_ranks) for part in parts)
+        return sum(part.tensor.nbytes * (1 if part.place is None else self._board.n_ranks) for part in parts)
 
     def is_due(self, boundary: int) -> bool:
         """Whether all ranks take a snapshot of `boundary`; valid when all have recorded it."""

@@ -1,6 +1,7 @@
 """Send the optimizers' tensors from a survivor to a replacement, as raw bytes over a Unix socket.
 
-The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled.
+The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled. Of a sharded tensor
+the survivor's part is sent, which must be the replacement's part, too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from collections.abc import Callable
 import msgpack
 import torch
 
-from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, take_over
-from ttprun.rank.weights.sharded import HELD_ALONE
+from ttprun.rank.weights import sharded
+from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, digest_of_shards, take_over
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
@@ -31,9 +32,7 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
     Blocks at most `limit_s` seconds per receiver. Raises NotRepairableError, TimeoutError, OSError.
     """
     header, parts = describe()
-    if any(part.chunk is not None for part in parts):
-        raise NotRepairableError(HELD_ALONE)
-    packed = msgpack.packb(header)
+    packed = msgpack.packb([header, [part.place for part in parts], digest_of_shards()])
     at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{at}/{name}"
     try:
@@ -95,8 +94,18 @@ def _connect(connection: socket.socket, path: str, end: float) -> None:
 
 def _receive(connection: socket.socket) -> None:
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    header = msgpack.unpackb(_exactly(connection, size))
-    take_over(header, lambda key, tensor: _fill(connection, tensor))
+    header, places, sent = msgpack.unpackb(_exactly(connection, size))
+    left = iter(places)
+
+    def fill(key: str, tensor: torch.Tensor) -> None:
+        if (place := sharded.place_of(tensor)) != (theirs := next(left)):
+            raise NotRepairableError(f"{key}: this rank's part is {place}, and the source's {theirs}")
+        _fill(connection, sharded.local_of(tensor))
+
+    take_over(header, fill)
+    if (loaded := digest_of_shards()) != sent:
+        raise NotRepairableError(f"the source's parts of sharded tensors have digest {sent}, and {loaded} was loaded")
+    sharded.forget_gathered()
 
 
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:

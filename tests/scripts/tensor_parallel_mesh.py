@@ -1,0 +1,66 @@
+"""Tensor parallel layers by torch's own styles, and data parallelism by hand. Nothing here knows of a launcher."""
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class Model(nn.Module):
+    """An embedding that all ranks hold, and a network of which each holds a part."""
+
+    def __init__(self, words, width):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--tp", type=int, default=2)
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (world // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+torch.manual_seed(1)
+model = Model(words=50, width=16)
+model = parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+replicas = mesh["dp"].get_group()
+batches = torch.Generator().manual_seed(10 + mesh["dp"].get_local_rank())
+
+for step in range(args.steps):
+    tokens = torch.randint(0, 50, (4, 9), generator=batches)
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        dist.all_reduce(gradient, group=replicas)
+        gradient /= replicas.size()
+    optimizer.step()
+    print(f"[rank {rank}] step {step + 1} loss {loss.item():.9f}", flush=True)
+
+weights = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in model.state_dict().items()}
+digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights.values())).hexdigest()
+if rank == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(weights, os.path.join(args.out, "final.pt"))
+print(f"[rank {rank}] sha256 model {digest}")
+dist.destroy_process_group()
