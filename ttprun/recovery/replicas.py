@@ -41,7 +41,7 @@ class Replicas:
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The same for all ranks that have always held what this one held, and for no other rank."""
-        return tuple(owners[rank] for owners in self.apart.values())
+        return tuple(owners[rank] for owners in (*self.parted.values(), *self.shards.values()))
 
     def peers(self, rank: int, among: Iterable[int]) -> tuple[int, ...]:
         """Those among these ranks that hold all that this one holds, itself not among them."""
