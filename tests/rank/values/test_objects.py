@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import array
+import builtins
 import collections
 import datetime
 import decimal
@@ -115,6 +116,30 @@ def test_counters_on_a_class_come_back() -> None:
     found, class_of_user.total_made = class_of_user.total_made, 0
 
     assert found == 41
+
+
+def test_a_module_that_is_not_found_by_its_name_stays_if_it_is_of_the_same_name() -> None:
+    """`from tokenizers import trainers` gives a part of a Rust extension, whose name is `trainers` alone."""
+    here = {"trainers": (live := types.ModuleType("trainers"))}
+
+    mismatches = carry({"trainers": types.ModuleType("trainers")}, here)
+
+    assert not mismatches
+    assert here["trainers"] is live
+    assert is_refused({"trainers": types.ModuleType("trainers")}, {"trainers": types.ModuleType("models")})
+
+
+def test_variables_of_a_users_file_that_was_run_as_a_module_by_hand_come_back() -> None:
+    lost, live = types.ModuleType("config"), types.ModuleType("config")
+    for module, rate in ((lost, 0.1), (live, 0.3)):
+        vars(module).update(__file__=user_values.__file__, __builtins__=vars(builtins), rate=rate)
+    here = {"config": live}
+
+    mismatches = carry({"config": lost}, here)
+
+    assert not mismatches
+    assert here["config"] is live
+    assert live.rate == 0.1
 
 
 @pytest.mark.parametrize("held", [Bare, (Bare, 1), {"kind": Bare}], ids=["class", "tuple", "dictionary"])

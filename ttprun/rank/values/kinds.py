@@ -70,7 +70,7 @@ EXACT: dict[type, Handler] = {
     bytearray: containers.record_bytes,
     io.StringIO: containers.record_buffer,
     io.BytesIO: containers.record_buffer,
-    types.ModuleType: plain.record_plain("module"),
+    types.ModuleType: objects.record_python_module,
     types.FunctionType: callables.record_function,
     types.BuiltinFunctionType: callables.record_method,
     types.MethodType: callables.record_method,
@@ -116,7 +116,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     *((base, plain.record_plain("scalar")) for base in (int, float, str, bytes, complex)),
     (numpy.ndarray, arrays.record_other_array),
     (numpy.ufunc, callables.record_named),
-    (types.ModuleType, plain.record_plain("module")),
+    (types.ModuleType, objects.record_python_module),
     (types.GeneratorType, suspended.record_generator),
     (BaseException, process_local.record_exception),
     (io.IOBase, streams.record_file),
@@ -147,6 +147,7 @@ objects.leave_out(torch.optim.lr_scheduler.LRScheduler, "optimizer anneal_func _
 objects.leave_out(torch.amp.grad_scaler.GradScaler, "_per_optimizer_states")
 objects.leave_out(torch.utils.data.Sampler, "dataset data_source")
 objects.leave_out(torch.utils.data.DataLoader, "_iterator")
+objects.leave_out(types.ModuleType, " ".join([*vars(types.ModuleType("")), "__builtins__", "__cached__", "__file__"]))
 objects.leave_out(threading.Thread, " ".join(vars(threading.Thread())))
 
 RESTORERS_OF_TAGS: dict[Tag, Restorer] = {

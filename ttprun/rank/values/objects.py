@@ -6,6 +6,7 @@ attributes are written into it. A frozen dataclass is a value, and is made anew 
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from operator import is_
 from typing import Any
 
 from ttprun import frameworks
-from ttprun.rank.position.whose import is_state
+from ttprun.rank.position.whose import holds_state, is_state
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
@@ -110,6 +111,18 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
     if is_without_slots and (held := dictionary_of(value)) is not None:
         return [Tag.OBJECT, number, name, snapshot.lasting_attributes(held, depth, without)]
     return [Tag.OBJECT, number, name, snapshot.attributes(attributes_of(value), depth, without)]
+
+
+def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int) -> Any:
+    """A module by its name. One that is not found by it is a part of an extension or a file that was run by hand."""
+    scope = vars(value)
+    name = str(scope.get("__name__"))
+    if sys.modules.get(name) is value:
+        return [Tag.PLAIN, "module", name]
+    file = scope.get("__file__")
+    return (
+        record_object(snapshot, value, depth) if file and holds_state(file) else [Tag.SAME, name_of(type(value)), name]
+    )
 
 
 def made_when_needed(name: str, attributes: dict[str, Any]) -> Any:
