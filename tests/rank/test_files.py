@@ -20,6 +20,7 @@ import fsspec
 import msgpack
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from tests.rank.fakes import RECORD_BYTES, become, make_session
@@ -364,6 +365,7 @@ def replay_everything(directory: str) -> dict[str, Any]:
     os.makedirs(folder)
     os.mkdir(folder)
     torch.save({"weights": 1}, old)
+    safetensors.torch.save_file({"weights": torch.ones(1)}, old)
     np.save(old, np.zeros(3))
     with open(old, "w") as file:
         file.write("replay's")

@@ -81,6 +81,14 @@ def test_a_followed_module_is_in_loops_frames_and_state_and_its_whole_package_in
     assert not whose.is_of_user(trainer)
 
 
+def test_what_a_package_writes_for_a_loop_of_the_scripts_own_is_muted_too() -> None:
+    folder = "/usr/lib/python3/site-packages"
+
+    assert whose.has_muted_effects(f"{folder}/peft/utils/save_and_load.py")
+    assert not whose.follows_loops(f"{folder}/peft/utils/save_and_load.py")
+    assert not whose.has_muted_effects(f"{folder}/datasets/arrow_writer.py")
+
+
 def test_a_module_that_is_a_file_by_itself_mutes_no_other(tmp_path: Path) -> None:
     folder = tmp_path / "site-packages"
     folder.mkdir()

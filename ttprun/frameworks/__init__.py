@@ -5,7 +5,10 @@ each followed module is compiled anew once, and what it holds is looked at in ea
 costs nothing. LEFT_OUT names attributes that are left to the replay, by the full name of their class; the reason stands
 beside each. MADE names classes of which the framework makes an object when it first needs one; a replay may pass over
 that moment, and makes it itself: by a function that gets the class and those attributes that are plain values, or
-without one as pickle would, without its constructor. Either way it is given all that the lost rank's held.
+without one as pickle would, without its constructor. Either way it is given all that the lost rank's held. Of
+the hooks on a model's parts, HOOKS_WHEN_NEEDED names those that are put there when they are first needed and do nothing
+otherwise, HOOKS_THAT_REPEAT those of which a second one changes nothing. WRITING names packages that write checkpoints
+for a loop of the script's own: in a replay, that goes nowhere.
 """
 
 from __future__ import annotations
@@ -16,3 +19,6 @@ _KNOWN = (accelerate, lightning, transformers)
 FOLLOW = frozenset(name for one in _KNOWN for name in one.FOLLOW.split())
 LEFT_OUT: dict[str, str] = {name: attributes for one in _KNOWN for name, attributes in one.LEFT_OUT.items()}
 MADE = lightning.MADE
+HOOKS_WHEN_NEEDED = frozenset(transformers.HOOKS_WHEN_NEEDED.split())
+HOOKS_THAT_REPEAT = frozenset(transformers.HOOKS_THAT_REPEAT.split())
+WRITING = frozenset({"transformers", "accelerate", "peft", "trl", "diffusers"})

@@ -247,6 +247,41 @@ def test_a_hook_that_a_step_has_put_on_and_the_replay_has_not_is_refused(kind: s
     assert not is_refused({"model": lost}, {"model": live})
 
 
+def test_hooks_that_a_framework_puts_on_when_it_needs_them_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "HOOKS_WHEN_NEEDED", frozenset({f"{__name__}:<lambda>.<locals>.<lambda>"}))
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    HOOKS["forward"](lost)
+
+    assert not is_refused({"model": lost}, {"model": live})
+
+
+def test_hooks_of_which_a_second_one_changes_nothing_may_be_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "HOOKS_THAT_REPEAT", frozenset({f"{__name__}:<lambda>.<locals>.<lambda>"}))
+    lost, live = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    for layer in (lost, lost, live):
+        HOOKS["forward"](layer)
+
+    assert not is_refused({"model": lost}, {"model": live})
+    assert is_refused({"model": lost}, {"model": torch.nn.Linear(2, 2)})
+
+
+def test_what_says_that_such_hooks_are_there_stays_as_the_replay_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "LEFT_OUT", {f"{__name__}:Hooked": "is_hooked"})
+    lost, live = Hooked(), Hooked()
+    vars(lost).update(is_hooked=True, counts=True)
+
+    assert carry({"model": lost}, {"model": live}) == []
+
+    assert vars(live)["counts"] is True
+    assert "is_hooked" not in vars(live)
+
+
+class Hooked(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
 def _make_layered() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.5), trained(1))
 

@@ -129,6 +129,7 @@ PATCHES: tuple[Patch, ...] = (
         "to keep the random states of DataLoader workers",
     ),
     Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
+    Patch("safetensors", "serialize_file", "effects.files:wrap_save", "the same"),
     Patch(
         "atexit",
         "register",

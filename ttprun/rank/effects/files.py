@@ -2,9 +2,10 @@
 
 A replay runs the script from the top, and would truncate the lost rank's log, overwrite a checkpoint with garbage, or
 rename files again. So in a replay, writes of the user's own code are dropped: `open` for writing returns a file that
-drops them, `torch.save` and the calls in MUTED do nothing. When the replacement goes live, each file that is open for
-writing is truncated to its position at the boundary: what the lost rank wrote after it is written again. Files opened
-for appending may be shared with other ranks and are never truncated: see `append_dedup.py`.
+drops them; `torch.save`, safetensors' `save_file` and the calls in MUTED do nothing. When the replacement goes live,
+each file that is open for writing is truncated to its position at the boundary: what the lost rank wrote after it is
+written again. Files opened for appending may be shared with other ranks and are never truncated: see
+`append_dedup.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ON_BEHALF_OF_OTHERS = frozenset(
         *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
         *("logging", "logging.handlers", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib._datasource"),
         *("numpy._core.memmap", "numpy.core.memmap", "numpy.lib._format_impl", "numpy.lib.format"),
-        *("pandas.io.common",),
+        *("pandas.io.common", "PIL.Image", "torchvision.utils"),
     }
 )
 open_unfollowed = builtins.open
@@ -228,7 +229,7 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: in
 
 
 def wrap_save(original: Any) -> Any:
-    """torch.save: nothing in a replay, from any caller; otherwise the board shows that the rank is saving."""
+    """torch.save and the like: nothing in a replay, from any caller; else the board shows that the rank is saving."""
 
     def save(*args: Any, **kwargs: Any) -> Any:
         session = current()

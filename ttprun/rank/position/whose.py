@@ -8,7 +8,8 @@ whose effects are muted       `has_muted_effects`
 A file is the user's if it is the script, or below the script's directory or a directory of `user_paths`, and not an
 installed package, unless `user_paths` names that itself. All four are true for it. A module that the configuration
 names under `follow`, or that `ttprun.frameworks` knows, counts as the user's for the first three; its whole package has
-its effects muted, since a framework writes its logs and checkpoints from all over its package.
+its effects muted, since a framework writes its logs and checkpoints from all over its package. So have packages that
+write a model for a loop of the script's own (`model.save_pretrained`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _INSTALLED = tuple(
     }
     if path
 )
+_SITE = f"{os.sep}site-packages{os.sep}"
 _user_directories: list[str] = []
 _own_installed: tuple[str, ...] = ()  # of these, what lies where installed packages do, and single files
 _named: set[str] = set(frameworks.FOLLOW)
@@ -110,8 +112,15 @@ def has_muted_effects(filename: str) -> bool:
     """Whether writes, removals and other effects of code from this file are muted in a replay."""
     known = _muted.get(filename)
     if known is None:
-        known = _muted[filename] = _is_theirs(filename) or os.path.abspath(filename).startswith(_followed_packages)
+        is_of_framework = os.path.abspath(filename).startswith(_followed_packages) or _writes_checkpoints(filename)
+        known = _muted[filename] = _is_theirs(filename) or is_of_framework
     return known
+
+
+def _writes_checkpoints(filename: str) -> bool:
+    """Whether a file is of an installed package that writes checkpoints for its caller."""
+    _, is_installed_there, inside = filename.rpartition(_SITE)
+    return bool(is_installed_there) and inside.partition(os.sep)[0] in frameworks.WRITING
 
 
 def is_installed(path: str) -> bool:
@@ -119,7 +128,7 @@ def is_installed(path: str) -> bool:
     full = os.path.abspath(path) + os.sep
     if full.startswith(_own_installed):
         return False
-    return full.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in full
+    return full.startswith(_INSTALLED) or _SITE in full
 
 
 def is_of_user(filename: str) -> bool:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dis
 import types
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
+from ttprun import frameworks
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
@@ -205,11 +206,27 @@ def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
     ]
 
 
-def _count_hooks(tables: Iterable[Sized], parameters: list[torch.nn.Parameter]) -> list[int]:
+def _count_hooks(tables: Iterable[dict[int, Any]], parameters: list[torch.nn.Parameter]) -> list[int]:
     """How many hooks there are on each part, by kind, and on each parameter."""
     of_parameters = [len(one._backward_hooks or ()) for one in parameters]
     of_gradients = [len(getattr(one, "_post_accumulate_grad_hooks", None) or ()) for one in parameters]
-    return [*map(len, tables), *of_parameters, *of_gradients]
+    return [*map(_count_in, tables), *of_parameters, *of_gradients]
+
+
+def _count_in(table: dict[int, Any]) -> int:
+    names = [f"{getattr(one, '__module__', '')}:{getattr(one, '__qualname__', '')}" for one in table.values()]
+    repeated = frameworks.HOOKS_THAT_REPEAT.intersection(names)
+    return len(repeated) + sum(one not in repeated and one not in frameworks.HOOKS_WHEN_NEEDED for one in names)
+
+
+def _first_other(described: dict[str, Any], hooks: list[int]) -> str:
+    """The path of the first part on which the numbers of hooks differ; "" if it is on a parameter."""
+    kinds = 4
+    of_parts = [
+        tuple(counts[i : i + kinds] for counts in (described["hooks"], hooks)) for i in range(0, len(hooks), kinds)
+    ]
+    paths = [path for path, _ in described["modules"]]
+    return next((path for path, (lost, here) in zip(paths, of_parts, strict=False) if lost != here), "")
 
 
 # Of a parameter: whether it is learnt, and its hooks, each None if it never had any.
@@ -279,10 +296,12 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             forget_gradient(tensor)
     told_parts = [parts[path] for path, _ in described["modules"]]
     learnt = [item for part in told_parts for item in part._parameters.values() if item is not None]
-    if described["hooks"] != _count_hooks(_hook_tables(told_parts), learnt):
+    hooks = _count_hooks(_hook_tables(told_parts), learnt)
+    if described["hooks"] != hooks:
+        where = _first_other(described, hooks)
         restore.refuse(
             live,
-            f"{name} has other hooks than in the lost rank, from steps that the replay passes over",
+            f"{_dotted(name, where)} has other hooks than in the lost rank, from steps that the replay passes over",
         )
     if len(learnt) != len(described["frozen"]):
         return restore.refuse(live, f"{name} has other parameters than in the lost rank")

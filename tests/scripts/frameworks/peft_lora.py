@@ -1,0 +1,106 @@
+"""LoRA adapters on a tiny frozen GPT-2, by peft: with transformers.Trainer, or in a loop of the script's own."""
+
+import argparse
+import hashlib
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, get_scheduler, set_seed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--own-loop", action="store_true")
+parser.add_argument("--save", action="store_true")
+args = parser.parse_args()
+VOCABULARY, LENGTH = 64, 16
+
+
+class Sentences(Dataset):
+    def __init__(self, count, seed):
+        generator = random.Random(seed)
+        self.sentences = [[generator.randrange(3, VOCABULARY) for _ in range(LENGTH)] for _ in range(count)]
+
+    def __len__(self):
+        return len(self.sentences)
+
+    def __getitem__(self, index):
+        words = torch.tensor(self.sentences[index])
+        return {"input_ids": words, "labels": words}
+
+
+def train_by_trainer(model):
+    arguments = TrainingArguments(
+        output_dir="checkpoints",
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        num_train_epochs=2,
+        logging_steps=2,
+        save_strategy="steps" if args.save else "no",
+        save_steps=4,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=7,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Sentences(40, 1))
+    result = trainer.train()
+    return trainer.optimizer, trainer.lr_scheduler, result.training_loss
+
+
+def train_by_hand(model):
+    dist.init_process_group("gloo")
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, 2, 40)
+    data = Sentences(40, 1)
+    sampler = DistributedSampler(data, seed=7)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    total = 0.0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        replica.train()
+        for step, batch in enumerate(loader):
+            loss = replica(**batch).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            total += loss.item()
+            if step % 4 == 0:
+                print(f"epoch {epoch} step {step} loss {loss.item()!r}", flush=True)
+        if args.save and dist.get_rank() == 0:
+            model.save_pretrained(f"adapter-{epoch}")
+        dist.barrier()
+    dist.destroy_process_group()
+    return optimizer, scheduler, total
+
+
+def digest(value):
+    def plain(held):
+        if isinstance(held, torch.Tensor):
+            return str(held.dtype), list(held.shape), held.numpy().tobytes()
+        if isinstance(held, dict):
+            return [(key, plain(item)) for key, item in held.items()]
+        return [plain(item) for item in held] if isinstance(held, list | tuple) else held
+
+    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
+
+
+set_seed(1)
+base = GPT2LMHeadModel(
+    GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
+)
+lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"])
+model = get_peft_model(base, lora)
+optimizer, scheduler, loss = train_by_hand(model) if args.own_loop else train_by_trainer(model)
+rank = os.environ["RANK"]
+print(f"loss {loss!r}")
+print(f"rank {rank} sha256 model {digest(model.state_dict())}")
+print(f"rank {rank} sha256 optimizer {digest(optimizer.state_dict())}")
+print(f"rank {rank} sha256 scheduler {digest(scheduler.state_dict())}")
