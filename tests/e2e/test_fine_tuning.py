@@ -21,7 +21,7 @@ DIFFUSERS = pytest.mark.skipif(needs("diffusers").args[0], reason=needs("diffuse
 @pytest.mark.parametrize(
     "case",
     [
-        "--own-loop --save: kill:rank=1,step=13,phase=backward",
+        slow("--own-loop --save: kill:rank=1,step=13,phase=backward"),
         slow("--own-loop --save: kill:rank=0,step=10,phase=forward"),
         slow("--save: kill:rank=1,step=13,phase=backward"),
         slow("--save: kill:rank=0,step=8,phase=checkpoint"),

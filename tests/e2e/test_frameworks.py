@@ -21,6 +21,7 @@ from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
 ACCELERATE = "frameworks/accelerate_loop.py"  # 24 batches
 STREAMS = "streams.py"  # 12 steps an epoch
+IGNITE = "frameworks/ignite_engine.py"  # 4 epochs of 5 steps
 _MEASURED = ("runtime", "per_second")
 
 
@@ -99,6 +100,25 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
     if "--stateful" in case:
         pytest.importorskip("torchdata")
     assert_replaced_and_the_same(run_ttprun, undisturbed, STREAMS, case)
+
+
+@needs("ignite")
+@pytest.mark.parametrize(
+    "case",
+    [
+        slow("--save: kill:rank=1,step=8,phase=backward"),
+        slow("--save: kill:rank=0,step=1,phase=forward"),
+        slow("--save: kill:rank=0,step=5,phase=forward"),
+        slow("--save: kill:rank=1,step=9,phase=in_step"),
+        slow("--save: kill:rank=1,step=10,phase=validation"),
+        slow("--save: kill:rank=0,step=10,phase=checkpoint"),
+        slow("--save --supervised: kill:rank=0,step=13,phase=backward"),
+    ],
+)
+def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, IGNITE, case)
 
 
 @needs("transformers")

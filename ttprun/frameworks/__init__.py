@@ -13,9 +13,9 @@ for a loop of the script's own: in a replay, that goes nowhere.
 
 from __future__ import annotations
 
-from ttprun.frameworks import accelerate, lightning, transformers
+from ttprun.frameworks import accelerate, ignite, lightning, transformers
 
-_KNOWN = (accelerate, lightning, transformers)
+_KNOWN = (accelerate, ignite, lightning, transformers)
 FOLLOW = frozenset(name for one in _KNOWN for name in one.FOLLOW.split())
 LEFT_OUT: dict[str, str] = {name: attributes for one in _KNOWN for name, attributes in one.LEFT_OUT.items()}
 MADE = lightning.MADE
