@@ -246,3 +246,20 @@ def test_equal_rows_in_two_processes_are_told_alike_however_many_others_there_ar
     other = values.pack(Snapshot({}, is_apart=True).node({"rows": copy.deepcopy(make_rows())}, 0))
 
     assert one == other
+
+
+@pytest.mark.parametrize("are_few", [True, False])
+def test_rows_in_two_long_lists_are_the_same_objects_in_both(are_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_items, "MANY_ROWS", 4096 if are_few else 16)
+    rows, others = make_rows(), make_rows()
+    lost: Scope = {"rows": rows, "others": others, "row": rows[7], "shuffled": rows[::-1], "other": others[3]["turns"]}
+    here: Scope = {"rows": make_rows(), "others": make_rows(), "row": None, "shuffled": [], "other": None}
+
+    for _ in range(3):
+        values.begin_boundary()
+        carry(lost, here)
+
+    assert here["row"] is here["rows"][7]
+    assert here["shuffled"][0] is here["rows"][-1]
+    assert here["other"] is here["others"][3]["turns"]
+    assert here["others"] == others

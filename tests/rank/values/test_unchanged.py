@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ttprun.rank.values import unchanged
+from ttprun.rank.values import unchanged, written_pages
 from ttprun.rank.values.unchanged import Remembered, Unchanged
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -102,3 +102,76 @@ def test_what_is_not_asked_for_at_a_boundary_is_forgotten_at_the_next() -> None:
         assert remembered.get("a") == "asked for"
 
     assert remembered.get("b") is None
+
+
+LIST_CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "an item replaced by an equal one": lambda one: one.__setitem__(40_000, float(one[40_000])),
+    "the first item replaced": lambda one: one.__setitem__(0, object()),
+    "the last item replaced": lambda one: one.__setitem__(-1, object()),
+    "two items swapped": lambda one: one.__setitem__(slice(7, 9), one[7:9][::-1]),
+    "an item taken away": lambda one: one.pop(),
+    "as many items again": lambda one: one.extend(one),
+    "another memory, with another item": lambda one: one.__setitem__(slice(None), [*one[:-1], object()]),
+}
+
+
+@pytest.fixture(params=["kernel reports writes", "kernel does not", "addresses unknown"])
+def long_list(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A long list looked at, where the kernel or the interpreter helps or not."""
+    if request.param == "kernel does not":
+        monkeypatch.setattr(unchanged, "watch", lambda at, size: None)
+    monkeypatch.setattr(unchanged, "HAVE_ADDRESSES", request.param != "addresses unknown")
+    return unchanged.LongList()
+
+
+@pytest.mark.parametrize("change", LIST_CHANGES)
+@pytest.mark.parametrize("looks", [1, 3, 5])
+def test_each_change_of_a_long_list_is_seen(change: str, looks: int, long_list: Any) -> None:
+    items: list[Any] = [float(number) for number in range(50_000)]
+    first = items.copy()
+    items[40_000] = first[40_000] = 40_000
+
+    assert [long_list.begins_with(items, first) for _ in range(looks)] == [True] * looks
+    LIST_CHANGES[change](items)
+    is_longer = change == "as many items again"
+    assert [long_list.begins_with(items, first) for _ in range(3)] == [is_longer] * 3
+    items[:] = first
+    assert [long_list.begins_with(items, first) for _ in range(looks)] == [True] * looks
+    long_list.end()
+
+
+def test_a_long_list_that_is_dropped_is_not_watched_any_more() -> None:
+    items: list[Any] = list(map(float, range(50_000)))
+    first = items.copy()
+    before = len(written_pages._watched)
+    looked_at = unchanged.LongList()
+
+    for _ in range(4):
+        looked_at.begins_with(items, first)
+    del looked_at, items
+
+    assert len(written_pages._watched) == before
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_each_change_of_one_of_many_dictionaries_is_seen(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unchanged, "ARE_IN_MEMORY", in_memory and unchanged.ARE_IN_MEMORY)
+    rows: list[dict[str, Any]] = [{"a": number, "z": 0} for number in range(2000)]
+    for change in CHANGES.values():
+        held = Unchanged(rows)
+        assert [held.holds() for _ in range(3)] == [True] * 3
+        rows[1234]["z"] = rows[1234]["z"]
+        assert held.holds()
+        change(rows[1234])
+        assert [held.holds() for _ in range(2)] == [False, False]
+        rows[1234] = {"a": 1, "z": 0}
+
+
+@pytest.mark.parametrize("change", [list.reverse, list.pop, lambda one: one.__setitem__(50, True)])
+def test_each_change_of_a_list_among_rows_is_seen(change: Callable[[list[Any]], Any]) -> None:
+    rows = [[*range(100)] for _ in range(20)]
+    held = Unchanged(rows)
+
+    assert held.holds()
+    change(rows[11])
+    assert not held.holds()

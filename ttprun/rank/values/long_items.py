@@ -21,6 +21,7 @@ from ttprun.rank.weights.sharded import is_distributed, local_of
 
 MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
+MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
 _next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
@@ -57,7 +58,18 @@ class Kept:
     """
 
     __slots__ = (
-        *("_digest", "_digest_of", "_inner", "_items", "_list", "_memory", "_stepped", "_walk", "_walks_left"),
+        *(
+            "_apart",
+            "_digest",
+            "_digest_of",
+            "_inner",
+            "_items",
+            "_list",
+            "_memory",
+            "_stepped",
+            "_walk",
+            "_walks_left",
+        ),
         *("_whole", "first", "numbers", "objects", "packed"),
     )
 
@@ -76,6 +88,7 @@ class Kept:
         self._digest, self._digest_of = "", -1
         self.packed = bytearray()
         self.numbers: dict[int, int] = {}
+        self._apart: dict[int, tuple[dict[int, int], int, int]] = {}  # rows that were found to hold nothing of these
         self.objects: list[Any] = []
         self.first = 0
 
@@ -103,6 +116,20 @@ class Kept:
             self._forget()
         self._walks_left = WALKS
         return False
+
+    def is_apart_from(self, snapshot: Snapshot) -> bool:
+        """Whether nothing in the items has been met before in this walk."""
+        own = self.numbers
+        if not snapshot.numbers.keys().isdisjoint(own.keys()):
+            return False
+        for rows in snapshot.rows:
+            known = (rows, len(own), len(rows))  # objects are only ever added to both
+            before = self._apart.get(id(rows))
+            if before is None or before[0] is not rows or before[1:] != known[1:]:
+                if not rows.keys().isdisjoint(own.keys()):
+                    return False
+                self._apart[id(rows)] = known
+        return True
 
     def _is_as_it_was(self, items: list[Any], snapshot: Snapshot) -> bool:
         """Whether what is known of the first items is so now."""
@@ -202,9 +229,12 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     if not kept.take_up(container, items, snapshot):
         return None
     if kept.numbers:
-        if is_compared or not snapshot.numbers.keys().isdisjoint(kept.numbers.keys()):
+        if is_compared or not kept.is_apart_from(snapshot):
             return None  # something in them has been met, and has another number
-        snapshot.numbers.update(kept.numbers)
+        if len(kept.numbers) > MANY_ROWS:
+            snapshot.rows.append(kept.numbers)
+        else:
+            snapshot.numbers.update(kept.numbers)
     return kept
 
 

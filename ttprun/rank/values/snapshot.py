@@ -135,6 +135,7 @@ class Snapshot:
     computed   tensors met that were computed with gradients, except views of what optimizers update
     generator_loops   active loops in suspended generators of the user's
     numbers    number of each object met so far, by its id
+    rows       the same, of the objects in each container that holds very many
     storages   number of the tensor, or large array, with which a storage was recorded, by the storage's address
     memories   (address, end, number) of each small numpy array with memory of its own
     arrays     (hash, whether it has ever changed) of each large numpy array met so far, by its id
@@ -152,6 +153,7 @@ class Snapshot:
         self.computed: list[torch.Tensor] = []
         self.generator_loops: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
+        self.rows: list[dict[int, int]] = []
         self.storages: dict[int, int] = {}
         self.memories: list[tuple[int, int, int]] = []
         self.arrays: dict[int, tuple[bytes, bool]] = {}
@@ -222,6 +224,8 @@ class Snapshot:
         if handler is None:
             handler = HANDLERS[kind] = _choosers[0](kind)
         known = self.numbers.get(id(value))
+        if known is None and self.rows:
+            known = next((numbers[id(value)] for numbers in self.rows if id(value) in numbers), None)
         if known is not None:
             return [Tag.REFERENCE, known]
         if len(self.alive) > MAX_OBJECTS and self.has_limit:

@@ -1,7 +1,8 @@
 """The one change tracker: results computed from an object at an earlier boundary are valid while it is unchanged.
 
 `Unchanged` decides whether lists and dictionaries hold the same objects as before: of a dictionary by a version from
-torch (CPython's own up to 3.11, a watcher's later); if that has changed, and of lists, the items are compared.
+torch (CPython's own up to 3.11, a watcher's later); if that has changed, the items are compared, and so are those of
+lists. Of many dictionaries the versions are read directly in memory, all at once, where the interpreter has them there.
 `LongList` does the same for one list of perhaps millions of items, within microseconds where the kernel reports writes
 (written_pages.py). `Remembered` holds results, as long as they are used at each boundary.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any, Generic, TypeVar
 
+import numpy
 from torch._C._dynamo import guards
 
 from ttprun.rank.values.written_pages import Watched, watch
@@ -30,7 +32,7 @@ class _Probe:
     pass
 
 
-def _are_counted() -> bool:
+def _are_counted(version_of: Callable[[dict[Any, Any]], int]) -> bool:
     """Whether a dictionary's version changes with each kind of change in this interpreter."""
     probe = _Probe()
     of_object, plain = vars(probe), {"x": 0}
@@ -47,53 +49,7 @@ def _are_counted() -> bool:
     return version_of(of_object) != seen[0] and version_of(plain) != seen[1]
 
 
-ARE_COUNTED = _are_counted()
-
-
-class Unchanged:
-    """The contents of some lists and dictionaries, which are kept alive."""
-
-    __slots__ = ("_contents", "_dictionaries", "_items", "_lengths", "_lists", "_versions")
-
-    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
-        self._dictionaries: list[dict[Any, Any]] = []
-        self._versions: list[int] = []
-        self._contents: list[list[Any]] = []
-        self._lists: list[list[Any]] = []
-        self._lengths: list[int] = []
-        self._items: list[Any] = []
-        self.add(containers)
-
-    def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Add containers with their current contents."""
-        for one in containers:
-            if isinstance(one, dict):
-                self._dictionaries.append(one)
-                self._versions.append(version_of(one))
-                self._contents.append([*one, *one.values()])
-            else:
-                self._lists.append(one)
-                self._lengths.append(len(one))
-                self._items += one
-
-    def holds(self) -> bool:
-        """Whether all hold the same objects, in the same order."""
-        versions = list(map(version_of, self._dictionaries))
-        if versions != self._versions or not ARE_COUNTED:
-            for at, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
-                if now != before or not ARE_COUNTED:
-                    one = self._dictionaries[at]
-                    if not _are_the_same([*one, *one.values()], self._contents[at]):
-                        return False
-            self._versions = versions
-        return not self._lists or (
-            list(map(len, self._lists)) == self._lengths
-            and all(map(is_, chain.from_iterable(self._lists), self._items))
-        )
-
-
-def _are_the_same(items: list[Any], others: list[Any]) -> bool:
-    return len(items) == len(others) and all(map(is_, items, others))
+ARE_COUNTED = _are_counted(version_of)
 
 
 _POINTER_BYTES = ctypes.sizeof(ctypes.c_void_p)
@@ -132,6 +88,108 @@ def begins_with(items: Any, first: list[Any]) -> bool:
     )
 
 
+_VERSION_AT = 3 * ctypes.sizeof(ctypes.c_void_p)  # in a dictionary: after the object's head and the number of items
+_LONG = 64  # items of a list, from which on its memory is compared
+_MANY = 512  # dictionaries; the versions of fewer are asked for one by one
+
+
+def _version_in_memory(dictionary: dict[Any, Any]) -> int:
+    return ctypes.c_uint64.from_address(id(dictionary) + _VERSION_AT).value
+
+
+class _Versions:
+    """Versions of many dictionaries, read where each keeps its own; they must live as long as this."""
+
+    def __init__(self, dictionaries: list[dict[Any, Any]]) -> None:
+        addresses = numpy.fromiter(map(id, dictionaries), numpy.uint64, len(dictionaries))
+        lowest = int(addresses.min())
+        self._index = ((addresses - numpy.uint64(lowest)) >> numpy.uint64(3)).astype(numpy.intp)
+        words = (ctypes.c_uint64 * (int(self._index.max()) + 1)).from_address(lowest + _VERSION_AT)
+        self._words: Any = numpy.frombuffer(words, numpy.uint64)  # type: ignore[call-overload]  # most of it must not be read
+        self._known = self._words.take(self._index)
+
+    def changed(self) -> list[int]:
+        """The places of those that have changed since the last call."""
+        now = self._words.take(self._index)
+        if numpy.array_equal(now, self._known):
+            return []
+        found: list[int] = numpy.flatnonzero(now != self._known).tolist()
+        self._known = now
+        return found
+
+
+ARE_IN_MEMORY = ARE_COUNTED and _are_counted(_version_in_memory)  # by 3.11 and 3.12
+
+
+class Unchanged:
+    """The contents of some lists and dictionaries, which are kept alive."""
+
+    __slots__ = ("_contents", "_dictionaries", "_items", "_lengths", "_lists", "_long", "_many", "_versions")
+
+    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]] = ()) -> None:
+        self._dictionaries: list[dict[Any, Any]] = []
+        self._versions: list[int] = []
+        self._many: _Versions | None = None
+        self._contents: list[list[Any]] = []
+        self._lists: list[list[Any]] = []
+        self._lengths: list[int] = []
+        self._items: list[Any] = []
+        self._long: list[tuple[list[Any], list[Any]]] = []  # lists compared by their memory, with what they held
+        self.add(containers)
+
+    def add(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
+        """Add containers with their current contents."""
+        for one in containers:
+            if isinstance(one, dict):
+                self._dictionaries.append(one)
+                self._versions.append(version_of(one))
+                self._contents.append([*one, *one.values()])
+                self._many = None
+            elif len(one) >= _LONG and type(one) is list and HAVE_ADDRESSES:
+                self._long.append((one, one.copy()))
+            else:
+                self._lists.append(one)
+                self._lengths.append(len(one))
+                self._items += one
+
+    def holds(self) -> bool:
+        """Whether all hold the same objects, in the same order."""
+        for at in self._changed():
+            one = self._dictionaries[at]
+            if not _are_the_same([*one, *one.values()], self._contents[at]):
+                self._many = None  # asked again, it must say the same
+                return False
+        if self._lists and not (
+            list(map(len, self._lists)) == self._lengths
+            and all(map(is_, chain.from_iterable(self._lists), self._items))
+        ):
+            return False
+        return all(len(one) == len(held) and begins_with(one, held) for one, held in self._long)
+
+    def _changed(self) -> Iterable[int]:
+        """The places of dictionaries that may have changed: those with another version than before."""
+        if not ARE_COUNTED:
+            return range(len(self._dictionaries))
+        if self._many is not None:
+            return self._many.changed()
+        are_many = len(self._dictionaries) >= _MANY and ARE_IN_MEMORY
+        many = _Versions(self._dictionaries) if are_many else None  # before they are compared
+        versions = list(map(version_of, self._dictionaries))
+        if versions == self._versions:
+            self._many = many
+            return ()
+        return self._differing(versions)
+
+    def _differing(self, versions: list[int]) -> Iterator[int]:
+        pairs = zip(versions, self._versions, strict=True)
+        yield from [at for at, (now, before) in enumerate(pairs) if now != before]
+        self._versions = versions  # all of them hold what they held
+
+
+def _are_the_same(items: list[Any], others: list[Any]) -> bool:
+    return len(items) == len(others) and all(map(is_, items, others))
+
+
 class LongList:
     """One list that is looked at again and again. Its memory, if watched, shows whether an item was exchanged."""
 
@@ -157,7 +215,11 @@ class LongList:
             self._watched = watch(place[0], place[1] * _POINTER_BYTES)
         elif self._watched is not None:
             self._watched.note()  # before the comparison: what is written from here on is seen the next time
-        return begins_with(items, first)
+        is_same = begins_with(items, first)
+        if not is_same:  # that it is untouched from here on would prove nothing
+            self.end()
+            self._looks = 0
+        return is_same
 
     def end(self) -> None:
         """Stop watching."""
