@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
+from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import KNOWN
@@ -38,7 +41,8 @@ class FakeHandler:
 class FakeNode:
     """Three ranks that train, as the state machine sees them."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory(folder)
         self.board = Board.create(N_RANKS)[1]
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
@@ -61,15 +65,15 @@ class NoFaults:
 
 
 @pytest.fixture
-def node() -> FakeNode:
-    return FakeNode()
+def node(tmp_path: Path) -> FakeNode:
+    return FakeNode(tmp_path)
 
 
 @pytest.fixture
 def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
-    comparisons = Comparisons(node, nobody, nobody)  # type: ignore[arg-type]
+    comparisons = Comparisons(node, SimpleNamespace(is_off=True), nobody)  # type: ignore[arg-type]
     comparisons.begin_group()
     found = part(Reports, node, comparisons=comparisons, injections=NoFaults())
     found.begin_group()
@@ -81,7 +85,7 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
     for seat, digest in zip(node.seats, digests, strict=True):
         held = {"w": (digest, "gradient")}
-        reports.take(seat, from_rank.Held(boundary, is_full=boundary == 1, held=held, names={}, shards=[]))
+        reports.take(seat, from_rank.Held(boundary, is_full=boundary == 1, held=held, names={}, shards=[], groups=[]))
 
 
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(

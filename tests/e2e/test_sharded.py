@@ -16,6 +16,7 @@ import torch
 from tests.e2e.harness import Run, RunTtprun, StartTtprun, Undisturbed, assert_same_outcome
 from tests.e2e.test_checkpoints import Series, assert_resumed, assert_saved, ttprun
 from ttprun import torch_versions
+from ttprun.observe.topology import read_topology
 from ttprun.state.pieces import assemble, pieces_of
 
 pytestmark = pytest.mark.skipif(
@@ -99,6 +100,9 @@ def test_a_tensor_parallel_rank_is_replaced_from_its_data_parallel_peer_and_noth
     (incident,) = run.incidents
     assert (incident["rung"], incident["outcome"]) == ("replace", "recovered"), run.story()
     assert "(up.weight, up.bias, down.weight): the ranks 0, 2 and 1, 3 hold the same" in run.output, run.story()
+    topology = read_topology(run.folder / "run" / "topology.json")
+    assert topology.groups == {"dp0": (0, 2), "dp1": (1, 3), "tp0": (0, 1), "tp1": (2, 3)}
+    assert topology.replicas == ((0, 2), (1, 3))
     assert_same_outcome(run, undisturbed(TENSOR_PARALLEL, 4))
 
 

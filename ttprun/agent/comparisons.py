@@ -5,6 +5,8 @@ Who is a replica of whom is worked out in `ttprun.recovery.replicas`.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Iterable
@@ -16,6 +18,8 @@ from ttprun.agent.incidents import Incidents
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshot_times import SnapshotTimes
+from ttprun.agent.topology import topology_of
+from ttprun.observe.topology import Loss, write_topology
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
@@ -34,6 +38,7 @@ class Comparisons:
         self._incidents = incidents
         self._looks = Looks(world_size=1)
         self._names: dict[str, str] = {}  # of parameters, for people
+        self._groups: dict[int, list[from_rank.Group]] = {}  # by rank
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
 
     def begin_group(self) -> None:
@@ -56,6 +61,7 @@ class Comparisons:
         """A rank reports digests of what it holds; the last one's report shows who is a replica of whom."""
         before = self._looks
         self._names |= message.names
+        self._groups[seat.rank] = message.groups or self._groups.get(seat.rank, [])
         self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
@@ -66,6 +72,7 @@ class Comparisons:
             return
         if look.is_full or look.parted:
             self._note_replicas(self._looks.replicas, look.boundary)
+            self._write_topology()
         repaired, repaired_at = self._repaired
         if look.is_full and not look.parted and look.divergence is None and look.boundary <= repaired_at + PROOF_STEPS:
             everyone = range(len(self._node.seats))
@@ -126,6 +133,16 @@ class Comparisons:
             self.report_owners(seat)
         if replicas.has_single_holders:
             self._times.take_one_at_once()
+
+    def _write_topology(self) -> None:
+        """Let `ttprun topology` know who holds what."""
+        node = self._node
+        has_snapshots = "rewind" in node.job.settings.rungs and not self._times.is_off
+        groups = itertools.chain.from_iterable(self._groups.values())
+        otherwise: Loss = "snapshot" if has_snapshots else "restart"
+        topology = topology_of(self._looks.replicas, groups, len(node.seats), otherwise)
+        with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
+            write_topology(node.run.topology, topology)
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""

@@ -316,6 +316,18 @@ class DeviceReady:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A process group that the script has made.
+
+    dimension   of the mesh that it is along; "": it is of no mesh
+    ranks       of its members, in order
+    """
+
+    dimension: str
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
 class Held:
     """Digests of a rank's trained tensors, before it commits a step.
 
@@ -323,6 +335,7 @@ class Held:
     held     key of each parameter -> digests of its weights and of the rest; "" if not requested
     names    key -> the script's name for it, if known
     shards   keys of the parameters of which it holds a part, as their meshes declare it
+    groups   of which it is a member
     """
 
     boundary: int
@@ -330,6 +343,7 @@ class Held:
     held: dict[str, tuple[str, str]]
     names: dict[str, str]
     shards: list[str]
+    groups: list[Group]
 
 
 @dataclass(frozen=True)

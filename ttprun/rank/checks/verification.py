@@ -24,6 +24,7 @@ from ttprun.device.errors import in_one_line
 from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
 from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
+from ttprun.rank.session import current
 from ttprun.rank.weights import holdings
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of, elements_of
@@ -111,7 +112,10 @@ class Verifier:
         except Exception as error:
             self._turn_off(error)
             return
-        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names, shards=holdings.shards()))
+        session = current()
+        groups = [] if session is None else [group.described() for group in session.groups.values()]
+        shards = holdings.shards()
+        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names, shards=shards, groups=groups))
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.
@@ -189,7 +193,7 @@ class Verifier:
             weights, gradient = held.get(key, ("", ""))
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             held[key] = (weights, digest) if is_gradient else (digest, gradient)
-        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}, shards=[]))
+        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}, shards=[], groups=[]))
 
 
 def look_for_nan(entry: Entry) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from ttprun.device import accelerator, registry
+from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank import fail_open, moments
 from ttprun.rank.checks import proof
@@ -119,6 +120,11 @@ class ManagedGroup(ProcessGroup):
 
     _set_group_desc = setGroupDesc  # type: ignore[assignment]
     group_desc = property(getGroupDesc)
+
+    def described(self) -> from_rank.Group:
+        """Its members, and the dimension of the mesh that has made it: torch's meshes describe it as mesh_NAME."""
+        _, _, dimension = self._description.partition("mesh_")
+        return from_rank.Group(dimension, self.ranks)
 
     def shutdown(self) -> None:
         """The script has destroyed the group."""
