@@ -8,6 +8,10 @@ random order, each before one comes twice. The runs take turns, torchrun first, 
 rank at the same moment of the step. Before them one rank alone shows what the script's own set-up takes. torchrun has
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without which it mostly fails to recover 4 ranks.
 All times are the script's own: it logs when it has completed a step. Begin with measure().
+
+    python scripts/bench/recovery.py --framework lightning --ranks 2 --kills 3 --checkpoint-every 40
+
+The same with the loop of a framework, whose script trains until the recovery is over, and is ended then.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 from runs import (
     LAUNCHERS,
+    SCRIPT,
     TORCHRUN,
     TTPRUN,
     BenchmarkError,
@@ -39,8 +44,10 @@ from runs import (
     spread,
     told,
 )
-from steplog import Line, Setup, read_logs, read_setup, wait_for_step
+from steplog import LOOK_AGAIN_S, Line, Setup, read_logs, read_setup, wait_for_step
+from turns import FRAMEWORKS, wait_for_standby
 
+ENDLESS = 1_000_000  # steps
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
 # Label, name, digits: what is told of each launcher.
 FIGURES = (
@@ -113,10 +120,10 @@ class Outcome:
         return self.incidents[0].get(name) if self.incidents else None
 
 
-def measure_alone(folder: Path, script_arguments: list[str]) -> Setup:
+def measure_alone(folder: Path, script: Path, script_arguments: list[str]) -> Setup:
     """What the script's set-up takes if no other rank is in its way: a few steps of one rank under torchrun."""
     arguments = ["--step-logs={folder}/logs", "--steps=1000", *script_arguments]
-    with Run(TORCHRUN, 1, folder, arguments=arguments) as run:
+    with Run(TORCHRUN, 1, folder, arguments=arguments, script=script) as run:
         wait_for_step(run, 0, rank=0)
         return read_setup(read_logs(run))
 
@@ -125,11 +132,15 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path) -> None
     """One run with one kill; fills in the outcome."""
     every = options.checkpoint_every
     arguments = ["--step-logs={folder}/logs", "--checkpoint={folder}/last.pt", f"--checkpoint-every={every}"]
-    arguments += [f"--steps={2 * every + 10}", *options.script_arguments]
+    arguments += [f"--steps={ENDLESS if options.framework else 2 * every + 10}", *options.script_arguments]
     ours = ["--standbys", str(options.standbys)] if outcome.launcher == TTPRUN else []
-    with Run(outcome.launcher, outcome.ranks, folder, ["--max-restarts", "3", *ours], arguments) as run:
+    with Run(
+        outcome.launcher, outcome.ranks, folder, ["--max-restarts", "3", *ours], arguments, script_of(options)
+    ) as run:
         try:
             wait_for_step(run, every + every // 2 - 1, outcome.rank)
+            if options.framework and outcome.launcher == TTPRUN:
+                wait_for_standby(run)
             logs = read_logs(run)
             outcome.setup_s, outcome.script_setup_s, outcome.step_s = read_setup(logs)
             outcome.standbys = status_of(run).get("standbys")
@@ -137,13 +148,31 @@ def measure(outcome: Outcome, options: argparse.Namespace, folder: Path) -> None
             killed_at_s = time.time()
             victim = logs[outcome.rank][-1].pid
             at_s = kill_and_wait(victim, outcome)
-            run.finish(options.limit)
+            if options.framework:
+                wait_for_progress(run, read_logs(run), options.limit)
+            else:
+                run.finish(options.limit)
             outcome.seen_s = next((seen_s - at_s for seen_s in exits_of(run, victim)), None)
             note_recovery(outcome, read_logs(run), killed_at_s)
         except (BenchmarkError, OSError) as error:
             outcome.problem = str(error)
         outcome.incidents = status_of(run).get("incidents", [])
         outcome.weights = run.weights()
+
+
+def script_of(options: argparse.Namespace) -> Path:
+    """The script that is trained with."""
+    return FRAMEWORKS[options.framework] if options.framework else SCRIPT
+
+
+def wait_for_progress(run: Run, before: list[list[Line]], limit_s: float) -> None:
+    """Block until all ranks are beyond the steps that any had completed. Raises BenchmarkError after `limit_s`."""
+    newest = max(line.step for log in before for line in log if line.step is not None)
+    give_up_at_s = time.monotonic() + limit_s
+    while not all(log and (log[-1].step or 0) > newest + 1 for log in read_logs(run)):
+        if time.monotonic() > give_up_at_s or run.process.poll() is not None:
+            raise BenchmarkError(f"no step after {newest} within {limit_s:.0f} s; {run.last_words()}")
+        time.sleep(LOOK_AGAIN_S)
 
 
 def kill_and_wait(pid: int, outcome: Outcome) -> float:
@@ -253,7 +282,7 @@ def measure_all(options: argparse.Namespace, root: Path) -> list[Outcome]:
     for ranks in options.ranks:
         victims = chance.sample(range(ranks), ranks)
         for kill in range(options.kills):
-            alone = measure_alone(root / f"{ranks}-{kill}-alone", options.script_arguments)
+            alone = measure_alone(root / f"{ranks}-{kill}-alone", script_of(options), options.script_arguments)
             rank, moment = victims[kill % ranks], chance.random()
             for launcher in LAUNCHERS:
                 load = round(os.getloadavg()[0], 2)
@@ -273,6 +302,7 @@ def main() -> int:
         "--kills", type=positive, default=5, help="of each launcher, at each number of ranks (default 5)"
     )
     parser.add_argument("--checkpoint-every", type=positive, default=200, help="steps (default 200)")
+    parser.add_argument("--framework", choices=list(FRAMEWORKS), help="train with this one's loop")
     parser.add_argument("--standbys", type=int, default=1, help="of ttprun (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the ranks and moments that are chosen (default 0)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds from a kill to the end of the run")
