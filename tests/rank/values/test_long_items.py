@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import random
+import statistics
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rank.user_values import Meter
+from tests.rank.user_values import Meter, Stage, count_up
 from tests.rank.values.carrying import Scope, carry, is_refused
 from ttprun.rank import values
 from ttprun.rank.values import Snapshot, containers, long_items
@@ -263,3 +265,20 @@ def test_rows_in_two_long_lists_are_the_same_objects_in_both(are_few: bool, monk
     assert here["shuffled"][0] is here["rows"][-1]
     assert here["other"] is here["others"][3]["turns"]
     assert here["others"] == others
+
+
+def test_a_long_dictionary_of_library_functions_and_a_list_of_paths_are_walked_over_once() -> None:
+    functions = {name: getattr(statistics, name) for name in statistics.__all__ if name.islower()}
+    paths = [PurePosixPath(f"{number}.png") for number in range(40)]
+    stages = dict.fromkeys(range(40), Stage.WARM_UP)
+
+    for held in (functions, paths, stages):
+        values.begin_boundary()
+        items: Any = held if isinstance(held, list) else held.values()
+        assert kept_items(Snapshot({}), held, items, which=1) is not None
+
+
+def test_many_functions_of_the_script_are_looked_at_each_time_since_they_may_be_given_attributes() -> None:
+    values.begin_boundary()
+
+    assert kept_items(Snapshot({}), functions := [count_up] * 20, functions) is None

@@ -9,11 +9,15 @@ boundary. Begin with `kept_items`.
 
 from __future__ import annotations
 
+import enum
+from pathlib import PurePath
+from types import FunctionType
 from typing import Any
 
 import xxhash
 from torch import Tensor
 
+from ttprun.rank.position.whose import holds_state
 from ttprun.rank.values.nodes import SETTLED, Tag, is_settled, pack
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unchanged import LongList, Remembered, Unchanged
@@ -23,6 +27,7 @@ MIN_ITEMS = 12  # for fewer items packing again is as fast
 MAX_ITEMS = 100_000  # of more items only a digest is recorded, and compared
 MANY_ROWS = 4096  # objects in a container, above which they are not added to those that a walk has met
 WALKS = 16  # boundaries for which a container that has changed, or cannot be kept, is walked over before another try
+_MAY_BE_KEPT = (tuple, list, dict, Tensor, PurePath, enum.Enum, FunctionType)
 _next = 1 << 24  # number of the next object in rows; above all numbers of a snapshot
 
 
@@ -170,6 +175,8 @@ class Kept:
         global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
+        if any(item.__class__ is FunctionType and holds_state(item.__code__.co_filename) for item in added):
+            return None  # one of the script's own may be given attributes
         nodes = walk.items(added, 0)
         if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
             return None
@@ -217,7 +224,7 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     which   0, and 1 for the values of a dictionary
     """
     first = next(iter(items)).__class__
-    if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, (tuple, list, dict, Tensor))):
+    if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, _MAY_BE_KEPT)):
         return None
     is_compared = snapshot.is_apart and len(items) <= MAX_ITEMS  # with another process, which gives other numbers
     if is_compared and first in (list, dict):
