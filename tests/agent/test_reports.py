@@ -85,7 +85,12 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
     """Each rank tells the digest of its weights, one letter."""
     for seat, digest in zip(node.seats, digests, strict=True):
         held = {"w": (digest, "gradient")}
-        reports.take(seat, from_rank.Held(boundary, is_full=boundary == 1, held=held, names={}, shards=[], groups=[]))
+        reports.take(
+            seat,
+            from_rank.Held(
+                boundary, is_full=boundary == 1, held=held, names={}, shards=[], groups=[], why_not_stored=""
+            ),
+        )
 
 
 def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -32,6 +33,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--tp", type=int, default=2)
+parser.add_argument("--fsdp", action="store_true", help="shard over the data parallel ranks, too")
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -40,6 +42,8 @@ mesh = init_device_mesh("cpu", (world // args.tp, args.tp), mesh_dim_names=("dp"
 torch.manual_seed(1)
 model = Model(words=50, width=16)
 model = parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+if args.fsdp:
+    fully_shard(model, mesh=mesh["dp"])
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
 replicas = mesh["dp"].get_group()
 batches = torch.Generator().manual_seed(10 + mesh["dp"].get_local_rank())
@@ -49,7 +53,7 @@ for step in range(args.steps):
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     optimizer.zero_grad()
     loss.backward()
-    for parameter in model.parameters():
+    for parameter in () if args.fsdp else model.parameters():
         gradient = parameter.grad
         gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         dist.all_reduce(gradient, group=replicas)

@@ -62,6 +62,8 @@ class Comparisons:
         before = self._looks
         self._names |= message.names
         self._groups[seat.rank] = message.groups or self._groups.get(seat.rank, [])
+        if message.why_not_stored:
+            self._times.turn_off(message.why_not_stored)
         self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
         if look is None:
             return
@@ -174,7 +176,8 @@ class Comparisons:
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
         finding = f"{finding}: no other rank holds what such a rank holds, so none can be replaced"
         if self._times.is_off or "rewind" not in node.job.settings.rungs:
-            return f"{finding}; no snapshots are taken, so a fault restarts the group (--snapshot-every)"
+            why = self._times.why_off or "--snapshot-every"
+            return f"{finding}; no snapshots are taken, so a fault restarts the group ({why})"
         every = node.config.snapshot_every
         return f"{finding}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
 

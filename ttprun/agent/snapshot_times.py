@@ -17,6 +17,7 @@ class SnapshotTimes:
     """The times of snapshots, as `snapshot_every` asks for them; with `auto` they depend on cost and faults.
 
     is_off      none is taken, or none any more
+    why_off     why; "": the user wants none, or that was reported
     is_wanted   the next one is due at once, whatever the interval is
     cost_s      what the newest one took
     """
@@ -25,6 +26,7 @@ class SnapshotTimes:
         self._node = node
         self._interval = parse_interval(node.config.snapshot_every)
         self.is_off = self.is_never
+        self.why_off = ""
         self.is_wanted = False
         self.cost_s = 0.0
         self._began_s = self._last_s = time.monotonic()
@@ -44,6 +46,10 @@ class SnapshotTimes:
     def every_steps(self) -> int:
         """Optimizer steps between two; 0 if they come by time."""
         return self._interval.steps or 0
+
+    def turn_off(self, why: str) -> None:
+        """None can be taken."""
+        self.is_off, self.why_off = True, why
 
     def take_one_at_once(self) -> None:
         """Some rank holds what no other one does: with `auto` the first snapshot is not put off."""

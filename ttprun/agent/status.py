@@ -26,6 +26,7 @@ from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery import Phase as JobPhase
 from ttprun.recovery.job import name_ranks
+from ttprun.recovery.ladder import may_rewind
 from ttprun.recovery.replicas import in_short
 
 _EVERY_S = 0.5
@@ -163,8 +164,10 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
     if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
     if job.replicas.has_single_holders and not job.unprotected_reason:
-        names = in_short(job.replicas.all_names)
-        return f"on, but all ranks go back to the newest snapshot: no other rank holds a rank's own {names}"
+        why = f"no other rank holds a rank's own {in_short(job.replicas.all_names)}"
+        if may_rewind(job):
+            return f"on, but all ranks go back to the newest snapshot: {why}"
+        return f"off: {why}; if one is lost, {cost_of_a_loss(job)}"
     if job.are_alone and not job.unprotected_reason:
         return _protection_of_alone(job)
     hindered = [member for member in job.members if member.hindrance]

@@ -336,6 +336,7 @@ class Held:
     names    key -> the script's name for it, if known
     shards   keys of the parameters of which it holds a part, as their meshes declare it
     groups   of which it is a member
+    why_not_stored   why neither snapshots nor checkpoints can hold the shards; "" if they can
     """
 
     boundary: int
@@ -344,6 +345,7 @@ class Held:
     names: dict[str, str]
     shards: list[str]
     groups: list[Group]
+    why_not_stored: str
 
 
 @dataclass(frozen=True)

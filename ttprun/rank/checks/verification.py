@@ -109,13 +109,13 @@ class Verifier:
         """Report the hashes of all trained tensors before the commit, so that the agent knows them at a fault."""
         try:
             held, names = holdings.in_full(optimizer), holdings.names(frame)
+            shards, why_not_stored = holdings.shards()
         except Exception as error:
             self._turn_off(error)
             return
         session = current()
         groups = [] if session is None else [group.described() for group in session.groups.values()]
-        shards = holdings.shards()
-        self._channel.send(from_rank.Held(boundary, is_full=True, held=held, names=names, shards=shards, groups=groups))
+        self._channel.send(from_rank.Held(boundary, True, held, names, shards, groups, why_not_stored))
 
     def prove_from(self, boundary: int) -> None:
         """A recovery ends at this boundary: compare all hashes before each of the next steps.
@@ -193,7 +193,7 @@ class Verifier:
             weights, gradient = held.get(key, ("", ""))
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             held[key] = (weights, digest) if is_gradient else (digest, gradient)
-        self._channel.send(from_rank.Held(boundary, is_full=False, held=held, names={}, shards=[], groups=[]))
+        self._channel.send(from_rank.Held(boundary, False, held, {}, [], [], ""))
 
 
 def look_for_nan(entry: Entry) -> None:

@@ -92,9 +92,10 @@ def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str
     }
 
 
-def shards() -> list[str]:
-    """Keys of the parameters of which this rank holds a part, as their meshes declare it."""
-    return [key for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None]
+def shards() -> tuple[list[str], str]:
+    """(keys of the parameters of which this rank holds a part, why these cannot be stored), as their meshes declare."""
+    parts = {key: parameter for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None}
+    return [*parts], sharded.why_not_stored(parts.values())
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:
