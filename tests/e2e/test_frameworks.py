@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.harness import Run, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
 ACCELERATE = "frameworks/accelerate_loop.py"  # 24 batches
 STREAMS = "streams.py"  # 12 steps an epoch
 IGNITE = "frameworks/ignite_engine.py"  # 4 epochs of 5 steps
+RETRY = ("--retry-on", "^InjectedFaultError: injected")
 _MEASURED = ("runtime", "per_second")
 
 
@@ -123,6 +124,23 @@ def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metri
 
 @needs("transformers")
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "case"),
+    [
+        (TRANSFORMERS, "--accumulate 2 --evaluate --save --callback: exception:rank=1,step=7,phase=backward"),
+        (TRANSFORMERS, "--accumulate 2 --evaluate --save --callback: exception:rank=0,step=8,phase=validation"),
+        (ACCELERATE, "--accumulate 2 --save: exception:rank=1,step=7,phase=backward"),
+        (ACCELERATE, "--accumulate 2 --save: exception:rank=0,step=12,phase=validation"),
+    ],
+)
+def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothing_differs(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: str, case: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, script, case, rung="rerun", options=RETRY)
+
+
+@needs("transformers")
+@pytest.mark.slow
 def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpoint(
     run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
 ) -> None:
@@ -145,19 +163,26 @@ def test_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
 
 
 def assert_replaced_and_the_same(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: str, case: str
+    run_ttprun: Callable[..., Run],
+    undisturbed: Callable[..., Run],
+    script: str,
+    case: str,
+    rung: str = "replace",
+    options: Sequence[str] = (),
 ) -> None:
-    """A kill in a run of a framework's script changes nothing of what comes out.
+    """A fault in a run of a framework's script changes nothing of what comes out.
 
-    case   "arguments of the script: fault"
+    case      "arguments of the script: fault"
+    rung      by which the run recovers
+    options   of ttprun
     """
     words, _, kill = case.partition(": ")
     arguments = words.replace(":", "").split()
     reference = undisturbed(script, 2, arguments)
 
-    result = run_ttprun(script, 2, faults=[kill.removeprefix(": ")], script_args=arguments)
+    result = run_ttprun(script, 2, faults=[kill.removeprefix(": ")], script_args=arguments, options=options)
 
-    assert_only_replaced(result)
+    assert_recovered_by(result, [rung])
     assert_same_outcome(without_times(result), without_times(reference))
     assert written(result.folder) == written(reference.folder), result.story()
 

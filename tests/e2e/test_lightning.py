@@ -6,17 +6,20 @@ The extra `test-frameworks` has Lightning. All cases: ./scripts/test.sh -m 'slow
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_only_replaced
+from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_recovered_by
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
 FABRIC = "frameworks/fabric_loop.py"  # 3 epochs of 5 steps
+RETRY = ("--retry-on", "^InjectedFaultError: injected")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None, reason="lightning is not installed (the extra test-frameworks)"
@@ -43,6 +46,8 @@ def slow(case: str) -> Any:
         slow("--bar tqdm --save-every 4 --no-sanity-check: kill:rank=0,step=15,phase=backward"),
         slow("--bar tqdm --save-every 4: kill:rank=0,step=16,phase=checkpoint"),
         slow("--bar tqdm --newest --save-every 1: kill:rank=0,step=15,phase=forward"),
+        slow("--logger tensorboard: kill:rank=0,step=13,phase=backward"),
+        slow("--logger tensorboard: kill:rank=0,step=20,phase=checkpoint"),
         slow("--bar own: kill:rank=0,step=13,phase=backward"),
         slow(": kill:rank=0,step=29,phase=after_step"),
         slow("--manual: kill:rank=0,step=13,phase=backward"),
@@ -55,6 +60,8 @@ def slow(case: str) -> Any:
 def test_a_rank_of_a_lightning_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
+    if "tensorboard" in case:
+        pytest.importorskip("tensorboard")
     assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case)
 
 
@@ -66,17 +73,41 @@ def test_a_rank_that_trains_with_fabric_is_replaced_and_its_checkpoints_and_logs
     assert_replaced_and_the_same(run_ttprun, undisturbed, FABRIC, f": {kill}")
 
 
-def assert_replaced_and_the_same(run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str) -> None:
-    """A kill changes nothing of what comes out.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        ": exception:rank=1,step=13,phase=forward",
+        ": exception:rank=0,step=20,phase=validation",
+        "--bar tqdm: exception:rank=0,step=15,phase=backward",
+    ],
+)
+def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
+) -> None:
+    assert_replaced_and_the_same(run_ttprun, undisturbed, TRAINER, case, rung="rerun", options=RETRY)
 
-    case   "arguments of the script: fault"
+
+def assert_replaced_and_the_same(
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
+    script: str,
+    case: str,
+    rung: str = "replace",
+    options: Sequence[str] = (),
+) -> None:
+    """A fault changes nothing of what comes out.
+
+    case      "arguments of the script: fault"
+    rung      by which the run recovers
+    options   of ttprun
     """
     words, _, kill = case.partition(": ")
     reference = undisturbed(script, 2, words.split())
 
-    result = run_ttprun(script, 2, faults=[kill], script_args=words.split())
+    result = run_ttprun(script, 2, faults=[kill], script_args=words.split(), options=options)
 
-    assert_only_replaced(result)
+    assert_recovered_by(result, [rung])
     assert said(result) == said(reference), result.story()
     assert result.exit_code == reference.exit_code == 0, result.story()
     assert not result.status["not_proved"], result.story()
@@ -92,11 +123,20 @@ def written(folder: Path) -> dict[str, str]:
     """Digest of each file that the script has written, by its name; a checkpoint holds paths in its folder."""
     found = {}
     for path in sorted((folder / "out").rglob("*")):
-        if path.is_file():
+        if path.name.startswith("events.out"):  # named after the moment, and holding times
+            found[str(path.parent.relative_to(folder) / "events")] = repr(events_in(path))
+        elif path.is_file():
             content = repr(plain(torch.load(path, weights_only=False))) if path.suffix == ".ckpt" else path.read_text()
             content = content.replace(str(folder.resolve()), "")
             found[str(path.relative_to(folder))] = hashlib.sha256(content.encode()).hexdigest()
     return found
+
+
+def events_in(path: Path) -> list[Any]:
+    """What a file of TensorBoard's holds, without times."""
+    loader = importlib.import_module("tensorboard.backend.event_processing.event_file_loader")
+    events = loader.LegacyEventFileLoader(str(path)).Load()
+    return [(event.step, value.tag, str(value)) for event in events for value in event.summary.value]
 
 
 def plain(value: Any) -> Any:

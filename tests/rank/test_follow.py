@@ -14,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ttprun import frameworks
+from ttprun.rank.bootstrap import reset
 from ttprun.rank.data import loaders
 from ttprun.rank.position import ast_transform, compiled_cache, loops, whose
 from ttprun.rank.values import objects
@@ -201,6 +202,19 @@ def test_what_a_framework_makes_in_its_steps_for_others_is_left_to_the_replay(mo
     monkeypatch.setitem(frameworks.LEFT_OUT, f"{__name__}:{Handler.__qualname__}", "eval_dataloader")
 
     assert "eval_dataloader" in objects.left_out(type("OfUser", (Handler,), {}))
+
+
+class Shared:
+    state: dict[str, Any] = {}  # noqa: RUF012 - as accelerate has it
+
+
+def test_what_a_frameworks_objects_share_is_empty_when_the_script_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frameworks, "SHARED", (f"{__name__}:Shared.state", "not_imported.state:Shared.state"))
+    Shared.state["is_set_up"] = True
+
+    reset._empty_shared_states()
+
+    assert Shared.state == {}
 
 
 def test_a_loader_that_is_made_in_the_steps_has_the_name_that_the_lost_ranks_would_have() -> None:

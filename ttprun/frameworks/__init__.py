@@ -8,7 +8,8 @@ that moment, and makes it itself: by a function that gets the class and those at
 without one as pickle would, without its constructor. Either way it is given all that the lost rank's held. Of
 the hooks on a model's parts, HOOKS_WHEN_NEEDED names those that are put there when they are first needed and do nothing
 otherwise, HOOKS_THAT_REPEAT those of which a second one changes nothing. WRITING names packages that write checkpoints
-for a loop of the script's own: in a replay, that goes nowhere.
+for a loop of the script's own: in a replay, that goes nowhere. SHARED names dictionaries of classes that outlive a run
+of the script, and are emptied before it is run again in the same process.
 """
 
 from __future__ import annotations
@@ -22,3 +23,4 @@ MADE = lightning.MADE
 HOOKS_WHEN_NEEDED = frozenset(transformers.HOOKS_WHEN_NEEDED.split())
 HOOKS_THAT_REPEAT = frozenset(transformers.HOOKS_THAT_REPEAT.split())
 WRITING = frozenset({"transformers", "accelerate", "peft", "trl", "diffusers"})
+SHARED = tuple(accelerate.SHARED.split())

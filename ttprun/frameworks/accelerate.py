@@ -8,3 +8,7 @@ LEFT_OUT = {
     # loader, which a replay does not make again; those that train stand in the script's variables, too.
     "accelerate.accelerator:Accelerator": "_dataloaders",
 }
+# What each of its objects of these classes shares with all others.
+SHARED = " ".join(
+    f"accelerate.state:{kind}._shared_state" for kind in ("PartialState", "AcceleratorState", "GradientState")
+)

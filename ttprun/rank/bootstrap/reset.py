@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ttprun import frameworks
 from ttprun.rank import fail_open, values
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, os_entropy
@@ -108,6 +109,7 @@ def clear(error: BaseException) -> None:
     for forget in (step_hooks.forget, optimizer_registry.forget, loaders.forget, gradients.forget, values.forget):
         forget()
     loops.give_back()
+    _empty_shared_states()
     _forget_modules()
     gc.collect()
     _end_children()
@@ -147,6 +149,17 @@ def _clear_frames_of(trace: TracebackType | None) -> None:
             trace.tb_frame.clear()
             trace.tb_frame.f_locals  # noqa: B018
         trace.tb_next, trace = None, trace.tb_next
+
+
+def _empty_shared_states() -> None:
+    """Empty what a framework's objects share, which would tell the next run that all is set up."""
+    for name in frameworks.SHARED:
+        module, _, path = name.partition(":")
+        found: Any = sys.modules.get(module)
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if isinstance(found, dict):
+            found.clear()
 
 
 def _forget_modules() -> None:
