@@ -7,11 +7,13 @@ this rank does not reach the others. Begin with `break_device`.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ttprun.device import registry
+from ttprun.device import accelerator, registry
 from ttprun.device.sim import Queue, SimulatedNpu
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.session import Session
@@ -24,10 +26,13 @@ _GARBAGE = random.Random(1).randbytes(4093)
 def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
     """Break the simulated device, which is the process's device from now on.
 
-    returns   what was done, and the error for the script's next operation; None: for its next collective
+    returns   what was done, and the error for the script's next operation; None: the device itself raises one, or the
+              script's next collective
 
     Raises ValueError if there is nothing to break yet.
     """
+    if accelerator.in_use() is not None:
+        return _break_memory_of_device(kind), None
     device = registry.current()
     if not isinstance(device, SimulatedNpu):
         device = SimulatedNpu()
@@ -55,6 +60,34 @@ def break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]
     registry.simulate(device)
     size = sum(tensor.nbytes for tensor in ruined)
     return f"simulated device; {len(ruined)} tensors ({size} bytes) hold garbage", npu.error()
+
+
+def _break_memory_of_device(kind: str) -> str:
+    """The same on a device with memory of its own, which raises its errors itself, when it meets them."""
+    breaking: Any = sys.modules.get("torch_npu.breaking")
+    if breaking is None:
+        raise ValueError("only a simulated device can be broken on purpose")
+    if kind == "link":
+        breaking.fail_next_collective()
+        return "simulated device; its next collective fails"
+    if kind == "device-lost":
+        breaking.lose_device()
+        return "simulated device; it no longer answers"
+    failed = [tensor for tensor in optimizer_registry.stepped_tensors() if tensor.device.type == "npu"]
+    if not failed:
+        raise ValueError("no optimizer holds a parameter on the device yet")
+    if kind == "uce-fatal":
+        breaking.fail_memory_of_library()
+        return "simulated device; memory that belongs to no tensor fails in the next collective"
+    if kind == "uce-low":
+        activation = torch.ones_like(failed[0])
+        breaking.fail_memory(activation)
+        activation.add_(1)  # read, and then given back
+        return f"simulated device; memory of an activation ({activation.nbytes} bytes) fails"
+    for tensor in failed:
+        breaking.fail_memory(tensor, breaking.State.UCE_EXIT if kind == "uce-high" else breaking.State.HBM_ECC_EXIT)
+    size = sum(tensor.nbytes for tensor in failed)
+    return f"simulated device; {len(failed)} tensors ({size} bytes) hold garbage, and fail when they are read"
 
 
 def _break_link(session: Session, device: SimulatedNpu) -> tuple[str, None]:

@@ -146,6 +146,9 @@ ROWS: tuple[Row, ...] = (
 _MESSAGE_LENGTH = 300
 
 
+_OF_COMPUTATIONS = (_F.MEMORY_TEMPORARY, _F.MEMORY_PERSISTENT, _F.MEMORY_CORRUPTED, _F.DEVICE_LOST, _F.FORCED_STOP)
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """The table's answer for one error.
@@ -167,6 +170,11 @@ class Diagnosis:
     def is_known(self) -> bool:
         """Whether this is a device error."""
         return self.fault is not DeviceFault.UNKNOWN
+
+    @property
+    def is_of_computation(self) -> bool:
+        """Whether any operation on the device may raise it, and not only a collective."""
+        return self.fault in _OF_COMPUTATIONS
 
     @property
     def can_wait(self) -> bool:

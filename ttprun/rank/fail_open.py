@@ -140,11 +140,17 @@ def give_up(where: str, error: BaseException) -> None:
 
 
 def is_meant(error: BaseException) -> bool:
-    """Whether an exception of ours is meant for the script, or for its framework's callbacks."""
+    """Whether an exception of ours is meant for the script, or for its framework's callbacks.
+
+    A device's error is: whoever asks the device for something next gets it.
+    """
     if getattr(error, "is_meant_for_script", False):
         return True
     session = _session()
-    return session is not None and session.framework is not None  # which answers errors by its own callbacks
+    if session is None:
+        return False
+    # A framework answers errors by its own callbacks.
+    return session.framework is not None or session.diagnose(error).is_of_computation
 
 
 def _session() -> Any:

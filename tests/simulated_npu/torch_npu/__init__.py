@@ -22,7 +22,7 @@ torch._register_device_module("npu", npu)
 sys.modules["torch.npu"] = npu
 torch.utils.generate_methods_for_privateuse1_backend()
 
-from torch_npu import hccl  # noqa: E402, F401 - registers the backend
+from torch_npu import breaking, hccl  # noqa: E402, F401 - registers the backend
 
 __version__ = "2.13.0+simulated"
 version = SimpleNamespace(cann="simulated")

@@ -26,7 +26,8 @@ class State(IntEnum):
 
 def fail_memory(tensor: torch.Tensor, kind: State = State.UCE_EXIT) -> None:
     """The tensor's memory holds garbage, and fails when it is read."""
-    _C.poison(tensor.device.index, tensor.data_ptr(), tensor.untyped_storage().nbytes(), kind)
+    storage = tensor.untyped_storage()
+    _C.poison(tensor.device.index, storage.data_ptr(), storage.nbytes(), kind)
 
 
 def fail_memory_of_library() -> None:

@@ -63,7 +63,7 @@ def current_device() -> int:
 def set_device(device: Any) -> None:
     """Make it this thread's."""
     _C.set_device(_index(device))
-    _C.init()
+    _C.state(_index(device))  # which makes a context
 
 
 class device:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ttprun.device import accelerator, registry
-from ttprun.device.errors import DeviceFault, in_one_line
+from ttprun.device.errors import DeviceErrors, DeviceFault, in_one_line
 from ttprun.device.interface import DeviceFailedError, MemoryCheck
 from ttprun.device.sim import SimulatedNpu
 from ttprun.protocol import from_rank
@@ -43,11 +43,14 @@ def enter() -> None:
 def settle() -> None:
     """The links of all groups are aborted: wait until nothing of the old generation runs on the device any more.
 
-    Raises DeviceFailedError.
+    Raises DeviceFailedError, also after a link error that has stopped the device's queue: nobody knows what of the
+    script's work is lost with it. A device that was stopped has no work.
     """
     try:
         accelerator.synchronize()
     except RuntimeError as error:
+        if DeviceErrors({}).diagnose(error).fault is DeviceFault.FORCED_STOP:
+            return
         raise DeviceFailedError(f"the device does not end its work ({in_one_line(error)})") from error
 
 
@@ -89,6 +92,7 @@ def report_groups(session: Session, groups: Sequence[ManagedGroup], did: str) ->
 
 def give_up_process(session: Session, error: DeviceFailedError) -> None:
     """End this process, which cannot use its device any more and is to be replaced. Does not return."""
-    fault = str(DeviceFault.DEVICE_LOST)
+    cause = session.diagnose(error)
+    fault = str(cause.fault if cause.rung == "reconnect" else DeviceFault.DEVICE_LOST)
     session.channel.send(from_rank.ScriptError(in_one_line(error), "", detail=str(error), device_fault=fault))
     os._exit(EXIT_CODE)

@@ -274,7 +274,8 @@ class ManagedGroup(ProcessGroup):
 
     def device_fault_of(self, error: BaseException | None) -> str:
         """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
-        return self._session.diagnose(error).name if self.is_on_device and error is not None else ""
+        is_of_device = self.is_on_device or any(TRANSPORTS[name].is_late for name in self.backends.values())
+        return self._session.diagnose(error).name if is_of_device and error is not None else ""
 
     # Operations.
 

@@ -1,0 +1,37 @@
+"""Errors of a device with memory of its own (the tests' simulated NPU), which raises them itself and late."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_recovered_by, assert_same_outcome
+
+SCRIPT = "on_device.py"
+NPU = "npu"
+
+
+@pytest.mark.parametrize(
+    ("fault", "rung", "kind", "processes"),
+    [
+        ("uce-high:rank=1,step=12,phase=forward", "rerun", "memory-persistent", [1, 1]),
+        ("uce-low:rank=1,step=12,phase=backward", "rerun", "memory-temporary", [1, 1]),
+        ("uce-high:rank=0,step=12,phase=in_step", "rerun", "memory-persistent", [1, 1]),
+        ("ecc:rank=1,step=12,phase=forward", "rerun", "memory-persistent", [1, 1]),
+        ("ecc:rank=1,step=0,phase=forward", "replace", "memory-corrupted", [1, 2]),
+        ("uce-fatal:rank=0,step=12,phase=before_step", "replace", "memory-outside-pool", [2, 1]),
+        ("device-lost:rank=1,step=12,phase=after_step", "replace", "device-lost", [1, 2]),
+        ("link:rank=1,step=12,phase=collective", "replace", "link", [1, 2]),
+    ],
+)
+def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, fault: str, rung: str, kind: str, processes: list[int]
+) -> None:
+    reference = undisturbed(SCRIPT, 2, device=NPU)
+
+    result = run_ttprun(SCRIPT, 2, faults=[fault], device=NPU)
+
+    assert_recovered_by(result, [rung])
+    assert [incident["kind"] for incident in result.incidents] == [kind], result.story()
+    assert_same_outcome(result, reference)
+    started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
+    assert [started.count(rank) for rank in (0, 1)] == processes
