@@ -12,6 +12,7 @@ import pytest
 from tests.recovery.fake_world import FakeWorld
 from ttprun.recovery import Settings
 from ttprun.recovery.members import CHUNK, Life, Mark, Member, Members, marks_of
+from ttprun.recovery.replicas import Looks
 
 
 class Counted:
@@ -54,6 +55,22 @@ def test_an_incident_of_twice_as_many_ranks_takes_twice_the_work(lost: int) -> N
     found = [instructions_of_incident(world_size, lost) for world_size in (64, 128, 256)]
 
     assert all(after / before < 2.2 for before, after in pairwise(found)), found
+
+
+@pytest.mark.parametrize("are_sharded", [False, True])
+def test_a_comparison_of_twice_as_many_ranks_takes_twice_the_work(are_sharded: bool) -> None:
+    found = []
+    for world_size in (128, 256, 512):
+        looks = Looks(world_size=world_size)
+        with Counted() as counted:
+            for boundary in (1, 2):
+                for rank in range(world_size):
+                    held = {"w": (f"shard {rank // 2 * are_sharded}", "r")}
+                    looks, look = looks.note(rank, boundary, held, is_full=True)
+        assert look is not None
+        found.append(counted.instructions)
+
+    assert all(after / before < 2.3 for before, after in pairwise(found)), found
 
 
 def test_members_count_what_they_wait_for_as_a_scan_would() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 KEPT = 8  # boundaries that are not complete yet
+PART = 128  # ranks whose reports are kept together: a report copies those of its part only
 _MOST_NAMED = 3
 
 Reported = tuple[int, bool]
@@ -176,13 +177,13 @@ class Looks:
 
     replicas    what is known by now
     agreed_at   newest boundary at which all replica peers were alike; None before the first look
-    reported    (boundary, whether in full) -> rank -> key -> digests, while some rank is missing
+    reported    (boundary, whether in full) -> part of the ranks -> rank -> key -> digests, while some rank is missing
     """
 
     world_size: int
     replicas: Replicas = UNKNOWN
     agreed_at: int | None = None
-    reported: Mapping[Reported, Mapping[int, Mapping[str, Held]]] = field(default_factory=dict)
+    reported: Mapping[Reported, Mapping[int, Mapping[int, Mapping[str, Held]]]] = field(default_factory=dict)
 
     def note(
         self,
@@ -199,13 +200,15 @@ class Looks:
         shards   keys of the parameters of which a mesh declares that this rank holds a part
         """
         this = (boundary, is_full)
-        of_boundary = {**self.reported.get(this, {}), rank: held}
-        if len(of_boundary) < self.world_size:
+        before = self.reported.get(this, {})
+        of_boundary = {**before, rank // PART: {**before.get(rank // PART, {}), rank: held}}
+        if sum(map(len, of_boundary.values())) < self.world_size:
             newest = sorted({*self.reported, this})[-KEPT:]
             known = {**self.reported, this: of_boundary}
             return replace(self, reported={at: known[at] for at in newest}), None
-        after = replace(self, reported={at: held_by for at, held_by in self.reported.items() if at[0] > boundary})
-        look, apart = self._compare(boundary, of_boundary, is_full)
+        after = replace(self, reported={at: parts for at, parts in self.reported.items() if at[0] > boundary})
+        held_by = {one: found for of_part in of_boundary.values() for one, found in of_part.items()}
+        look, apart = self._compare(boundary, held_by, is_full)
         declared = {*shards, *self.replicas.shards}
         replicas = replace(
             self.replicas,
@@ -230,8 +233,10 @@ class Looks:
                 continue
             before = parted.get(key, (0,) * self.world_size)
             after = before
-            for owner in sorted(set(before)):
-                ranks = [rank for rank in range(self.world_size) if before[rank] == owner]
+            alike: dict[int, list[int]] = {}
+            for rank, owner in enumerate(before):
+                alike.setdefault(owner, []).append(rank)
+            for _, ranks in sorted(alike.items()):
                 found = [by_rank[rank] for rank in ranks]
                 if found.count(found[0]) == len(found):
                     continue
