@@ -35,3 +35,23 @@ def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(
     assert_same_outcome(result, reference)
     assert_only_replaced(result)
     assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ("batchnorm,dropout,loader,pinned", "kill:rank=1,step=9,phase=backward"),
+        ("fp16,accumulation", "kill:rank=1,step=9,phase=backward"),
+        ("bf16,dropout,accumulation", "kill:rank=0,step=10,phase=in_step"),
+    ],
+)
+def test_what_scripts_do_on_a_device_is_repaired(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, more: str, fault: str
+) -> None:
+    arguments = ["--with", more]
+    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
+
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, faults=[fault], device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)

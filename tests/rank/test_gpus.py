@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.rank.worlds import run_world
+from ttprun.device import accelerator
 from ttprun.rank.session import current
 
 
@@ -32,3 +34,18 @@ def test_a_collective_of_tensors_on_a_device_is_left_to_gloo() -> None:
         found
         == [(False, "collectives of tensors on meta are not repaired with the backend 'gloo'", [3.0, 3.0, 3.0])] * 2
     )
+
+
+def step_in_a_graph(rank: int) -> str:
+    accelerator.in_use = lambda: ("cuda", SimpleNamespace(is_current_stream_capturing=lambda: True))
+    accelerator.random_states = lambda: None
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight], lr=1.0).step()
+    return unprotected()
+
+
+def test_a_step_that_is_captured_in_a_graph_is_not_repaired() -> None:
+    found = run_world(step_in_a_graph)
+
+    assert found == ["the script captures its optimizer's step in a graph of the device: use it outside"] * 2

@@ -27,6 +27,10 @@ class Weights:
     def sample(self, boundary: int) -> bytes:
         return bytes_of(self.weights[boundary % len(self.weights)].detach()).tobytes()
 
+    def sample_later(self, boundary: int) -> Callable[[], bytes]:
+        found = self.sample(boundary)
+        return lambda: found
+
 
 class Training:
     """Two weights, steps that change them, and what is known of them behind each."""

@@ -34,6 +34,13 @@ def synchronize() -> None:
         found[1].synchronize()
 
 
+def is_capturing() -> bool:
+    """Whether this thread's work is being captured in a graph, which the script then runs without our hooks."""
+    found = in_use()
+    ask = getattr(found[1], "is_current_stream_capturing", None) if found is not None else None
+    return ask is not None and bool(ask())
+
+
 def random_states() -> tuple[str, list[bytes]] | None:
     """(type of device, state of each device's generator); None if no device is in use."""
     found = in_use()

@@ -45,6 +45,8 @@ def main() -> None:
         os._exit(1)
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
+    # Packages ask at import whether there is a GPU. torch then asks NVML, and not CUDA, which no fork could use later.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     channel = Channel(socket.socket(fileno=fd))
     warm_up(WARM)
     channel.send(from_rank.Ready(is_copyable()))

@@ -38,20 +38,44 @@ def find_nan(journal: Journal, boundary: int) -> tuple[str, bool]:
     if not is_whole and len(entries) > MOST_OPERATIONS:
         first = boundary * MOST_OPERATIONS % len(entries)
         entries = (entries[first:] + entries[:first])[:MOST_OPERATIONS]
-    for entry in entries:
+    for entry in _suspects(entries, boundary, is_whole):
         if any(has_nan(output, boundary, is_whole) for output in entry.outputs):
             return _whose(journal, entry)
     return "", False
+
+
+def _suspects(entries: list[Entry], boundary: int, is_whole: bool) -> list[Entry]:
+    """The entries whose results may have a NaN: those on the CPU, and of those on devices all that do.
+
+    A device is asked once for all, since the CPU waits for each answer.
+    """
+    on_device = [
+        (entry, _sampled(output, boundary, is_whole).sum().float())
+        for entry in entries
+        for output in entry.outputs
+        if not output.is_cpu and output.is_floating_point()
+    ]
+    if not on_device:
+        return entries
+    sums = torch.stack([found for _, found in on_device]).tolist()
+    with_nan = {id(entry) for (entry, _), found in zip(on_device, sums, strict=True) if math.isnan(found)}
+    return [entry for entry in entries if id(entry) in with_nan or all(output.is_cpu for output in entry.outputs)]
+
+
+def _sampled(tensor: torch.Tensor, boundary: int, is_whole: bool) -> torch.Tensor:
+    """The elements that are checked."""
+    found = elements_of(tensor.detach())
+    apart = found.numel() // SAMPLE
+    if apart > 1 and not is_whole:
+        return found.reshape(-1)[boundary % apart :: apart] if found.is_contiguous() else found[:1]
+    return found
 
 
 def has_nan(tensor: torch.Tensor, boundary: int, is_whole: bool) -> bool:
     """Whether an element is NaN; of a large tensor a sample is checked, another one each step, unless `is_whole`."""
     if not tensor.is_floating_point():
         return False
-    found = elements_of(tensor.detach())
-    apart = found.numel() // SAMPLE
-    if apart > 1 and not is_whole:
-        found = found.reshape(-1)[boundary % apart :: apart] if found.is_contiguous() else found[:1]
+    found = _sampled(tensor, boundary, is_whole)
     # The sum over infinities of both signs is NaN too, hence the second check.
     return math.isnan(found.sum().item()) and bool(found.isnan().any())
 

@@ -177,7 +177,7 @@ class Journal:
             return False
         self.held_bytes += size
         entry.size_bytes = size
-        entry.saved = [self._copied(tensor.detach()) for tensor in inputs]
+        entry.saved = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
         return True
 
     def _copied(self, source: Tensor) -> tuple[Tensor, Tensor]:

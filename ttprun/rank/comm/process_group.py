@@ -294,6 +294,8 @@ class ManagedGroup(ProcessGroup):
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
         if outputs and not (outputs[0].is_cpu or self._is_repaired(outputs[0].device.type)):
             return self._issue_unprotected(op, args, outputs[0].device)
+        if outputs and not outputs[0].is_cpu and accelerator.is_capturing():
+            session.give_up_protection(f"the script captures {op} in a graph of the device, which cannot be repeated")
         given = () if inputs_at is None else args[inputs_at]
         is_skipped = moments.reached_collective(op, given)
         if not is_skipped:

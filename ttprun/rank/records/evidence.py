@@ -7,6 +7,8 @@ which it calls backward, and of the inputs of its collectives. Begin with `Evide
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -37,6 +39,11 @@ Place = tuple[int, int, int]  # kind, key of the loader or group, index among th
 _ROUNDING = 4096  # units in the last place of the largest element
 _MOST_ROUNDING = 0.05  # of the largest element
 _MOST_TENSORS = 32  # of a batch, a loss or a collective
+
+
+@functools.cache
+def _key_of(name: str) -> int:
+    return xxhash.xxh3_64_intdigest(name.encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class Evidence:
         """
         if step != self._step:
             self._begin(step)
-        key = xxhash.xxh3_64_intdigest(name.encode())
+        key = _key_of(name)
         number = self._counts[kind, key]
         self._counts[kind, key] += 1
         noted = Noted(*sampled(tensors, step + number))
@@ -124,13 +131,20 @@ def sampled(tensors: Sequence[torch.Tensor], salt: int) -> tuple[int, bytes]:
     sample = b""
     for tensor in tensors[:_MOST_TENSORS]:
         if tensor.is_cpu or tensor.nbytes <= WHOLE_BYTES or not tensor.is_contiguous():
-            view = bytes_of(tensor)
+            view = _memory(tensor)
             part = view if len(view) <= WHOLE_BYTES else _lines(view, salt)
         else:
             part = _lines_on_device(tensor, salt)
         state.update(part)
         sample = sample or bytes(part[:SAMPLE_BYTES])
     return state.intdigest(), sample
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """As `bytes_of`, quicker; only valid while the tensor lives."""
+    if tensor.is_cpu and tensor.nbytes and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return bytes_of(tensor)
 
 
 def _place_of_lines(size: int, salt: int) -> tuple[int, int]:
@@ -146,7 +160,7 @@ def _lines_on_device(tensor: torch.Tensor, salt: int) -> memoryview:
     return _in_order(numpy.frombuffer(bytes_of(flat.view(LINES, stride)[:, at : at + LINE_BYTES]), numpy.uint8))
 
 
-def _lines(view: memoryview, salt: int) -> memoryview:
+def _lines(view: Any, salt: int) -> memoryview:
     """Lines spread over the whole view, the first words of each before the rest."""
     stride, at = _place_of_lines(len(view), salt)
     array: Any = numpy.frombuffer(view, numpy.uint8, LINES * stride).reshape(LINES, stride)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ttprun.device import accelerator
 from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank import fail_open, moments, values
 from ttprun.rank.checks.replay_guard import report_mismatch
@@ -106,6 +107,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     if session.replay is not None:
         return session.replay.before_step(frame, returned)
     moments.reached("before_step")
+    if accelerator.is_capturing():
+        session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
     if not session.groups:

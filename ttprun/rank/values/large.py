@@ -23,6 +23,7 @@ import xxhash
 
 from ttprun.rank.values import written_pages
 from ttprun.rank.values.written_pages import Watched, watch
+from ttprun.rank.weights.tensor_bytes import bytes_of
 
 SMALL_BYTES = 64 << 10  # up to here all elements are recorded
 WHOLE_BYTES = 64 << 20  # up to here all bytes are hashed; of more, blocks that are spread over the whole
@@ -204,7 +205,9 @@ def _digest(value: Any) -> bytes:
     flat = value.detach().resolve_conj().resolve_neg()
     if not (flat.is_contiguous() or flat.is_contiguous(memory_format=torch.channels_last)):
         flat = flat.contiguous()
-    if flat.device.type != "cpu":
+    if not flat.is_cpu:
+        if flat.nbytes > TENSOR_BYTES and flat.is_contiguous():
+            return _digest_of_blocks_on_device(flat)
         flat = flat.cpu()
     if not flat.nbytes:
         return b""
@@ -219,6 +222,16 @@ def _digest_of_blocks(memory: Any) -> bytes:
     blocks = raw[: apart * _TENSOR_BLOCKS].reshape(_TENSOR_BLOCKS, apart)[:, :_BLOCK_BYTES]
     state = xxhash.xxh3_64(blocks.tobytes())
     state.update(raw[-_BLOCK_BYTES:].tobytes())
+    return state.digest()
+
+
+def _digest_of_blocks_on_device(flat: torch.Tensor) -> bytes:
+    """As `_digest_of_blocks`; only the blocks are copied to the CPU."""
+    raw = flat.view(-1).view(torch.uint8)
+    apart = len(raw) // _TENSOR_BLOCKS
+    blocks = raw[: apart * _TENSOR_BLOCKS].view(_TENSOR_BLOCKS, apart)[:, :_BLOCK_BYTES]
+    state = xxhash.xxh3_64(bytes_of(blocks))
+    state.update(bytes_of(raw[-_BLOCK_BYTES:]))
     return state.digest()
 
 

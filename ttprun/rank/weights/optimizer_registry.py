@@ -6,7 +6,7 @@ All in the order in which the script has made them, which is the same in every r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +129,19 @@ class Stepped:
             if parameter.is_contiguous() and parameter.device.type == "cpu":
                 samples[number] = (of_group, at, parameter, parameter.data_ptr(), sample)
         return xxhash.xxh3_64_digest(sample)
+
+    def sample_later(self, boundary: int) -> Callable[[], bytes]:
+        """Returns `sample` of this moment; a parameter on a device is copied there, and read when that is called."""
+        if not self._samples:
+            return lambda: b""
+        of_group, at, *_ = self._samples[boundary % len(self._samples)]
+        group = self.held[of_group]
+        parameter = local_of(group[at]) if at < len(group) else None
+        if parameter is None or parameter.is_cpu or not parameter.is_contiguous():
+            found = self.sample(boundary)
+            return lambda: found
+        copy = _beginning(parameter).clone()
+        return lambda: xxhash.xxh3_64_digest(bytes_of(copy)[:_SAMPLE_BYTES])
 
 
 def _beginning(parameter: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ class KeptWeights:
         # After the newest step:
         self._noted: Sequence[torch.Tensor] = ()
         self._versions: int | None = None
-        self._mark = b""
+        self._mark: Callable[[], bytes] = bytes
         self._digest = b""
 
     def note(self, boundary: int) -> None:
@@ -53,7 +53,7 @@ class KeptWeights:
             return
         self._noted = weights
         self._versions = sum(map(_version_of, weights))
-        self._mark = trained.sample(boundary + 1)
+        self._mark = trained.sample_later(boundary + 1)
         if self._looks < FULL_LOOKS:
             self._looks += 1
             self._digest = _digest_of(weights)
@@ -74,7 +74,7 @@ class KeptWeights:
         if self.is_kept or self._versions is None:
             return
         weights = trained.weights
-        if not (self._is_changed() or (mark != self._mark and _are_same(weights, self._noted))):
+        if not (self._is_changed() or (mark != self._mark() and _are_same(weights, self._noted))):
             return
         self.is_kept = True
         size = sum(local_of(weight).nbytes for weight in weights)
