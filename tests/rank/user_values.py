@@ -74,6 +74,12 @@ class Point(NamedTuple):
     y: float
 
 
+class Saver:
+    """As ignite's Checkpoint: its tuple's class does not know that it is in another one."""
+
+    Item = NamedTuple("Item", [("priority", float), ("filename", str)])  # noqa: UP014
+
+
 class NamedCounts(dict):  # type: ignore[type-arg]
     """A dict with something of its own."""
 

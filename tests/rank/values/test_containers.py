@@ -19,6 +19,7 @@ from tests.rank.user_values import (
     Meter,
     NamedCounts,
     Point,
+    Saver,
     Stage,
     State,
 )
@@ -103,6 +104,7 @@ def test_a_container_keeps_its_identity_and_takes_the_items_of_the_lost_rank(los
         ((1, 2.5, "c"), (1, 2.5, "b")),
         ((), (1,)),
         (Point(1.0, 2.0), Point(0.0, 0.0)),
+        (Saver.Item(1.0, "a.pt"), ()),
         (frozenset({1, 2}), frozenset({3})),
         ((1, (2, [3])), (1, (2, [4]))),
     ],

@@ -141,7 +141,17 @@ def look_up(name: str) -> Any:
     return found
 
 
+def _look_up_in_classes(name: str) -> Any:
+    """A type that a class made in its body and that does not know it: `Item = NamedTuple("Item", ...)`."""
+    module, _, own = name.partition(":")
+    held = list(vars(sys.modules[module]).values()) if module in sys.modules else []
+    found = (vars(one).get(own) for one in held if isinstance(one, type) and one.__module__ == module)
+    return next((one for one in found if isinstance(one, type) and name_of(one) == name), MISSING)
+
+
 def look_up_type(name: str, base: type) -> type | None:
     """A type that this process has loaded, if it is a subclass of `base`."""
     found = look_up(name)
+    if found is MISSING:
+        found = _look_up_in_classes(name)
     return found if isinstance(found, type) and issubclass(found, base) else None
