@@ -53,6 +53,7 @@ def needs(package: str) -> pytest.MarkDecorator:
         slow("--evaluate --save --best: kill:rank=0,step=8,phase=forward"),
         slow("--evaluate --save --best: kill:rank=1,step=9,phase=in_step"),
         slow("--evaluate --save --best --early-stopping: kill:rank=1,step=6,phase=backward"),
+        slow("--save --find-last: kill:rank=0,step=9,phase=backward"),
         slow("--group-by-length --callback: kill:rank=1,step=13,phase=backward"),
         slow("--iterable --max-steps 16: kill:rank=1,step=13,phase=backward"),
         slow("--workers 1: kill:rank=0,step=13,phase=backward"),

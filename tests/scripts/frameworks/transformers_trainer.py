@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import random
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
@@ -30,6 +32,7 @@ parser.add_argument("--iterable", action="store_true")
 parser.add_argument("--datasets", action="store_true")
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--resume", help="a checkpoint of the framework's own")
+parser.add_argument("--find-last", action="store_true", help="resume from the newest checkpoint, as run_clm.py does")
 parser.add_argument("--max-steps", type=int, default=-1)
 parser.add_argument("--metrics", action="store_true")
 args = parser.parse_args()
@@ -149,7 +152,10 @@ trainer = Trainer(
     callbacks=callbacks,
     compute_metrics=accuracy if args.metrics else None,
 )
-result = trainer.train(resume_from_checkpoint=args.resume)
+resume = args.resume
+if args.find_last and os.path.isdir(arguments.output_dir):
+    resume = get_last_checkpoint(arguments.output_dir)
+result = trainer.train(resume_from_checkpoint=resume)
 
 rank = trainer.args.process_index
 history = [

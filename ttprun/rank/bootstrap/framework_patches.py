@@ -21,7 +21,7 @@ class _Row(NamedTuple):
 
     packages  of which one has the module
     module    in the package
-    function  "Class.function" in it
+    function  "Class.function" in it, or "function"
     wrap      given the original, returns ours
     """
 
@@ -41,6 +41,7 @@ _TABLE = (
     _Row(_FABRIC, "loggers.csv_logs", "_ExperimentWriter.save", csv_logs.wrap_save),
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", files.leave_out_in_replay),
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", files.leave_out_in_replay),
+    _Row("transformers", "trainer_utils", "get_last_checkpoint", free_names.wrap_last_checkpoint),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", evaluations.wrap_run),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.teardown", evaluations.wrap_teardown),
 )
@@ -55,9 +56,10 @@ def follow() -> None:
 
 def _change(module: str) -> None:
     for row in _TABLE:
-        kind, _, name = row.function.partition(".")
-        owner = getattr(sys.modules.get(module), kind, None)
-        if module not in (f"{package}.{row.module}" for package in row.packages.split()) or not isinstance(owner, type):
+        kind, _, name = row.function.rpartition(".")
+        owner: Any = sys.modules.get(module)
+        owner = getattr(owner, kind, None) if kind else owner
+        if module not in (f"{package}.{row.module}" for package in row.packages.split()) or owner is None:
             continue
         original = vars(owner).get(name)
         if original is not None and original not in _ours:

@@ -209,6 +209,11 @@ ALSO: tuple[Change, ...] = (
         "CSVLogger and TensorBoardLogger._get_next_version, ModelCheckpoint.file_exists",
         "a replacement takes the names of folders and files that its rank had taken",
     ),
+    Change(
+        "transformers",
+        "trainer_utils.get_last_checkpoint",
+        "a replacement's setup finds the checkpoint that its rank's had found, and none that was written since",
+    ),
     Change("lightning", "CSVLogger's _ExperimentWriter.save", "rows are counted, to write each once"),
     Change("lightning", "TorchCheckpointIO.save_checkpoint, remove_checkpoint", "in a replay, to do nothing"),
     Change(

@@ -4,10 +4,14 @@ Lightning gives a run's folder the next version that is free, and a checkpoint a
 replacement nothing looks free that its rank had taken. So a version that was chosen before the first step is kept in
 the recorder (origins.py), and a checkpoint that was written after the boundary counts as not there: it is written
 again.
+
+The set-up of transformers' own training scripts looks for a checkpoint to resume from. A replacement's must find the
+one that its rank's had found, or none, not one that this run has written since.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from ttprun.rank import fail_open
@@ -36,3 +40,18 @@ def wrap_file_exists(original: Any) -> Any:
         return original(self, filepath, *args, **kwargs)
 
     return file_exists
+
+
+def wrap_last_checkpoint(original: Any) -> Any:
+    """get_last_checkpoint of transformers."""
+
+    def get_last_checkpoint(folder: Any) -> Any:
+        if not origins.is_on():
+            return original(folder)
+        session = current()
+        is_replay = session is not None and session.replay is not None
+        # A rank that did not look, since there was no folder yet, has left nothing to repeat.
+        find = (lambda: None) if is_replay else functools.partial(original, folder)
+        return origins.draw("last checkpoint", find, fail_open.caller())
+
+    return get_last_checkpoint
