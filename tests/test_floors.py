@@ -34,7 +34,7 @@ FLOORS = {
         "rank",
         "recovery",
     }
-    | {"state", "text_hashes", "torch_versions"},
+    | {"__version__", "state", "text_hashes", "torch_versions"},
     "cli": {"agent", "chaos", "config", "device", "errors", "mindio", "observe", "protocol", "rank"}
     | {"__version__", "frameworks", "state", "torch_versions"},
 }

@@ -195,6 +195,11 @@ class Config(BaseModel):
         rungs = [rung for rung in self.rungs if rung != "rewind"]
         return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never", "verify_every": 0})
 
+    def for_several_nodes(self) -> Config:
+        """The same on several nodes, where nothing is saved yet: neither snapshots nor checkpoints."""
+        rungs = [rung for rung in self.rungs if rung in ("reconnect", "rerun", "replace", "restart")]
+        return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never"})
+
     def for_one_rank(self) -> Config:
         """The same for a job without peers: what is lost can only come from what the rank itself has kept."""
         needs_peers = ("reconnect", "rerun", "resize")

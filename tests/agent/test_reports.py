@@ -12,6 +12,8 @@ import pytest
 from tests.agent.nodes import part
 from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.node import Node
+from ttprun.agent.peers import Peers
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.observe.run_directory import RunDirectory
@@ -44,6 +46,7 @@ class FakeNode:
     def __init__(self, folder: Path) -> None:
         self.run = RunDirectory(folder)
         self.board = Board.create(N_RANKS)[1]
+        self.peers = Peers()
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
@@ -51,6 +54,9 @@ class FakeNode:
             seat.pid, seat.is_present = 100 + seat.rank, True
             self.advance(recovery.RankStarted(at_s=0.0, rank=seat.rank, pid=seat.pid))
             self.advance(recovery.RankProtected(at_s=0.0, rank=seat.rank))
+
+    def void_beyond(self, boundary: int) -> None:
+        Node.void_beyond(self, boundary)  # type: ignore[arg-type]
 
     def advance(self, event: recovery.Event) -> None:
         self.job, _ = recovery.advance(self.job, event)

@@ -29,7 +29,7 @@ class Ranks:
 
     def __init__(self) -> None:
         seat = SimpleNamespace(rank=0, is_protected=True, handler=SimpleNamespace(start={"env": {}}))
-        self.seats = [seat, seat]
+        self.seats = self.here = [seat, seat]
         self.job: Any = SimpleNamespace(incident=None)
         self.standbys = FakeStandbys()
         self.watch = StandbyWatch(self, self.standbys)  # type: ignore[arg-type]

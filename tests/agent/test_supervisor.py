@@ -131,8 +131,14 @@ def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
     supervisor: Supervisor, started: Callable[..., RankHandler]
 ) -> None:
     handlers = [started("-c", "") for _ in range(2)]
-    begin_group(supervisor, 7, 0)  # the job has no rank 7
+    begin_group(supervisor, 0, 1)
+    healthy = supervisor.node.advance
 
+    def break_once(event: recovery.Event) -> None:
+        supervisor.node.advance = healthy
+        raise RuntimeError("broken on purpose")
+
+    supervisor.node.advance = break_once
     sit(supervisor, handlers)
 
     assert [handler.proc.wait(LIMIT_S) for handler in handlers] == [0, 0]

@@ -32,7 +32,7 @@ class FakeNode:
     is_python = True
 
     def __init__(self, seat: Seat) -> None:
-        self.seats = [seat]
+        self.seats = self.here = [seat]
         self.reported: list[str] = []
         self.logged: list[str] = []
 

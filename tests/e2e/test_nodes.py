@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.harness import PLAIN, Launch, Undisturbed, assert_no_orphans, start_ttprun
+from tests.e2e.harness import EPOCHS, PLAIN, Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
+StartNodes = Callable[..., list[Launch]]
 
 
 @pytest.fixture
@@ -21,22 +24,83 @@ def nodes() -> Iterator[Nodes]:
         yield found
 
 
-def start(nodes: Nodes, script: str, ranks: int, folder: Path) -> list[Launch]:
-    """The launchers of all nodes, each with so many ranks."""
-    return [
-        start_ttprun(script, ranks, folder / str(number), options=nodes.rendezvous(number), within=nodes.inside(number))
-        for number in range(len(nodes.names))
-    ]
+@pytest.fixture
+def start(nodes: Nodes, tmp_path: Path) -> StartNodes:
+    """`start(script, ranks, options=(), **how)`: the launchers of both nodes, each with so many ranks."""
+
+    def start_all(script: str, ranks: int, options: Any = (), **how: Any) -> list[Launch]:
+        return [
+            start_ttprun(
+                script,
+                ranks,
+                tmp_path / str(number),
+                options=[*nodes.rendezvous(number), *options],
+                within=nodes.inside(number),
+                **how,
+            )
+            for number in range(len(nodes.names))
+        ]
+
+    return start_all
 
 
-def test_two_nodes_train_as_under_torchrun(nodes: Nodes, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    reference = undisturbed(PLAIN, 2)
+def finished(launches: list[Launch], limit_s: float = 120.0) -> tuple[Run, list[Run]]:
+    """The runs of all nodes at their end, the one whose agent leads first: it has rank 0."""
+    runs = [launch.finish(limit_s) for launch in launches]
+    for run in runs:
+        assert_no_orphans(run)
+    leader = next(run for run in runs if "whose agent leads" not in run.status["protection"])
+    return leader, runs
 
-    runs = [launch.finish(60) for launch in start(nodes, PLAIN, 1, tmp_path)]
 
+def assert_same_weights(runs: list[Run], reference: Run) -> None:
+    """All ranks, on whatever nodes, ended with the weights and optimizer states of the undisturbed run."""
     for run in runs:
         assert run.exit_code == 0, run.story()
-        assert_no_orphans(run)
     hashes = chain(*(run.hashes.values() for run in runs))
-    assert sorted(chain(*hashes)) == sorted(chain(*reference.hashes.values()))
+    assert sorted(chain(*hashes)) == sorted(chain(*reference.hashes.values())), runs[0].story()
     assert reference.final in [run.final for run in runs]
+
+
+def test_two_nodes_train_as_under_torchrun(start: StartNodes, undisturbed: Undisturbed) -> None:
+    leader, runs = finished(start(PLAIN, 1))
+
+    assert_same_weights(runs, undisturbed(PLAIN, 2))
+    assert leader.incidents == []
+    assert leader.status["protection"] == "on", leader.story()
+    assert {run.output.count("a lost rank is replaced on its node") for run in runs} == {1}
+
+
+CASES = [(PLAIN, 1, 1), (PLAIN, 1, 0), (EPOCHS, 2, 0), (EPOCHS, 2, 1), (EPOCHS, 2, 2), (EPOCHS, 2, 3)]
+
+
+@pytest.mark.parametrize(("script", "ranks", "lost"), CASES)
+def test_a_rank_that_is_killed_on_either_node_is_replaced_there_and_no_step_is_lost(
+    start: StartNodes, undisturbed: Undisturbed, script: str, ranks: int, lost: int
+) -> None:
+    fault = f"kill:rank={lost},step=20"
+
+    leader, runs = finished(start(script, ranks, faults=[fault]))
+
+    assert_same_weights(runs, undisturbed(script, 2 * ranks))
+    assert [incident["rung"] for incident in leader.incidents] == ["replace"], leader.story()
+    assert leader.incidents[0]["ranks"] == [lost], leader.story()
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert f"incident {leader.incidents[0]['id']}" in leader.output
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
+def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
+    launches = start("plain_tensors.py", 1, script_args=["--steps", "100000"])
+    for launch in launches:
+        launch.wait_for_line(0, "step 10 ")
+    other = launches[0]
+    began_s = time.monotonic()
+
+    nodes.cut(1) if is_cut else nodes.kill(1)
+    run = other.finish(60)
+
+    assert time.monotonic() - began_s < 50
+    assert run.exit_code not in (0, None), run.story()
+    assert " is lost: " in run.output, run.story()
+    assert_no_orphans(run)

@@ -1,4 +1,4 @@
-"""A job on several nodes, here two launchers on one machine: it runs as under torchrun, since nobody repairs it yet."""
+"""A job on several nodes, here two launchers on one machine, which find each other in torch's ways."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def nodes(start_ttprun: StartTtprun, rendezvous: str, ranks: int) -> list[Launch
 
 
 @pytest.mark.parametrize(("rendezvous", "ranks"), [("static", 1), ("c10d", 2)])
-def test_two_nodes_train_together_as_under_torchrun_and_say_that_nothing_is_repaired(
+def test_two_nodes_train_together_as_under_torchrun_and_are_protected(
     start_ttprun: StartTtprun, undisturbed: Undisturbed, rendezvous: str, ranks: int
 ) -> None:
     reference = undisturbed(PLAIN, 2 * ranks)
@@ -39,9 +39,12 @@ def test_two_nodes_train_together_as_under_torchrun_and_say_that_nothing_is_repa
     for run in runs:
         assert run.exit_code == 0, run.story()
         assert run.output.count("ttprun: ") == 1, run.story()
-        assert "ttprun: recovery on several nodes is not supported yet" in run.output, run.story()
-        assert (run.status["state"], run.status["protection"][:4]) == ("done", "off:"), run.story()
+        assert "ttprun: 2 nodes: a lost rank is replaced on its node" in run.output, run.story()
+        assert run.status["state"] == "done", run.story()
         assert_no_orphans(run)
+    protection = sorted(run.status["protection"] for run in runs)
+    assert protection[1] == "on"
+    assert "whose agent leads" in protection[0]
     # Which node is the first one with c10d, chance decides.
     hashes = chain(*(run.hashes.values() for run in runs))
     assert sorted(chain(*hashes)) == sorted(chain(*reference.hashes.values()))

@@ -32,6 +32,7 @@ from ttprun.rank.weights.optimizer_registry import (
     wrap_optimizer_init,
 )
 from ttprun.rank.weights.replicated import NotRepairableError
+from ttprun.rank.weights.state_places import InDirectory
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.pieces import assemble, pieces_of
 
@@ -202,7 +203,7 @@ def test_ranks_that_hold_other_parts_have_one_digest_and_ranks_that_differ_in_wh
 def a_survivor(directory: Path) -> Iterator[None]:
     """Another process holds what this one holds now, and sends it to who asks."""
     process = multiprocessing.get_context("fork").Process(
-        target=state_transfer.serve, args=(str(directory), "state", 1, LIMIT_S, lambda: None)
+        target=state_transfer.serve, args=(InDirectory(str(directory), "state"), 1, LIMIT_S, lambda: None)
     )
     process.start()
     yield
@@ -217,7 +218,7 @@ def test_a_replacement_takes_over_the_part_of_a_survivor_that_holds_the_same(tmp
             with torch.no_grad():
                 for part in parts:
                     part.zero_()
-            state_transfer.fetch(str(tmp_path), "state", LIMIT_S)
+            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S)
 
         assert all(torch.equal(part, before) for part, before in zip(parts, expected, strict=True))
 
@@ -230,7 +231,7 @@ def test_a_replacement_refuses_the_part_of_a_survivor_that_holds_another(tmp_pat
     with world(1, 2) as mesh:
         train(mesh, STEPS)
         with pytest.raises(NotRepairableError, match=r"this rank's part is .*1 of 2 by .*, and the source's .*0 of 2"):
-            state_transfer.fetch(str(tmp_path), "state", LIMIT_S)
+            state_transfer.fetch(InDirectory(str(tmp_path), "state"), LIMIT_S)
     survivor.__exit__(None, None, None)
 
 

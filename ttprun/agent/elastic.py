@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
@@ -18,6 +19,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.failures import Failure
+from ttprun.agent.meeting import NotMetError, Place, meet
+from ttprun.agent.peers import Peers
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
@@ -31,18 +34,27 @@ class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
     supervisor, signals   set on the class before torch makes its agent
+    address, alike        as in `meeting.Place`; the same holds for them in a job on several nodes
     has_started_ranks     at least one group of ranks was started
     """
 
     supervisor: Supervisor
     signals: Signals
+    address = ""
+    alike: Mapping[str, str] = MappingProxyType({})
     has_started_ranks = False
     _groups_started = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         supervisor = self.supervisor
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
-        supervisor.begin_group(ranks, self._replace_handler)
+        try:
+            peers = self._meet(worker_group)
+        except NotMetError as error:
+            logger.warning("nothing is repaired, as under torchrun: %s", error)
+            self._judge = super()._monitor_workers  # type: ignore[method-assign]
+            return dict(super()._start_workers(worker_group))
+        supervisor.begin_group(ranks, self._replace_handler, peers)
         supervisor.parts.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
@@ -51,6 +63,14 @@ class ReplacingAgent(LocalElasticAgent):
         self._groups_started += 1
         ReplacingAgent.has_started_ranks = True
         return dict(pids)
+
+    def _meet(self, worker_group: WorkerGroup) -> Peers | None:
+        """Connect to the agents of the other nodes; None if there are none."""
+        group: Any = worker_group
+        if group.group_world_size <= 1:
+            return None
+        place = Place(group.group_rank, group.group_world_size, len(group.workers), self.address, self.alike)
+        return meet(group.store, place)
 
     def _make_handler(self, **start: Any) -> RankHandler:
         node = self.supervisor.node
@@ -90,8 +110,12 @@ class ReplacingAgent(LocalElasticAgent):
         """The root cause, as torch reports it; ranks that are ended because of it are not failures."""
         verdict = self.supervisor.node.verdict
         why = verdict.reason if verdict is not None else ""
-        failure = self.supervisor.node.first_failure.found or Failure(worker_group.workers[0].global_rank, 0, 1, why)
-        local_rank = next(worker.local_rank for worker in worker_group.workers if worker.global_rank == failure.rank)
+        first = worker_group.workers[0].global_rank
+        failure = self.supervisor.node.first_failure.found or Failure(first, 0, 1, why)
+        local_ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+        if failure.rank not in local_ranks:  # it is on another node: torch knows only those of this one
+            failure = Failure(first, 0, failure.exit_code, why)
+        local_rank = local_ranks[failure.rank]
         context: Any = self._pcontext
         return {failure.rank: failure.as_torch_tells_it(local_rank, context.error_files[local_rank])}
 

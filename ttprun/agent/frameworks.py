@@ -176,8 +176,8 @@ class Frameworks(Repairs):
         """Their rows of the board said that they had finished."""
         board = self._node.board
         for seat in (self._node.seats[rank] for rank in lost):
-            if board.get(seat.local_rank, Field.RECORDED) == FINISHED:
-                board.set(seat.local_rank, Field.RECORDED, seat.lost_boundary)
+            if board.get(seat.rank, Field.RECORDED) == FINISHED:
+                board.set(seat.rank, Field.RECORDED, seat.lost_boundary)
 
     def size_for(self, rank: int) -> mindio.Size:
         """How many ranks the present recovery leads to, as its orders say it to a rank."""
@@ -227,7 +227,7 @@ class Frameworks(Repairs):
         node = self._node
         for seat in (node.seats[rank] for rank in node.job.away):
             seat.journal = {}
-            node.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+            node.board.announce(seat.rank, Field.RECORDED, FINISHED)
         for rank in action.ranks:
             node.seats[rank].send(
                 mindio.Rollback(

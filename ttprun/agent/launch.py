@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed.launcher.api as torch_launcher
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-from ttprun import mindio, torch_versions
+from ttprun import __version__, mindio, torch_versions
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
+from ttprun.agent.meeting import address_for_ranks, own_address
 from ttprun.agent.processes import command_of
 from ttprun.agent.resume import Resumption
 from ttprun.agent.signals import ENDED_BY_SIGNAL, Signals, exit_code_of
@@ -54,18 +57,27 @@ def launch(
         config = config.for_frameworks()
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
-    if launch_config.max_nodes > 1:
-        logger.warning(
-            "recovery on several nodes is not supported yet: nothing is repaired or saved, as under torchrun"
-        )
-    if launch_config.max_nodes > 1 or not isinstance(entrypoint, str):
+    is_on_several = launch_config.max_nodes > 1
+    why_not = why_not_over_nodes(launch_config, is_python) if is_on_several else ""
+    if why_not:
+        logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
+    if why_not or not isinstance(entrypoint, str):
         # With --run-path torch runs the script in processes of its own making: nobody supervises them but torch.
         code, reason = _run(launch_config, entrypoint, args, None)
         write_last_status(run, code, reason)
         return code
-    world_size = launch_config.nproc_per_node
+    world_size = launch_config.nproc_per_node * launch_config.max_nodes
+    if is_on_several:
+        config = config.for_several_nodes()
+        _prepare_meeting(config, launch_config, entrypoint, args)
+        logger.warning(
+            "%d nodes: a lost rank is replaced on its node; a lost node or a broken link between nodes restarts all "
+            "ranks (--max-restarts %d); no checkpoints are written",
+            launch_config.max_nodes,
+            launch_config.max_restarts,
+        )
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
-    if is_python and store.save_dir.parent != run.path:
+    if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
     try:
         words = command_of({"args": args}) if is_python else []
@@ -74,6 +86,41 @@ def launch(
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
         store.unlock()
+
+
+def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool) -> str:
+    """Why no rank of a job on several nodes is repaired; "" if they are."""
+    if launch_config.min_nodes != launch_config.max_nodes:
+        return "on several nodes their number must be fixed (--nnodes 2, not 1:2)"
+    return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
+
+
+def _prepare_meeting(
+    config: Config, launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str]
+) -> None:
+    """What the agents of the nodes tell each other. Raises ConfigError if this node does not find its address."""
+    try:
+        ReplacingAgent.address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
+        address_for_ranks(ReplacingAgent.address)
+    except OSError as error:
+        raise ConfigError(
+            f"the address of this node is not known: {error}",
+            "name it (--local-addr), and the ranks' interface if it is another one (GLOO_SOCKET_IFNAME)",
+        ) from None
+    words = command_of({"args": args})
+    ReplacingAgent.alike = {
+        "ttprun": __version__,
+        "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
+        "the script": hash_of(words[0]) if words else "",
+    }
+
+
+def hash_of(path: str) -> str:
+    """The first digits of a file's SHA-256; "" if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
 
 
 def _supervise(

@@ -30,6 +30,7 @@ logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.25
 _KILL_LIMIT_S = 10.0
+_STALE_S = 2.0
 _TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
     recovery.Phase.FREEZING,
@@ -133,15 +134,15 @@ class Lookout:
             # Who connects reports its port to the others first; who has not done so is waited for by all.
             has_any = any(seat.reported_in == job.generation for seat in node.seats)
             return tuple(seat.rank for seat in node.seats if has_any and seat.reported_in < job.generation)
-        late = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.HELD) < job.generation)
-        boundary = max(board.get(seat.local_rank, Field.APPLIED) for seat in seats)
-        behind = tuple(seat.rank for seat in seats if board.get(seat.local_rank, Field.APPLIED) < boundary)
+        late = tuple(seat.rank for seat in seats if board.get(seat.rank, Field.HELD) < job.generation)
+        boundary = max(board.get(seat.rank, Field.APPLIED) for seat in seats)
+        behind = tuple(seat.rank for seat in seats if board.get(seat.rank, Field.APPLIED) < boundary)
         return late or behind
 
     def stack_of_late(self, seat: Seat) -> str:
         """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
         is_reported = seat.pid in self._reported_pids
-        if is_reported or self._node.job.phase not in _REPAIRING or not seat.is_present:
+        if is_reported or self._node.job.phase not in _REPAIRING or not seat.is_present or not seat.is_here:
             return ""
         with contextlib.suppress(OSError, ValueError, IndexError):
             return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
@@ -172,7 +173,7 @@ class Lookout:
     def _boundary(self) -> int:
         board, away = self._node.board, self._node.job.away
         seats = self._node.seats
-        return min(board.get(seat.local_rank, Field.APPLIED) for seat in seats if seat.rank not in away)
+        return min(board.get(seat.rank, Field.APPLIED) for seat in seats if seat.rank not in away)
 
     def _act(self, verdict: Verdict) -> None:
         node = self._node
@@ -222,7 +223,7 @@ class Lookout:
             return
         self._reported.add((sight.rank, sight.boundary))
         self._reported_pids.add(seat.pid)
-        text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped)
+        text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped) if seat.is_here else ""
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
@@ -247,7 +248,7 @@ class Lookout:
         if not is_only_told:
             failure = Failure(sight.rank, sight.pid, -signal.SIGKILL, f"hung: {reason}", main_thread)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
-            if recovery.is_alone(node.job, seat.rank):
+            if recovery.is_alone(node.job, seat.rank) and seat.is_here:
                 seat.kill()  # it must not keep another state while it is decided to which one it goes back
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     seat.handler.proc.wait(_KILL_LIMIT_S)
@@ -257,7 +258,7 @@ class Lookout:
                     at_s=time.monotonic(),
                     rank=sight.rank,
                     pid=sight.pid,
-                    boundary=self._own_states.reached(seat, node.board.get(seat.local_rank, Field.RECORDED)),
+                    boundary=self._own_states.reached(seat, node.board.get(seat.rank, Field.RECORDED)),
                     detected_after_s=hung.for_s,
                     reason=reason,
                 )
@@ -274,12 +275,17 @@ class Lookout:
         found = (self._sight(seat) for seat in self._node.seats if not seat.is_finished and not seat.is_lost)
         return [sight for sight in found if sight is not None]
 
+    def _seen_elsewhere(self, seat: Seat) -> tuple[str, float]:
+        """The same of a rank on another node; nothing if its agent has not been heard of late."""
+        peers = self._node.peers
+        return seat.seen if peers.unheard_s(peers.node_of(seat.rank)) < _STALE_S else ("", 0.0)
+
     def _sight(self, seat: Seat) -> Sight | None:
         """One rank now; None if its process has just ended."""
         row = self._node.board_row(seat)
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, cpu_s = state_of(seat.pid)
-            if state in "ZX":
+            state, cpu_s = state_of(seat.pid) if seat.is_here else self._seen_elsewhere(seat)
+            if state in "ZX":  # also if it is not known
                 return None
             return Sight(
                 rank=seat.rank,

@@ -18,11 +18,13 @@ from ttprun import recovery
 from ttprun.agent import stacks
 from ttprun.agent.calls import Calls
 from ttprun.agent.failures import FirstFailure
+from ttprun.agent.peers import Peers, RemoteHandler
 from ttprun.agent.seat import Seat
 from ttprun.agent.verdict import Verdict
 from ttprun.config import Config
 from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol import nodes
 from ttprun.protocol.board import FIELDS, Board, Field
 from ttprun.rank.process import children
 from ttprun.rank.records.recorder import Recorder
@@ -31,13 +33,16 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Node:
-    """The ranks of one node. All but `call`, `log` and `is_settled` is for the supervisor's thread.
+    """The ranks of one node; in the leader's agent those of all nodes.
+
+    All but `call`, `log` and `is_settled` is for the supervisor's thread.
 
     is_python      False: the ranks run the user's own program (--no-python)
     job            what the state machine knows
     advance        lets the machine decide on an event and carries out its orders; an event within that comes next
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
-    seats          by local rank
+    seats          by rank
+    peers          the agents of the other nodes
     board_fd       of the board; -1 before the first group
     verdict        set when the present group must be restarted, has failed or is done; None while it lives
     is_settled     there is a verdict, or nobody who would come to one
@@ -62,6 +67,8 @@ class Node:
         calls = Calls(self.selector)
         self.call, self.wake = calls.add, calls.wake
         self.seats: list[Seat] = []
+        self.peers = Peers()
+        self._here = slice(None)
         self.board_fd = -1
         self._board: Board | None = None
         self.verdict: Verdict | None = None
@@ -72,26 +79,46 @@ class Node:
         self._log_lock = threading.Lock()
         self._past: set[int] = set()  # pids of ranks that have ended
 
-    def begin_group(self, ranks: list[tuple[int, int]]) -> None:
-        """New ranks: `ranks` is (global rank, local rank) of each."""
-        for seat in self.seats:
+    @property
+    def here(self) -> list[Seat]:
+        """The seats of this node's own ranks, by local rank."""
+        return self.seats[self._here]
+
+    def begin_group(self, ranks: list[tuple[int, int]], peers: Peers | None = None) -> None:
+        """New ranks: `ranks` is (global rank, local rank) of each that is on this node.
+
+        peers   the agents of the other nodes; None: there are none
+        """
+        self.peers = peers or Peers()
+        world_size = len(ranks) * self.peers.size
+        for seat in self.here:
             os.close(seat.record_fd)
             os.close(seat.stack_fd)
         if self.board_fd >= 0:
             os.close(self.board_fd)
-        self.board_fd, self._board = Board.create(len(ranks))
-        unsat: Any = None
-        self.seats = [
-            Seat(rank, local, unsat, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks
-        ]
+        self.board_fd, self._board = Board.create(world_size)
+        own = [Seat(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
+        first = self.peers.node * self.peers.ranks_per_node
+        before = [self._seat_elsewhere(rank) for rank in range(first)]
+        after = [self._seat_elsewhere(rank) for rank in range(first + len(ranks), world_size)]
+        self.seats = [*before, *own, *after]
+        self._here = slice(first, first + len(ranks))
         self.verdict = None
         self.is_settled.clear()
         self.first_failure = FirstFailure()
+
+    def _seat_elsewhere(self, rank: int) -> Seat:
+        seat = Seat(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
+        seat.handler = RemoteHandler(self.peers, seat)
+        return seat
 
     def conclude(self, verdict: Verdict) -> None:
         """This group has come to its end; torch's agent asks for the verdict."""
         self.verdict = verdict
         self.is_settled.set()
+        if self.peers.is_leading:
+            code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
+            self.peers.to_hands(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code))
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""
@@ -114,6 +141,15 @@ class Node:
                 return
             time.sleep(_LOOK_AGAIN_S)
 
+    def void_beyond(self, boundary: int) -> None:
+        """What lost ranks have recorded beyond a boundary is void: survivors wait for their replacements' records."""
+        for seat in self.seats:
+            if seat.lost_boundary > boundary:
+                seat.lost_boundary = boundary
+                self.board.set(seat.rank, Field.RECORDED, boundary)
+        if self.peers.is_leading:
+            self.peers.to_hands(nodes.VoidBeyond(boundary))
+
     # What the ranks have left in shared memory, dead or alive.
 
     @property
@@ -129,7 +165,7 @@ class Node:
 
     def board_row(self, seat: Seat) -> list[int]:
         """A rank's row of the board."""
-        return [self.board.get(seat.local_rank, field) for field in FIELDS]
+        return [self.board.get(seat.rank, field) for field in FIELDS]
 
     def recorder_of(self, seat: Seat) -> Recorder:
         """A rank's records."""
@@ -152,7 +188,7 @@ class Node:
     def lines_since(self, seat: Seat, boundary: int) -> tuple[int, int]:
         """Lines that a rank has written since its record of a boundary, to stdout and stderr: not to come out again."""
         out, err = self.recorded(seat, boundary).get("lines", [0, 0])
-        written = (self.board.get(seat.local_rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
+        written = (self.board.get(seat.rank, field) for field in (Field.LINES_OUT, Field.LINES_ERR))
         return next(written) - out, next(written) - err
 
     @property
@@ -161,5 +197,5 @@ class Node:
 
     def spawn_those_that_wait(self) -> None:
         """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
-        for spawn in [seat.spawn for seat in self.seats if seat.spawn is not None]:
+        for spawn in [seat.spawn for seat in self.here if seat.spawn is not None]:
             spawn()

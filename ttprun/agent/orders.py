@@ -22,7 +22,7 @@ from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
-from ttprun.protocol import to_rank
+from ttprun.protocol import nodes, to_rank
 
 logger = logging.getLogger("ttprun")
 
@@ -90,9 +90,8 @@ class Orders:
     def freeze(self, action: recovery.Freeze) -> None:
         """Have the survivors quiesce."""
         self.repairs.expect(action.lost)
-        survivors = [self.node.seats[rank].local_rank for rank in action.ranks]
         repair_type = self.repairs.repair_type()
-        order = to_rank.Freeze(action.generation, survivors, list(action.lost), repair_type)
+        order = to_rank.Freeze(action.generation, list(action.ranks), list(action.lost), repair_type)
         for rank in action.ranks:
             self.node.seats[rank].send(order)
 
@@ -103,6 +102,9 @@ class Orders:
         for the next fault.
         """
         seat = self.node.seats[action.rank]
+        if not seat.is_here:
+            self.node.peers.to_node_of(action.rank, nodes.Spawn(action.rank, action.generation))
+            return
         is_on_its_way = self.standbys.is_on_its_way
         if is_on_its_way:
             self.standbys.hurry()
@@ -139,6 +141,12 @@ class Orders:
         seat = self.node.seats[action.rank]
         stack = self.lookout.stack_of_late(seat)
         self.node.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack=stack)
+        if not seat.is_here:
+            order = nodes.Kill(action.rank, action.reason, seat.keeps_evidence)
+            self.node.peers.to_node_of(action.rank, order)
+            seat.is_lost, seat.pid = True, 0  # what it still sends is not heard
+            seat.note_leavings(self.node.board)
+            return
         self.watch.forget(seat)
         seat.is_lost = True
         seat.kill()
@@ -166,3 +174,5 @@ class Orders:
                 seat.journal = {}
                 seat.divergence = ""
             self.standby_watch.refill()
+            if self.node.peers.is_leading:
+                self.node.peers.to_hands(nodes.Recovered())

@@ -77,7 +77,7 @@ class OwnStates:
         """How many steps a rank that is lost had completed; one that is not alone is known by what it had recorded."""
         node = self._node
         is_alone = recovery.is_alone(node.job, seat.rank)
-        return node.board.get(seat.local_rank, Field.APPLIED) if is_alone else recorded
+        return node.board.get(seat.rank, Field.APPLIED) if is_alone else recorded
 
     def report_what_is_left(self, seat: Seat) -> None:
         """A rank that is lost, and whose process does nothing more: let the machine know what it can go back to."""
@@ -91,7 +91,7 @@ class OwnStates:
 
     def newest(self, seat: Seat) -> int | None:
         """The newest boundary that a process for this rank, which has none now, can go back to; None: there is none."""
-        boundary, place = split(self._node.board.get(seat.local_rank, Field.OWN_STATE))
+        boundary, place = split(self._node.board.get(seat.rank, Field.OWN_STATE))
         if not boundary:
             return None
         try:
@@ -102,7 +102,7 @@ class OwnStates:
 
     def stored(self, seat: Seat, boundary: int) -> Stored | None:
         """What a rank has kept of a boundary; None if it is not the newest that it keeps."""
-        newest, place = split(self._node.board.get(seat.local_rank, Field.OWN_STATE))
+        newest, place = split(self._node.board.get(seat.rank, Field.OWN_STATE))
         if newest != boundary:
             return None
         tensors = self._places[seat.local_rank][place][1]
@@ -119,7 +119,7 @@ class OwnStates:
 
     def forget(self, seat: Seat) -> None:
         """The rank begins anew."""
-        self._node.board.set(seat.local_rank, Field.OWN_STATE, 0)
+        self._node.board.set(seat.rank, Field.OWN_STATE, 0)
 
     def _is_in_recorder(self, seat: Seat, boundary: int) -> bool:
         try:

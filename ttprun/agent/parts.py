@@ -9,7 +9,9 @@ from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.frameworks import Frameworks
+from ttprun.agent.hand import Hand
 from ttprun.agent.incidents import Incidents
+from ttprun.agent.leader import Leader
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.node import Node
 from ttprun.agent.orders import Orders
@@ -88,6 +90,10 @@ class Parts:
             watch=self.watch,
             set_deadline=set_deadline,
         )
+        self.leader = Leader(node, self.own_states, self.reports)
+        self.hand = Hand(node, self.orders, self.standby_watch, self.watch)
+        self.reports.forward = self.hand.forward
+        self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
 
@@ -102,6 +108,13 @@ class Parts:
 
     def look(self) -> None:
         """Time has passed."""
+        if self._node.peers.is_hand:
+            self.hand.look()
+            self.unseen.look()
+            self.standby_watch.look()
+            return
+        if self._node.peers.is_leading:
+            self.leader.look()
         self.repairs.look()
         self.unseen.look()
         self.lookout.look()

@@ -9,14 +9,13 @@ from __future__ import annotations
 import time
 
 from ttprun import recovery
+from ttprun.agent import marks
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
-from ttprun.protocol import to_rank
+from ttprun.protocol import nodes, to_rank
 from ttprun.protocol.from_rank import GroupJournal
-
-_MARKS = ("weights", "held", "stepped")  # what replicas have alike in their records of a boundary
 
 
 class Replays(Repairs):
@@ -35,17 +34,15 @@ class Replays(Repairs):
         if action.source is None and stored is not None and stored.origin is not None:
             seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
             return
-        lost = node.recorded(seat, action.boundary)
-        source_rank = action.rank if action.source is None else action.source
-        source = node.recorded(node.seats[source_rank], action.boundary)
-        is_alike = bool(seat.divergence) or all(lost.get(mark) == source.get(mark) for mark in _MARKS)
-        if not lost or not is_alike:
-            reason = (
-                f"rank {action.rank} and rank {source_rank} held different weights at boundary {action.boundary}: "
-                "they do not replicate each other"
-                if lost
-                else f"rank {action.rank} has left no record of boundary {action.boundary}"
-            )
+        source = action.rank if action.source is None else action.source
+        theirs = None if seat.divergence else marks.of(node, node.seats[source], action.boundary)
+        if not seat.is_here:
+            order = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs)
+            node.peers.to_node_of(action.rank, order)
+            return
+        mine = marks.of(node, seat, action.boundary)
+        reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
+        if reason:
             node.advance(
                 recovery.MismatchFound(
                     at_s=time.monotonic(), rank=action.rank, generation=action.generation, reason=reason
@@ -72,12 +69,27 @@ class Replays(Repairs):
         given = [(name, number, rank) for (name, number), rank in givers_of(journals).items()]
         for rank in action.ranks:
             expected = expected_of(rank, list(journals.values()))
-            skip_lines = self._node.lines_since(seats[rank], action.boundary)
+            is_here = seats[rank].is_here  # else the agent of its node knows
+            skip_lines = self._node.lines_since(seats[rank], action.boundary) if is_here else (0, 0)
             seats[rank].send(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
         self._checkpoints.persist(action)
+
+
+def why_not_alike(lost: int, source: int, boundary: int, mine: str, theirs: str | None) -> str:
+    """Why a lost rank's record shows that it was no replica of its source; "" if it was.
+
+    mine     marks of the lost rank's record
+    theirs   of the source's; None: they need not be alike
+    """
+    if not mine:
+        return f"rank {lost} has left no record of boundary {boundary}"
+    if theirs is None or mine == theirs:
+        return ""
+    differ = f"rank {lost} and rank {source} held different weights at boundary {boundary}"
+    return f"{differ}: they do not replicate each other"
 
 
 def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:

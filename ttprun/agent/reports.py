@@ -6,10 +6,12 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent import rows
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.failures import Failure
@@ -33,12 +35,15 @@ from ttprun.recovery.journals import find_difference
 
 logger = logging.getLogger("ttprun")
 
+_OF_THIS_NODE = (from_rank.ModulesOfTorch, from_rank.Imported, from_rank.Ready, Refused)
+
 
 @dataclass
 class Reports:
     """Takes the messages of a node's ranks, and gives each to the part that it is for.
 
     _news      what each rank has reported to all others in the present generation, by rank
+    forward    set in the agent of a node that does not lead: has the leader take what is not for this node alone
     _nan_step  the step in which a NaN was reported last
     """
 
@@ -54,23 +59,31 @@ class Reports:
     snapshots: Snapshots
     standbys: Standbys
     standby_watch: StandbyWatch
+    forward: Callable[[Seat, Any], None] | None = field(default=None, init=False)
     _news: list[tuple[int, from_rank.Put]] = field(default_factory=list, init=False)
     _nan_step: int = field(default=-2, init=False)
 
     def take(self, seat: Seat, message: Message) -> None:
         """A message has come from the process of a seat."""
         node = self.node
+        if node.peers.is_hand and self.forward is not None and not isinstance(message, _OF_THIS_NODE):
+            if isinstance(message, from_rank.ScriptError):
+                self._on_script_error(seat, message)
+            self.forward(seat, message)
+            return
         at_s, rank = time.monotonic(), seat.rank
         match message:
             case from_rank.Put():
                 self._pass_on(seat, message)
+            case from_rank.RowChanged():
+                rows.share(node, [seat])
             case from_rank.Ready():
                 pass  # a standby that was needed before it was ready
             case from_rank.ModulesOfTorch(modules=modules, files=files):
                 self.standbys.warm_up(modules, files)
                 self.standby_watch.start()
             case from_rank.Imported():
-                starts = [other.handler.start for other in node.seats]
+                starts = [other.handler.start for other in node.here]
                 self.standbys.preloads.note(seat.local_rank, message, starts)
             case from_rank.Present():
                 self._on_present(seat, message)
@@ -192,7 +205,7 @@ class Reports:
 
     def _on_aside(self, seat: Seat) -> None:
         """A rank that has diverged stands behind a boundary, and has given the others nothing since."""
-        recorded = self.node.board.get(seat.local_rank, Field.RECORDED)
+        recorded = self.node.board.get(seat.rank, Field.RECORDED)
         at_s, reason = time.monotonic(), seat.divergence
         diverged = recovery.RankDiverged(at_s=at_s, rank=seat.rank, pid=seat.pid, boundary=recorded, reason=reason)
         self.node.advance(diverged)
@@ -262,7 +275,7 @@ class Reports:
     def _on_frozen(self, seat: Seat, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""
         seat.journal = message.journal
-        self._reset_lost_rows(seat, message.boundary)
+        self.node.void_beyond(message.boundary)
         self._compare_journals(seat, message.generation)
         self.node.advance(
             recovery.RankFrozen(
@@ -294,19 +307,13 @@ class Reports:
             self.node.advance(recovery.MismatchFound(rank=last.rank, generation=generation, **fields))
         hung = []  # all known by their present processes, before the first one's is ended
         for odd in (self.node.seats[rank] for rank in found.ranks):
-            boundary = self.node.board.get(odd.local_rank, Field.APPLIED)
+            boundary = self.node.board.get(odd.rank, Field.APPLIED)
             # What it gave to this step was wrong, so its replacement must not be measured against that.
-            self.node.recorder_of(odd).evidence.clear()
+            odd.keeps_evidence = False
+            if odd.is_here:
+                self.node.recorder_of(odd).evidence.clear()
             hung.append(
                 recovery.RankHung(rank=odd.rank, pid=odd.pid, boundary=boundary, detected_after_s=0.0, **fields)
             )
         for event in hung:
             self.node.advance(event)
-
-    def _reset_lost_rows(self, seat: Seat, boundary: int) -> None:
-        """What a lost rank had recorded beyond the boundary is void: survivors wait for its replacement's record."""
-        board = self.node.board
-        for other in self.node.seats:
-            if other.lost_boundary > boundary:
-                other.lost_boundary = boundary
-                board.set(other.local_rank, Field.RECORDED, boundary)

@@ -80,7 +80,7 @@ class Rewinds:
 
     def _go_back(self, seat: Seat, stored: Stored | None) -> None:
         """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
-        board, row = self._node.board, seat.local_rank
+        board, row = self._node.board, seat.rank
         if stored is not None and stored.is_in_recorder:
             seat.go_back_to(stored.boundary)
             board.set(row, Field.RECORDED, stored.boundary)

@@ -113,7 +113,7 @@ class Scheduler:
                 at_s=time.monotonic(),
                 rank=rank,
                 pid=seat.pid,
-                boundary=node.board.get(seat.local_rank, Field.RECORDED),
+                boundary=node.board.get(seat.rank, Field.RECORDED),
                 reason="the scheduler reports that it failed",
             )
         )
@@ -146,7 +146,7 @@ class Scheduler:
     def _why_too_late(self) -> str:
         """Why the ranks cannot be brought to one step any more; "" if they can."""
         board = self._node.board
-        is_over = any(board.get(seat.local_rank, Field.LEAVING) for seat in self._node.seats)
+        is_over = any(board.get(seat.rank, Field.LEAVING) for seat in self._node.seats)
         return "a rank has reached the end of its train function" if is_over else ""
 
     # A hot switch: all finish their step, and then the ranks that it has named are replaced.

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ttprun.agent import stacks
 from ttprun.agent.processes import RankHandler, kill_session
@@ -22,8 +23,12 @@ from ttprun.recovery.fault_events import RankExited
 
 @dataclass
 class Seat:
-    """One rank of this node.
+    """One rank of this node, or, in the leader's agent, of another one.
 
+    handler         a RankHandler, or a RemoteHandler
+    is_here         the rank is on this node; else the following are not known here: descriptors, is_dying, is_buried
+    seen            of a rank on another node: letter of its process's state, and its processor time
+    marks           of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
     record_fd       memfd of its recorder
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
@@ -39,12 +44,13 @@ class Seat:
     held            an order that waits for the greeting; a newer one takes its place
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
+    keeps_evidence  what its process has noted of its newest step may be what its replacement is measured against
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
 
     rank: int
     local_rank: int
-    handler: RankHandler
+    handler: Any
     record_fd: int
     stack_fd: int = -1
     pid: int = 0
@@ -68,18 +74,27 @@ class Seat:
     journal: dict[str, GroupJournal] = field(default_factory=dict)
     divergence: str = ""
     lost_boundary: int = 0
+    is_here: bool = True
+    keeps_evidence: bool = True
+    seen: tuple[str, float] = ("", 0.0)
+    marks: dict[int, str] = field(default_factory=dict)
 
     def sit(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""
         self.handler = handler
-        self.pid = handler.proc.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = os.pidfd_open(handler.proc.pid)
+        self.begin_process(handler.proc.pid)
+
+    def begin_process(self, pid: int) -> None:
+        """Nothing is known of a new process yet."""
+        self.pid = pid
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.hung_up_at_s = None
         self.spawn = None
         self.held = None
         self.script_error = self.device_fault = self.traceback = ""
         self.main_thread = 0
+        self.keeps_evidence = True
         self.reported_in = -1
         self.journal = {}
 
@@ -104,12 +119,12 @@ class Seat:
 
     def kill(self) -> None:
         """SIGKILL to the process and all that it has started; a signal handler may call it at any moment."""
-        if not self.is_buried:
+        if self.is_here and not self.is_buried:
             kill_session(self.pid)
 
     def bury(self) -> int:
         """The process is gone, or will be; returns its exit code, or minus the signal that ended it."""
-        code = self.handler.proc.wait()
+        code: int = self.handler.proc.wait()
         os.close(self.pidfd)
         self.pidfd = -1
         self.is_dying, self.is_buried = False, True
@@ -139,7 +154,7 @@ class Seat:
 
     def fault(self, board: Board) -> None:
         """The script has ended by a transient error, and the process waits: from now on it is sent what is new."""
-        self._note_boundary(board)
+        self.note_boundary(board)
         self.reported_in = -1
         self.journal = {}
         self.handler.channel.send(to_rank.Heard())
@@ -147,14 +162,14 @@ class Seat:
     def note_leavings(self, board: Board) -> None:
         """The process is gone: keep what its replacement needs, and clear its signs of life."""
         self.is_present = False
-        self._note_boundary(board)
+        self.note_boundary(board)
         if self.is_lost:
-            board.set(self.local_rank, Field.LEAVING, 0)
-            board.forget_process(self.local_rank)
+            board.set(self.rank, Field.LEAVING, 0)
+            board.forget_process(self.rank)
 
-    def _note_boundary(self, board: Board) -> None:
+    def note_boundary(self, board: Board) -> None:
         """How far the script had come."""
-        self.lost_boundary = board.get(self.local_rank, Field.RECORDED)
+        self.lost_boundary = board.get(self.rank, Field.RECORDED)
 
     def go_back_to(self, boundary: int) -> None:
         """All ranks go back: what this one had done beyond the boundary is void."""

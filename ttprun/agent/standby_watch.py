@@ -27,7 +27,7 @@ class StandbyWatch:
         if not self._standbys.may_start:
             return
         try:
-            self._standbys.refill(self._watch, self._node.seats[0].handler.start["env"])
+            self._standbys.refill(self._watch, self._node.here[0].handler.start["env"])
         except OSError as error:
             self._node.log("standby_failed", reason=str(error))
 
@@ -44,7 +44,7 @@ class StandbyWatch:
         """Start the standbys of ranks that take no step for long: by hand, not at all, or after a long set-up."""
         if self._node.job.incident is None:
             self._standbys.look(self._watch_preloaded)
-        if self._standbys.may_start or not all(seat.is_protected for seat in self._node.seats):
+        if self._standbys.may_start or not all(seat.is_protected for seat in self._node.here):
             return
         if self._protected_at_s == 0.0:
             self._protected_at_s = time.monotonic()

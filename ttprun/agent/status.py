@@ -83,6 +83,7 @@ class StatusPublisher:
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         node, job, newest = self._node, self._node.job, self._snapshots.newest
+        seats = node.here if node.peers.is_hand else node.seats
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
             state=state,
@@ -94,10 +95,10 @@ class StatusPublisher:
             restarts_left=self.restarts_left,
             standbys=self._standbys.ready,
             standby_state=self._standbys.state if exit_code is None else "",
-            protection=protection_of(job, [seat.rank for seat in node.seats if not is_seen(node, seat)]),
+            protection=self._protection(),
             exit_code=exit_code,
             reason=reason or (node.verdict.reason if node.verdict else ""),
-            ranks=tuple(_rank(node, seat, exit_code is not None) for seat in node.seats),
+            ranks=tuple(_rank(node, seat, exit_code is not None) for seat in seats),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,
             resume=self._incidents.resume,
@@ -106,6 +107,13 @@ class StatusPublisher:
             away=job.away,
             not_proved=self._incidents.not_proved.names,
         )
+
+    def _protection(self) -> str:
+        """The same for all nodes; the agent of the node that leads knows it."""
+        node = self._node
+        if node.peers.is_hand:
+            return f"not known here: the whole job is in the status of {node.peers.name_of(0)}, whose agent leads"
+        return protection_of(node.job, [seat.rank for seat in node.seats if not is_seen(node, seat)])
 
 
 def _rank(node: Node, seat: Seat, has_ended: bool) -> RankStatus:

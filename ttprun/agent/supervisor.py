@@ -20,6 +20,7 @@ from ttprun.agent.control import ControlSocket
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.node import Node
 from ttprun.agent.parts import Parts
+from ttprun.agent.peers import Peers
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.resume import Resumption
 from ttprun.agent.settings import settings_of
@@ -36,7 +37,7 @@ _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
 class Supervisor:
-    """Supervises the ranks of one node.
+    """Supervises the ranks of one node; if its agent leads, it decides for those of all nodes.
 
     node    what its parts share
     """
@@ -72,19 +73,25 @@ class Supervisor:
         self._control = ControlSocket(self.node.run, self.parts.requests.answer, self.node.selector)
         self._thread.start()
 
-    def begin_group(self, ranks: list[tuple[int, int]], replace_handler: Callable[[int, RankHandler], None]) -> None:
+    def begin_group(
+        self,
+        ranks: list[tuple[int, int]],
+        replace_handler: Callable[[int, RankHandler], None],
+        peers: Peers | None = None,
+    ) -> None:
         """A group of ranks is about to be started.
 
-        ranks            (global rank, local rank) of each
+        ranks            (global rank, local rank) of each that is on this node
         replace_handler  called with a local rank and its new process
+        peers            the agents of the other nodes, if there are any
         """
-        self.node.begin_group(ranks)
+        self.node.begin_group(ranks, peers)
         self.parts.begin_group()
         self.parts.orders.replace_handler = replace_handler
 
     def sit(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
-        self.node.seats[local_rank].sit(handler)
+        self.node.here[local_rank].sit(handler)
 
     def group_started(self, is_restart: bool) -> None:
         """All processes of the group have been started."""
@@ -93,6 +100,12 @@ class Supervisor:
     def _begin(self, is_restart: bool) -> None:
         """Welcome all ranks. They wait for that, so they are also welcomed if something breaks here."""
         node = self.node
+        if node.peers.is_hand:
+            self._is_paused = node.is_broken
+            if is_restart:
+                self.parts.standbys.preloads.begin_group()
+            node.peers.watch(node.selector, self.parts.hand.take_order, self._lose_leader)  # it says when
+            return
         resume_from, self._resume_from = self._resume_from, ()
         is_resumed = bool(resume_from) and not node.is_broken
         try:
@@ -108,8 +121,10 @@ class Supervisor:
                 self._advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)
             self.parts.injections.begin()
-            for seat in node.seats:
+            self.parts.leader.begin()
+            for seat in node.here:
                 self.parts.watch.welcome(seat, is_replacement=is_resumed)
+            node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand)
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would order them where to resume
@@ -117,10 +132,18 @@ class Supervisor:
                 why = f"the run cannot resume from the checkpoint: {error!r}; the next launch will not try it again"
                 node.conclude(Verdict("fail", why, has_progress=False))
                 raise
-            for seat in node.seats:
+            for seat in node.here:
                 if seat.handler.channel.sock not in node.selector.get_map():
                     self.parts.watch.welcome(seat, is_replacement=False)
             raise
+
+    def _lose_leader(self, number: int, why: str) -> None:
+        if not self._is_paused:
+            self.parts.hand.lose(number, why)
+
+    def _lose_hand(self, number: int, why: str) -> None:
+        if not self._is_paused:
+            self.parts.leader.lose(number, why)
 
     def end(self, reason: str, grace_s: float) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
@@ -150,8 +173,9 @@ class Supervisor:
         def pause() -> None:
             self._is_paused = True
             self.node.is_settled.set()
-            for seat in self.node.seats:
+            for seat in self.node.here:
                 self.parts.watch.forget(seat)
+            self.node.peers.close(self.node.selector)
             done.set()
 
         self.node.call(pause)
@@ -172,7 +196,7 @@ class Supervisor:
 
     def end_ranks_at_once(self) -> None:
         """SIGKILL to all ranks and all that they have started; a signal handler may call it at any moment."""
-        for seat in self.node.seats:
+        for seat in self.node.here:
             seat.kill()
 
     def stop(self, exit_code: int, reason: str = "") -> None:
@@ -216,7 +240,8 @@ class Supervisor:
 
     def _wait_s(self) -> float:
         """Seconds until something is due."""
-        wait_s = _STATUS_EVERY_S if self.parts.lookout.is_off else LOOK_EVERY_S
+        is_watching = not self.parts.lookout.is_off or self.node.peers.names
+        wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
         due_s = [self._deadlines[0][0]] if self._deadlines else []
         timer_s = self.parts.injections.next_timer_s()
         if timer_s is not None:
@@ -225,12 +250,13 @@ class Supervisor:
 
     def _send_what_was_kept(self) -> None:
         """To ranks that had no room for it: one that is stopped reads nothing, and nobody waits for it."""
-        for seat in self.node.seats:
+        for seat in self.node.here:
             if seat.handler is not None:
                 seat.handler.channel.flush()
+        self.node.peers.flush()
 
     def _conclude_from_processes(self) -> None:
-        seats = [seat for seat in self.node.seats if seat.rank not in self.node.job.away]
+        seats = [seat for seat in self.node.here if seat.rank not in self.node.job.away]
         if not seats or any(seat.handler is None for seat in seats):
             return  # torch's agent has not started all of them yet
         codes = [seat.handler.proc.poll() for seat in seats]
@@ -243,6 +269,9 @@ class Supervisor:
 
     def _advance(self, event: recovery.Event) -> None:
         """Let the machine decide; what its actions bring about is decided after they are all carried out."""
+        if self.node.peers.is_hand:
+            self.parts.hand.report(event)
+            return
         self._undecided.append(event)
         if self._is_deciding:
             return

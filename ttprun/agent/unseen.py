@@ -44,7 +44,7 @@ class Unseen:
         if now < self._next_s or not self._node.is_python:
             return
         self._next_s = now + EVERY_S
-        for seat in self._node.seats:
+        for seat in self._node.here:
             self._look_at(seat, now)
 
     def settle(self, lost: Seat) -> None:
@@ -52,7 +52,7 @@ class Unseen:
         now = time.monotonic()
         if lost.hung_up_at_s is not None and now - lost.hung_up_at_s > _LEAVES_WITHIN_S:
             self._report(lost, _HUNG_UP)
-        for seat in self._node.seats:
+        for seat in self._node.here:
             why = self._suspects.get(seat.pid, "")
             if why and not seat.is_protected:
                 self._report(seat, why)

@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 
 from ttprun import recovery
-from ttprun.agent import dying
+from ttprun.agent import dying, rows
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
@@ -82,7 +82,8 @@ class Watch:
             rank=seat.rank,
             local_rank=seat.local_rank,
             world_size=len(node.seats),
-            local_world_size=len(node.seats),
+            local_world_size=len(node.here),
+            address=node.peers.address,
             generation=node.job.generation,
             run_dir=str(node.run.path),
             is_replacement=is_replacement,
@@ -127,7 +128,7 @@ class Watch:
 
         dying.watch(
             self._node.board,
-            seat.local_rank,
+            seat.rank,
             seat.pid,
             lambda code: self._node.call(lambda: on_dying(code)),
         )
@@ -151,7 +152,8 @@ class Watch:
         if not seat.is_finished:
             event = replace(event, boundary=self._own_states.reached(seat, event.boundary))
         if seat.is_finished:
-            node.board.announce(seat.local_rank, Field.RECORDED, FINISHED)
+            node.board.announce(seat.rank, Field.RECORDED, FINISHED)
+            rows.share(node, [seat])
         else:
             seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0

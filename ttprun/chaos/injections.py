@@ -143,13 +143,16 @@ class Injections:
         for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
             if rank is not None and rank >= size:
                 raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
+        is_sent = fault.is_immediate or fault.kind in ("term", "stop", *AGENT_KINDS)
+        if is_sent and fault.rank is not None and not self._node.seats[fault.rank].is_here:
+            raise ValueError(f"rank {fault.rank} is on another node: name a step, and a kind that it does itself")
         if fault.step is not None and fault.step < self._running_step():
             raise ValueError(f"step {fault.step} is over, step {self._running_step()} runs; name a later one")
 
     def _running_step(self) -> int:
         """The highest optimizer step that a rank is in."""
         board = self._node.board
-        steps = (board.get(seat.local_rank, Field.APPLIED) for seat in self._node.seats)
+        steps = (board.get(seat.rank, Field.APPLIED) for seat in self._node.seats)
         return max((step for step in steps if step < FINISHED), default=0)
 
     def _strikes_of(self, fault: Fault) -> Iterator[Strike]:
@@ -203,6 +206,8 @@ class Injections:
         return done
 
     def _signal(self, seat: Seat, fault: Fault) -> None:
+        if not seat.is_here:
+            return
         if fault.kind == "kill":
             kill_session(seat.pid)
             return
@@ -230,7 +235,7 @@ class Injections:
         """Continue a stopped process, if the fault has a duration."""
 
         def wake() -> None:
-            if any(seat.pid == pid for seat in self._node.seats):  # against pid reuse
+            if any(seat.pid == pid for seat in self._node.here):  # against pid reuse
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGCONT)
 

@@ -170,7 +170,7 @@ def launch_arguments(
 def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
     """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
     now = timestamp()
-    is_repaired = "replace" in config.rungs and launch.max_nodes == 1
+    is_repaired = "replace" in config.rungs and launch.min_nodes == launch.max_nodes
     status = RunStatus(
         run_id=config.run_id or directory.path.name,
         state="starting",

@@ -1,8 +1,11 @@
-"""The board: a small page of shared memory per node with the progress of each rank.
+"""The board: a small page of shared memory per node with the progress of each rank of the job.
 
 Every field has one writer (the rank of the row; the agent only before a process starts and after it has ended), so no
 lock is needed. A rank may sleep until a field of another rank changes (futex on the field's low 32 bits): that is the
 commit barrier before each optimizer step, see `ttprun.rank.step.step_hooks`.
+
+On several nodes each has a board with a row for every rank. The agent copies the rows of the other nodes' ranks into it
+(SHARED), some time after they have changed; the fields of LEADER's row that the agent writes are this node's alone.
 
 The board is a memfd that the agent makes and every rank inherits: nothing is left over, however they end.
 """
@@ -16,7 +19,7 @@ import os
 import sys
 from typing import Any
 
-ROW_FIELDS = 32
+ROW_FIELDS = 40  # whole cache lines
 LEADER = 0  # local rank whose row has the node's own fields
 FINISHED = 1 << 62  # RECORDED of a rank that has ended well: no rank waits for it
 
@@ -48,8 +51,24 @@ class Field:
     OPEN_AT = 29  # leader: the newest open boundary (`ttprun.rank.weights.open_boundaries`), 0: none so far
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
+    CROSSED = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.crossing`)
 
 
+# What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.
+SHARED = (
+    Field.RECORDED,
+    Field.APPLIED,
+    Field.PHASE,
+    Field.COLLECTIVES,
+    Field.SEEN_NS,
+    Field.HELD,
+    Field.LEAVING,
+    Field.OPERATION,
+    Field.MEETINGS,
+    Field.PULSE_NS,
+    Field.MAIN_BEATS,
+)
+AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING)  # ranks sleep until these change
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())
 
 

@@ -12,8 +12,8 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from ttprun.protocol import from_rank, mindio, snapshots, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
@@ -29,11 +29,13 @@ KNOWN = {kind.__name__: kind for kind in get_args(Sent)}
 class Channel:
     """One end of the channel. `send` may be called from any thread; one thread reads.
 
+    known   classes of the messages that may come, by name
     waits   `send` blocks until the message is sent; False: what cannot be sent at once is kept until `flush`
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, known: Mapping[str, type] = KNOWN) -> None:
         self.sock = sock
+        self._known = known
         self.waits = True
         self._sending = threading.Lock()
         self._unread = b""
@@ -43,7 +45,7 @@ class Channel:
         """The socket's descriptor, for a selector."""
         return self.sock.fileno()
 
-    def send(self, message: Sent, fds: Sequence[int] = ()) -> None:
+    def send(self, message: Any, fds: Sequence[int] = ()) -> None:
         """Send one message. A closed other end is not an error here: it is noticed elsewhere."""
         line = encode(message)
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError, OSError):
@@ -62,6 +64,11 @@ class Channel:
         if self._unsent:
             with self._sending, contextlib.suppress(OSError):
                 self._send_kept()
+
+    def finish(self) -> None:
+        """Send what was kept; blocks as long as the socket's time-out says. Raises OSError."""
+        self.sock.sendall(self._unsent)
+        self._unsent.clear()
 
     def _send_kept(self) -> None:
         try:
@@ -85,7 +92,7 @@ class Channel:
                 raise EOFError("the agent has closed the channel")
             self._unread += data
         line, _, self._unread = self._unread.partition(b"\n")
-        return _read(line), fds
+        return self._read(line), fds
 
     def read_available(self) -> list[Message]:
         """The complete messages of one read. Raises EOFError if the other end is closed."""
@@ -93,12 +100,12 @@ class Channel:
         if not data:
             raise EOFError("the other end has closed the channel")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [_read(line) for line in lines]
+        return [self._read(line) for line in lines]
 
     def messages(self) -> Iterator[Message]:
         """All messages until the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")
-        yield from (_read(line) for line in lines)
+        yield from (self._read(line) for line in lines)
         while True:
             try:
                 yield from self.read_available()
@@ -109,10 +116,8 @@ class Channel:
         """Close this end."""
         self.sock.close()
 
-
-def _read(line: bytes) -> Message:
-    message: Message = decode(line, KNOWN)
-    return message
+    def _read(self, line: bytes) -> Any:
+        return decode(line, self._known)
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -177,6 +177,11 @@ class Put:
     value: bytes
 
 
+@dataclass(frozen=True)
+class RowChanged:
+    """This rank has written to its row of the board what ranks of other nodes wait for; the agent lets them have it."""
+
+
 # In a recovery.
 
 
@@ -397,7 +402,8 @@ Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | ScriptError | Faulted
     | TrainsAlone | Joined | OwnStateKept
     | ModulesOfTorch | Imported | Ready | Copied
-    | Put | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
+    | Put | RowChanged
+    | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
     | Held | SteppedAside | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -68,6 +68,7 @@ class Welcome:
     """The first message to a process: its identity. With it come the descriptors of board, recorder and stack file.
 
     is_replacement  the process replaces a lost one, and waits for `Replay` or `Resume` before it runs the script
+    address         of this node for connections of the ranks; "": all ranks are on one node
     had_torch       the replaced process had imported torch
     arguments       Python's arguments: [script, ...] or ["-m", module, ...]; empty if the rank does not run Python
     faults          injected ones for this rank
@@ -82,6 +83,7 @@ class Welcome:
     run_dir: str
     is_replacement: bool
     options: Options
+    address: str = ""
     had_torch: bool = False
     arguments: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -161,7 +163,7 @@ class StandAside:
 class Freeze:
     """Quiesce before the next commit, break all connections; the answer is `Frozen`.
 
-    survivors    local ranks that get this order
+    survivors    ranks that get this order
     lost         ranks
     repair_type  for the stop handler of a framework; None without one
     """

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ttprun.rank.records.recorder import Recorder
     from ttprun.rank.replay.recovery import Recovery
     from ttprun.rank.replay.replay import Replay
+    from ttprun.rank.step.crossing import Crossing
     from ttprun.rank.weights.holdings import Holdings
     from ttprun.rank.weights.own_state import OwnState
     from ttprun.rank.weights.post_step_weights import KeptWeights
@@ -58,6 +59,10 @@ class Session:
     updates       when this run of the script last stepped an optimizer
     row           this rank's fields on the board
     recorded      by local rank, the newest boundary whose record is complete
+    ranks_here    ranks of this node; 0: all
+    address       of this node for connections of the ranks; "": all ranks are on one node
+    rows_here     rows of the board of this node's ranks
+    crossing      the commit over nodes; None: all ranks are on one node
     lock          the lock of `changed`; taking it directly is quicker
     away          ranks without which the others keep training (--mindio)
     """
@@ -99,6 +104,9 @@ class Session:
     framework: Framework | None = None
     updates: UpdateTimes = field(default_factory=UpdateTimes)
     away: frozenset[int] = frozenset()
+    ranks_here: int = 0
+    address: str = ""
+    crossing: Crossing | None = None
     lock: Any = field(default_factory=threading.RLock)
     pid: int = field(default_factory=os.getpid)
 
@@ -106,8 +114,10 @@ class Session:
         self.changed = threading.Condition(self.lock)
         self._hindrances_reported = 0
         self._is_joined = False
-        self.recorded = self.board.column(Field.RECORDED)
-        self.row = self.board.row(self.local_rank)
+        first = self.rank - self.local_rank if self.ranks_here else 0
+        self.rows_here = range(first, first + (self.ranks_here or self.board.n_ranks))
+        self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
+        self.row = self.board.row(self.rank)
         self._reported_not_proved: list[str] = []
 
     def is_repairable(self) -> bool:
@@ -143,6 +153,11 @@ class Session:
     def is_without_others(self) -> bool:
         """Whether groups are made without the other ranks."""
         return self.is_replaying_alone() or (self.framework is not None and self.framework.is_joining)
+
+    def share_row(self) -> None:
+        """What this rank has just written to the board is waited for by ranks of other nodes, too."""
+        if self.address:
+            self.channel.send(from_rank.RowChanged())
 
     def report_not_proved(self, names: list[str]) -> None:
         """Report what may change and is in no record: after the first step, and when the list changes."""

@@ -33,7 +33,7 @@ from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.session import Session, begin, leave_in_children
-from ttprun.rank.step import step_hooks
+from ttprun.rank.step import crossing, step_hooks
 from ttprun.rank.weights import last_hook, optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.own_state import OwnState
@@ -120,7 +120,7 @@ def make_session(presence: Presence) -> Session:
     """A new session for a new run of the script."""
     welcome, options = presence.welcome, presence.welcome.options
     recorder = Recorder(presence.fds[1], options.record_limit_mib << 20)
-    board = Board(presence.fds[0], welcome.local_world_size)
+    board = Board(presence.fds[0], welcome.world_size)
     journal = Journal(options.journal_limit_mib << 20)
     session = Session(
         rank=welcome.rank,
@@ -142,11 +142,15 @@ def make_session(presence: Presence) -> Session:
         holdings=Holdings(),
         snapshots=Snapshots(board, welcome.local_rank, options.shelves, options.snapshot_every_steps),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
-        own_state=OwnState(board, welcome.local_rank, options.own_state),
+        own_state=OwnState(board, welcome.rank, options.own_state),
         results=Results(recorder),
-        exchange=connection.Exchange(presence.channel),
+        exchange=connection.Exchange(presence.channel, welcome.address),
+        ranks_here=welcome.local_world_size,
+        address=welcome.address,
         generation=presence.generation,
     )
+    if welcome.address:
+        session.crossing = crossing.Crossing(session)
     journal.diagnose = session.diagnose
     journal.report_broken = lambda entry, after_s: session.report_broken(
         session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.device_fault_of(entry.error)

@@ -71,7 +71,7 @@ class Presence:
 
     def is_ended_by_agent(self) -> bool:
         """Whether the agent has forwarded a signal to all ranks, which ends the job."""
-        return Board(self.fds[0], self.welcome.local_world_size).get(LEADER, Field.ENDED_BY) != 0
+        return Board(self.fds[0], self.welcome.world_size).get(LEADER, Field.ENDED_BY) != 0
 
     def _read(self) -> None:
         for message in self.channel.messages():
@@ -119,6 +119,8 @@ class Presence:
         if why:
             self.channel.send(from_rank.Unprotected(why))
             return
-        board = Board(self.fds[0], self.welcome.local_world_size)
-        board.announce(self.welcome.local_rank, Field.HELD, self.generation)
+        board = Board(self.fds[0], self.welcome.world_size)
+        board.announce(self.welcome.rank, Field.HELD, self.generation)
+        if self.welcome.address:
+            self.channel.send(from_rank.RowChanged())
         self.channel.send(from_rank.Frozen(self.generation, boundary=0))

@@ -116,8 +116,8 @@ def _leave(
     recovery = session.recovery
     assert recovery is not None
     session.is_over = True
-    session.board.set(session.local_rank, Field.LEAVING, 0)
-    session.board.set(session.local_rank, Field.MEETINGS, 0)
+    session.board.set(session.rank, Field.LEAVING, 0)
+    session.board.set(session.rank, Field.MEETINGS, 0)
     session.row[Field.PHASE] = Phase.REPAIRING
     session.row[Field.SEEN_NS] = time.monotonic_ns()
     presence.take_back()

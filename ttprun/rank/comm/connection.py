@@ -48,11 +48,13 @@ _GIVEN_UP = "groups are torch's own"
 class Exchange:
     """A key-value store of all ranks through the agent, separated by generation.
 
+    address       where connections of this rank listen
     is_given_up   some rank could not make a managed group: from now on all make torch's own
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, address: str = "") -> None:
         self._channel = channel
+        self.address = address or "127.0.0.1"
         self._values: dict[tuple[int, str], bytes] = {}
         self._over_before = 0
         self.is_given_up = False
@@ -144,7 +146,7 @@ class Connection:
         opened_before = _native_fds()
         with Connection._making:
             before = _listening_ports()
-            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+            device = dist.ProcessGroupGloo.create_device(hostname=exchange.address)
             ports = _listening_ports() - before
         exchange.put(generation, f"{prefix}port {rank}", ",".join(map(str, ports)).encode())
         self._ports = set(ports)

@@ -228,7 +228,8 @@ def leave_together(session: Session) -> None:
     session.verifier.stop_if_divergent()
     session.times_left += 1
     board, times = session.board, session.times_left
-    board.announce(session.local_rank, Field.LEAVING, times)
+    board.announce(session.rank, Field.LEAVING, times)
+    session.share_row()
     if not session.is_repairable() or session.replay is not None:
         return
     session.touch(Phase.FINISHED)

@@ -52,7 +52,7 @@ class _CountedRaw(io.RawIOBase):
                 return len(raw)
             self.skip_lines -= 1
         if session is not None and session.replay is None and not session.is_over:
-            cell = session.local_rank
+            cell = session.rank
             session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
         while left:
             left = left[os.write(self._fd, left) :]

@@ -136,9 +136,9 @@ class Framework:
         session = self._session
         session.applied = step
         session.is_applying = False
-        session.board.set(session.local_rank, Field.APPLIED, step)
-        session.board.announce(session.local_rank, Field.RECORDED, step)
-        session.board.set(session.local_rank, Field.MEETINGS, 0)
+        session.board.set(session.rank, Field.APPLIED, step)
+        session.board.announce(session.rank, Field.RECORDED, step)
+        session.board.set(session.rank, Field.MEETINGS, 0)
 
     def fail_memory(self) -> None:
         """A scheduler reports that memory of this rank's device has failed: `admit` raises that in the main thread."""
@@ -206,7 +206,7 @@ class Framework:
         boundary = session.applied + 1
         randomness.keep(session, boundary)
         self._pauses.agree(boundary)
-        session.board.announce(session.local_rank, Field.RECORDED, boundary)
+        session.board.announce(session.rank, Field.RECORDED, boundary)
         commit(session, boundary, self._leave_if_settled, _LOOK_AGAIN_S)
         self.is_torn = True
         session.is_applying = True
@@ -287,7 +287,7 @@ class Framework:
         self.admit()
         moments.reached("exit")
         board = session.board
-        board.announce(session.local_rank, Field.LEAVING, 1)
+        board.announce(session.rank, Field.LEAVING, 1)
         session.touch(Phase.FINISHED)
         for row in range(board.n_ranks):
             while not (left := board.get(row, Field.LEAVING)) and board.get(row, Field.RECORDED) != FINISHED:

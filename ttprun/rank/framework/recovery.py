@@ -33,7 +33,7 @@ from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import Size
 from ttprun.rank.replay.recovery import LOOK_AGAIN_S, JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
-from ttprun.rank.weights import state_transfer
+from ttprun.rank.weights import state_places, state_transfer
 from ttprun.rank.weights.replicated import NotRepairableError
 
 LOADS = (RepairType.RT_LOAD_CKPT, RepairType.RT_LOAD_REBUILD)
@@ -110,7 +110,7 @@ class CallbackRecovery(Recovery):
         session, framework = self._session, self._framework
         moments.reached("freeze")
         framework.order_stop(order.repair_type)  # again, as the previous repair may just have released it
-        session.board.announce(session.local_rank, Field.LEAVING, 0)
+        session.board.announce(session.rank, Field.LEAVING, 0)
         with session.changed:
             session.generation = order.generation
             session.is_holding = True
@@ -131,7 +131,7 @@ class CallbackRecovery(Recovery):
         if framework.is_torn:
             raise NotRepairableError("its train function was interrupted during an update of the optimizer")
         framework.repair_step = session.applied
-        session.board.set(session.local_rank, Field.RECORDED, session.applied)
+        session.board.set(session.rank, Field.RECORDED, session.applied)
         has_group = torch.distributed.is_initialized()
         frozen = from_rank.Frozen(session.generation, session.applied, has_group=has_group, journal=self._signatures())
         session.channel.send(frozen)
@@ -230,10 +230,14 @@ class CallbackRecovery(Recovery):
         session, kind = self._session, part.repair_type
         if kind is RepairType.RT_SEND:
             name = f"state-{session.generation}-{session.rank}.sock"
-            state_transfer.serve(session.run_dir, name, len(part.dst), limit_s, self._check_overtaken)
+            state_transfer.serve(
+                state_places.InDirectory(session.run_dir, name), len(part.dst), limit_s, self._check_overtaken
+            )
         elif kind in RECEIVES:
             for source in part.src:
-                state_transfer.fetch(session.run_dir, f"state-{session.generation}-{source}.sock", limit_s)
+                state_transfer.fetch(
+                    state_places.InDirectory(session.run_dir, f"state-{session.generation}-{source}.sock"), limit_s
+                )
         elif kind in LOADS:
             raise NotRepairableError("a checkpoint must be loaded, and no repair handler is registered")
 

@@ -32,7 +32,7 @@ from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry, has_ended
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.session import Session
-from ttprun.rank.weights import checkpoint_shards, replicated, state_transfer
+from ttprun.rank.weights import checkpoint_shards, replicated, state_places, state_transfer
 
 LOOK_AGAIN_S = 0.05
 _NO_MORE = sys.maxsize  # a generation above all others
@@ -245,6 +245,8 @@ class Recovery:
             has_ended(inner, end_s - time.monotonic())
         for group in groups:
             group.cut()
+        if session.crossing is not None:
+            session.crossing.cut()
         on_device.settle()
         end_s = time.monotonic() + STUCK_AFTER_S
         for entry, inner in works:
@@ -267,7 +269,8 @@ class Recovery:
         """
         session = self._session
         board = session.board
-        board.announce(session.local_rank, Field.HELD, session.generation)
+        board.announce(session.rank, Field.HELD, session.generation)
+        session.share_row()
         for row in survivors:
             while (held := board.get(row, Field.HELD)) < session.generation:
                 board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
@@ -296,17 +299,22 @@ class Recovery:
     def _send_state(self, order: to_rank.SendState) -> None:
         session = self._session
         moments.reached("transfer")
-        digest = state_transfer.serve(
-            session.run_dir, order.name, order.receivers, order.limit_s, self._check_overtaken
-        )
+        digest = state_transfer.serve(self._place_of(order), order.receivers, order.limit_s, self._check_overtaken)
         session.channel.send(from_rank.StateSent(order.generation, digest))
 
     def _fetch_state(self, order: to_rank.FetchState) -> None:
         session = self._session
         session.touch(Phase.REPAIRING)
         moments.reached("transfer")
-        digest = state_transfer.fetch(session.run_dir, order.name, order.limit_s)
+        digest = state_transfer.fetch(self._place_of(order), order.limit_s)
         session.channel.send(from_rank.Repaired(order.generation, digest))
+
+    def _place_of(self, order: to_rank.SendState | to_rank.FetchState) -> state_places.Place:
+        """Where the source and the receivers meet."""
+        session = self._session
+        if not session.address:
+            return state_places.InDirectory(session.run_dir, order.name)
+        return state_places.OverNodes(session.exchange, order.generation, order.name, order.limit_s)
 
     def _load_state(self, order: to_rank.LoadState) -> None:
         session = self._session

@@ -378,9 +378,9 @@ class Replay:
         else:
             session.trains_alone = session.world_size > 1
         session.applied = self.boundary
-        session.board.announce(session.local_rank, Field.APPLIED, self.boundary)
-        session.board.announce(session.local_rank, Field.RECORDED, self.boundary)
-        session.board.set(session.local_rank, Field.MEETINGS, 0)
+        session.board.announce(session.rank, Field.APPLIED, self.boundary)
+        session.board.announce(session.rank, Field.RECORDED, self.boundary)
+        session.board.set(session.rank, Field.MEETINGS, 0)
         session.touch(Phase.COMPUTING)
 
     def _order_buckets(self) -> None:

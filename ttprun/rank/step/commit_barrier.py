@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ttprun.protocol.board import Board, Field, Phase
 from ttprun.rank.comm.journal import EndedError
 from ttprun.rank.session import Session
+from ttprun.rank.step.crossing import Crossing
 
 _LOOK_AGAIN_S = 1.0
 
@@ -15,7 +16,7 @@ _LOOK_AGAIN_S = 1.0
 def commit(
     session: Session, boundary: int, held: Callable[[], None] = lambda: None, look_again_s: float = _LOOK_AGAIN_S
 ) -> None:
-    """Wait until every rank of the node has recorded the boundary; a rank that trains alone waits for none.
+    """Wait until every rank of the job has recorded the boundary; a rank that trains alone waits for none.
 
     held   called now and then while a recovery holds this rank; its exception ends the wait
 
@@ -33,37 +34,81 @@ def commit(
                     raise EndedError
                 session.changed.wait(look_again_s)
                 continue
-            if session.trains_alone or min(session.recorded) >= boundary or _is_free(session, boundary):
+            if session.trains_alone or _is_past(session, boundary) or _is_free(session, boundary):
                 session.is_applying = True
                 return
         session.touch(Phase.COMMITTING)
         _wait_for_records(session, boundary, held, look_again_s)
+        if session.crossing is not None:
+            _cross(session, session.crossing, boundary, held, look_again_s)
+
+
+def _is_past(session: Session, boundary: int) -> bool:
+    """Whether all ranks have recorded the boundary."""
+    is_past = min(session.recorded) >= boundary
+    return is_past and (session.crossing is None or session.crossing.is_past(boundary))
+
+
+def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
+    """All ranks of this node have recorded the boundary: wait for the other nodes."""
+    patience = Patience(session, boundary)
+    board = session.board
+    others = [row for row in range(board.n_ranks) if row not in session.rows_here]
+
+    def may_stop() -> bool:
+        if session.is_holding:
+            held()
+        late = next((row for row in others if board.get(row, Field.RECORDED) < boundary), None)
+        if late is not None:
+            patience.look(late)
+        return _is_free(session, boundary) or session.is_holding
+
+    if not _is_free(session, boundary) and not session.is_holding:
+        crossing.wait(boundary, may_stop, look_again_s)
 
 
 def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
     board = session.board
-    stuck_since = 0.0
-    for row in range(board.n_ranks):
+    patience = Patience(session, boundary)
+    for row in session.rows_here:
         while (recorded := board.get(row, Field.RECORDED)) < boundary:
             if _is_free(session, boundary):
                 return
             if session.is_holding:
                 held()
-            at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
+            patience.look(row)
             board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
-            is_alive = board.get(row, Field.PULSE_NS) != pulse
-            is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or _where(board, row) != at
-            if is_working or session.is_holding:
-                stuck_since = 0.0
-            elif not is_alive:
-                continue  # a stopped process does not update its row; the agent's search for hangs will find it
-            elif not stuck_since:
-                stuck_since = time.monotonic()
-            elif time.monotonic() - stuck_since > session.options.commit_timeout_s:
-                session.give_up_protection(
-                    f"rank {session.rank} steps its optimizer (step {boundary}) while local rank {row} waits in a "
-                    "collective: the ranks do not step together"
-                )
+
+
+class Patience:
+    """How long a rank that is waited for has been waiting in a collective itself: protection ends if it is too long."""
+
+    def __init__(self, session: Session, boundary: int) -> None:
+        self._session = session
+        self._boundary = boundary
+        self._row = -1
+        self._at: tuple[int, int, int] = (0, 0, 0)
+        self._pulse = 0
+        self._stuck_since = 0.0
+
+    def look(self, row: int) -> None:
+        """Called for the rank that is waited for, a wait apart."""
+        session, board = self._session, self._session.board
+        at, pulse = _where(board, row), board.get(row, Field.PULSE_NS)
+        is_known, is_alive = row == self._row, pulse != self._pulse
+        is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or at != self._at
+        self._row, self._at, self._pulse = row, at, pulse
+        if not is_known or is_working or session.is_holding:
+            self._stuck_since = 0.0
+        elif not is_alive:
+            return  # a stopped process does not update its row; the agent's search for hangs will find it
+        elif not self._stuck_since:
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > session.options.commit_timeout_s:
+            session.give_up_protection(
+                f"rank {session.rank} steps its optimizer (step {self._boundary}) while rank {row} waits in a "
+                "collective: the ranks do not step together"
+            )
 
 
 def _is_free(session: Session, boundary: int) -> bool:

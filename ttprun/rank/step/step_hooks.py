@@ -248,7 +248,7 @@ def _write_record(
         session.snapshots.agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
-    session.board.announce(session.local_rank, Field.RECORDED, boundary)
+    session.board.announce(session.rank, Field.RECORDED, boundary)
     return not session.unprotected
 
 

@@ -1,4 +1,4 @@
-"""Send the optimizers' tensors from a survivor to a replacement, as raw bytes over a Unix socket.
+"""Send the optimizers' tensors from a survivor to a replacement, as raw bytes over a socket.
 
 The tensors are sent in the order of `replicated`, after a header in msgpack; nothing is pickled. Of a sharded tensor
 the survivor's part is sent, which must be the replacement's part, too.
@@ -6,8 +6,6 @@ the survivor's part is sent, which must be the replacement's part, too.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import struct
 import time
@@ -18,13 +16,14 @@ import torch
 
 from ttprun.rank.weights import sharded
 from ttprun.rank.weights.replicated import NotRepairableError, describe, digest, digest_of_shards, take_over
+from ttprun.rank.weights.state_places import Place, exactly, receive_into
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 _LENGTH = struct.Struct("<q")
 _LOOK_AGAIN_S = 0.05
 
 
-def serve(directory: str, name: str, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
+def serve(place: Place, receivers: int, limit_s: float, check: Callable[[], None]) -> str:
     """Send this rank's state to `receivers` ranks, one after the other; returns its digest.
 
     check    called while it waits for a receiver; its exception ends the wait
@@ -33,68 +32,46 @@ def serve(directory: str, name: str, receivers: int, limit_s: float, check: Call
     """
     header, parts = describe()
     packed = msgpack.packb([header, [part.place for part in parts], digest_of_shards()])
-    at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-    path = f"/proc/self/fd/{at}/{name}"
-    try:
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(path)
-            os.chmod(path, 0o600)
-            listener.listen(receivers)
-            listener.settimeout(_LOOK_AGAIN_S)
-            for _ in range(receivers):
-                with _accept(listener, time.monotonic() + limit_s, check) as connection:
-                    connection.settimeout(limit_s)
-                    connection.sendall(_LENGTH.pack(len(packed)) + packed)
-                    for part in parts:
-                        connection.sendall(bytes_of(part.tensor))
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
-        os.close(at)
+    with place.listen(receivers) as listener:
+        listener.settimeout(_LOOK_AGAIN_S)
+        for _ in range(receivers):
+            with _accept(place, listener, limit_s, check) as connection:
+                connection.sendall(_LENGTH.pack(len(packed)) + packed)
+                for part in parts:
+                    connection.sendall(bytes_of(part.tensor))
     return digest()
 
 
-def _accept(listener: socket.socket, end: float, check: Callable[[], None]) -> socket.socket:
+def _accept(place: Place, listener: socket.socket, limit_s: float, check: Callable[[], None]) -> socket.socket:
+    end_s = time.monotonic() + limit_s
     while True:
         try:
-            return listener.accept()[0]
+            connection, _ = listener.accept()
         except TimeoutError:
             check()
-            if time.monotonic() > end:
+            if time.monotonic() > end_s:
                 raise
+            continue
+        connection.settimeout(limit_s)
+        if place.admits(connection):
+            return connection
+        connection.close()
 
 
-def fetch(directory: str, name: str, limit_s: float) -> str:
+def fetch(place: Place, limit_s: float) -> str:
     """Load a survivor's state; returns the digest of this rank's state then.
 
     Raises NotRepairableError if this rank's parameters do not match the survivor's, TimeoutError, OSError.
     """
-    end = time.monotonic() + limit_s
-    at = os.open(directory, os.O_PATH | os.O_DIRECTORY)
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            _connect(connection, f"/proc/self/fd/{at}/{name}", end)
-            connection.settimeout(limit_s)
-            _receive(connection)
-    finally:
-        os.close(at)
+    with place.connect(time.monotonic() + limit_s) as connection:
+        connection.settimeout(limit_s)
+        _receive(connection)
     return digest()
 
 
-def _connect(connection: socket.socket, path: str, end: float) -> None:
-    while True:
-        try:
-            connection.connect(path)
-            return
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > end:
-                raise TimeoutError("the source of the state does not answer") from None
-            time.sleep(0.005)
-
-
 def _receive(connection: socket.socket) -> None:
-    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    header, places, sent = msgpack.unpackb(_exactly(connection, size))
+    (size,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
+    header, places, sent = msgpack.unpackb(exactly(connection, size))
     left = iter(places)
 
     def fill(key: str, tensor: torch.Tensor) -> None:
@@ -111,21 +88,6 @@ def _receive(connection: socket.socket) -> None:
 def _fill(connection: socket.socket, tensor: torch.Tensor) -> None:
     is_direct = tensor.is_cpu and tensor.is_contiguous()
     target = tensor if is_direct else torch.empty(tensor.shape, dtype=tensor.dtype)
-    _receive_into(connection, bytes_of(target))
+    receive_into(connection, bytes_of(target))
     if target is not tensor:
         tensor.copy_(target)
-
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    raw = bytearray(size)
-    _receive_into(connection, memoryview(raw))
-    return bytes(raw)
-
-
-def _receive_into(connection: socket.socket, view: memoryview) -> None:
-    got = 0
-    while got < len(view):
-        received = connection.recv_into(view[got:])
-        if not received:
-            raise ConnectionError("the source of the state has closed the connection")
-        got += received

@@ -1,0 +1,183 @@
+"""A hand: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
+
+Processes, standbys, records and logs are each node's own; what is decided comes from the leader. Begin with
+`Hand.take_order` and `Hand.forward`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ttprun import recovery
+from ttprun.agent import marks, rows
+from ttprun.agent.failures import Failure
+from ttprun.agent.node import Node
+from ttprun.agent.orders import Orders
+from ttprun.agent.replays import why_not_alike
+from ttprun.agent.seat import Seat
+from ttprun.agent.standby_watch import StandbyWatch
+from ttprun.agent.verdict import Verdict
+from ttprun.agent.watch import Watch
+from ttprun.protocol import channel, from_rank, nodes, to_rank
+from ttprun.protocol.codec import Refused, decode, encode
+
+logger = logging.getLogger("ttprun")
+
+_EVERY_S = 0.25
+
+
+@dataclass
+class Hand:
+    """Reports to the leader, and takes its orders."""
+
+    node: Node
+    orders: Orders
+    standby_watch: StandbyWatch
+    watch: Watch
+    _next_s: float = field(default=0.0, init=False)
+
+    def look(self) -> None:
+        """Time has passed: report how the ranks stand."""
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + _EVERY_S
+            self.node.peers.to_leader(rows.rows_of(self.node, self.node.here))
+            for silent in self.node.peers.silent():
+                self.lose(silent, f"nothing was heard of it for {self.node.peers.unheard_s(silent):.0f} s")
+
+    def lose(self, number: int, why: str) -> None:
+        """The leader is gone: nobody decides any more, and the ranks start again."""
+        if self.node.verdict is not None:
+            return
+        reason = f"the connection to {self.node.peers.name_of(number)}, which leads, is lost: {why}"
+        self.node.log("node_lost", node=number, reason=reason)
+        logger.warning("all ranks start again: %s", reason)
+        self.node.conclude(Verdict("restart", reason))
+
+    # Reports.
+
+    def report(self, event: recovery.Event) -> None:
+        """What has happened to a rank, which the leader's state machine answers."""
+        peers, node = self.node.peers, self.node
+        match event:
+            case recovery.RankStarted(rank=rank, pid=pid):
+                peers.to_leader(nodes.Started(rank, pid))
+            case recovery.SpawnFailed(rank=rank, reason=reason):
+                peers.to_leader(nodes.NotStarted(rank, reason))
+            case recovery.RankUnprotected(rank=rank, reason=reason):
+                self.forward(node.seats[rank], from_rank.Unprotected(reason))
+            case recovery.RankExited(rank=rank, pid=pid):
+                seat = node.seats[rank]
+                ended = nodes.Ended(
+                    rank=rank,
+                    pid=pid,
+                    code=-event.signal if event.signal is not None else event.code or 0,
+                    boundary=event.boundary,
+                    is_script_error=event.is_script_error,
+                    device_fault=event.device_fault,
+                    reason=event.reason,
+                    traceback=seat.traceback,
+                    now_ns=time.monotonic_ns(),
+                    row=rows.row_of(node, seat),
+                )
+                peers.to_leader(ended)
+            case recovery.StopAsked(reason=reason):
+                peers.to_leader(nodes.EndAsked(reason))
+            case _:
+                node.log("not_reported", what=type(event).__name__)
+
+    def forward(self, seat: Seat, message: Any) -> None:
+        """Forward what a rank reports, with its row of the board; what this agent needs of it is noted."""
+        node = self.node
+        known: dict[int, str] = {}
+        match message:
+            case from_rank.RowChanged():
+                rows.share(node, [seat])
+                return
+            case from_rank.Present():
+                seat.main_thread = message.main_thread
+                seat.greet()
+            case from_rank.Protected():
+                seat.is_protected = seat.had_torch = True
+            case from_rank.Faulted():
+                seat.note_boundary(node.board)
+            case from_rank.Frozen(boundary=boundary):
+                known = {boundary: marks.of(node, seat, boundary)}
+        line = encode(message).decode().rstrip("\n")
+        said = nodes.Said(seat.rank, seat.pid, line, time.monotonic_ns(), rows.row_of(node, seat), known)
+        node.peers.to_leader(said)
+
+    # Orders.
+
+    def take_order(self, _: int, order: nodes.OfLeader | Refused) -> None:
+        """The leader has sent something."""
+        node = self.node
+        match order:
+            case nodes.Rows(now_ns=now_ns, rows=theirs):
+                rows.copy_in(node, theirs, now_ns)
+            case nodes.Begin(generation=generation):
+                self._note_generation(generation)
+                for seat in node.here:
+                    self.watch.welcome(seat, is_replacement=False)
+            case nodes.Tell():
+                self._tell(order)
+            case nodes.Spawn(rank=rank, generation=generation):
+                self._note_generation(generation)
+                self.orders.spawn_rank(recovery.SpawnRank(rank, generation))
+            case nodes.Kill(rank=rank, reason=reason):
+                if not order.keeps_evidence:
+                    node.recorder_of(node.seats[rank]).evidence.clear()
+                self.orders.kill_rank(recovery.KillRank(rank, reason))
+            case nodes.Replay():
+                self._replay(order)
+            case nodes.VoidBeyond(boundary=boundary):
+                node.void_beyond(boundary)
+            case nodes.Recovered():
+                node.first_failure.forget()
+                self.standby_watch.refill()
+            case nodes.Concluded():
+                self._conclude(order)
+            case Refused(reason=reason):
+                node.log("message_refused", reason=reason)
+                logger.warning("a message of the agent that leads is ignored: %s", reason)
+            case _:
+                node.log("message_refused", reason=f"{type(order).__name__} is no order")
+
+    def _note_generation(self, generation: int) -> None:
+        self.node.job = replace(self.node.job, generation=generation)
+
+    def _tell(self, order: nodes.Tell) -> None:
+        node = self.node
+        seat = node.seats[order.rank]
+        if seat.pid != order.pid or not seat.is_present:
+            return  # it is of a process that has ended
+        message = decode(order.line.encode(), channel.KNOWN)
+        if isinstance(message, to_rank.Replay | to_rank.Resume):
+            message = replace(message, skip_lines=node.lines_since(seat, message.boundary))
+        if isinstance(message, Refused):
+            node.log("message_refused", reason=message.reason)
+            return
+        seat.handler.channel.send(message)
+
+    def _replay(self, order: nodes.Replay) -> None:
+        node = self.node
+        seat = node.seats[order.rank]
+        mine = marks.of(node, seat, order.boundary)
+        why_not = why_not_alike(order.rank, order.source, order.boundary, mine, order.marks)
+        if why_not:
+            node.peers.to_leader(nodes.Differs(order.rank, order.generation, why_not))
+            return
+        skip_lines = node.lines_since(seat, order.boundary)
+        seat.send(to_rank.Replay(order.generation, order.boundary, skip_lines))
+
+    def _conclude(self, order: nodes.Concluded) -> None:
+        node = self.node
+        if order.kind != "done" and node.first_failure.found is None:
+            node.first_failure.note(Failure(node.here[0].rank, 0, order.exit_code, order.reason), is_new_incident=True)
+        if order.kind == "restart":
+            logger.warning("all ranks start again: %s", order.reason)
+        node.log("group_given_up", kind=order.kind, reason=order.reason)
+        node.conclude(Verdict(order.kind, order.reason, order.has_progress))

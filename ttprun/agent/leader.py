@@ -1,0 +1,136 @@
+"""The leader's side of the other nodes: what their hands report becomes events of the state machine here.
+
+A rank of another node has a seat here like any other; orders for it go to the hand of its node. Begin with
+`Leader.take`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from ttprun import recovery
+from ttprun.agent import rows
+from ttprun.agent.failures import Failure
+from ttprun.agent.node import Node
+from ttprun.agent.own_state import OwnStates
+from ttprun.agent.reports import Reports
+from ttprun.agent.verdict import Verdict
+from ttprun.protocol import channel, nodes
+from ttprun.protocol.codec import Refused, decode
+
+logger = logging.getLogger("ttprun")
+
+_EVERY_S = 0.25
+
+
+@dataclass
+class Leader:
+    """Takes the reports of the hands."""
+
+    node: Node
+    own_states: OwnStates
+    reports: Reports
+    _next_s: float = field(default=0.0, init=False)
+
+    def begin(self) -> None:
+        """The ranks are to be welcomed, on all nodes."""
+        self.node.peers.to_hands(nodes.Begin(self.node.job.generation))
+
+    def look(self) -> None:
+        """Time has passed: each hand hears how the ranks of all other nodes stand, and that we live."""
+        now = time.monotonic()
+        if now < self._next_s:
+            return
+        self._next_s = now + _EVERY_S
+        node, peers = self.node, self.node.peers
+        for number in peers.hands():
+            others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
+            peers.to_hand(number, rows.rows_of(node, others))
+        for number in peers.silent():
+            self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
+
+    def lose(self, number: int, why: str) -> None:
+        """A node is gone: nothing takes its ranks' places yet, so all start again."""
+        node = self.node
+        if node.verdict is not None:
+            return
+        reason = f"{node.peers.name_of(number)} is lost: {why}"
+        node.log("node_lost", node=number, reason=reason)
+        logger.warning("all ranks start again: %s", reason)
+        node.conclude(Verdict("restart", reason))
+
+    def take(self, number: int, message: nodes.OfHand | Refused) -> None:
+        """A hand has reported something."""
+        node = self.node
+        if node.verdict is not None:
+            return
+        match message:
+            case nodes.Rows(now_ns=now_ns, rows=theirs):
+                rows.copy_in(node, theirs, now_ns)
+                if message.is_awaited:
+                    rows.share(node, [node.seats[row.rank] for row in theirs], but=number)
+            case nodes.Said():
+                self._take_said(message)
+            case nodes.Started(rank=rank, pid=pid):
+                node.seats[rank].begin_process(pid)
+                node.log("rank_started", rank=rank, pid=pid, node=number)
+                node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=rank, pid=pid))
+            case nodes.NotStarted(rank=rank, reason=reason):
+                node.log("spawn_failed", rank=rank, reason=reason, node=number)
+                node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=rank, reason=reason))
+            case nodes.Ended():
+                self._take_ended(number, message)
+            case nodes.Differs(rank=rank, generation=generation, reason=reason):
+                found = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
+                node.advance(found)
+            case nodes.EndAsked(reason=reason):
+                node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            case Refused(reason=reason):
+                self._refuse(number, reason)
+            case _:
+                self._refuse(number, f"{type(message).__name__} is no report")
+
+    def _refuse(self, number: int, reason: str) -> None:
+        self.node.log("message_refused", node=number, reason=reason)
+        logger.warning("a message of %s is ignored: %s", self.node.peers.name_of(number), reason)
+
+    def _take_said(self, said: nodes.Said) -> None:
+        node = self.node
+        seat = node.seats[said.rank]
+        rows.copy_in(node, [said.row], said.now_ns)
+        if seat.pid != said.pid:
+            return  # its process has ended
+        seat.marks = said.marks or seat.marks
+        self.reports.take(seat, decode(said.line.encode(), channel.KNOWN))
+
+    def _take_ended(self, number: int, ended: nodes.Ended) -> None:
+        """A process has ended."""
+        node = self.node
+        seat = node.seats[ended.rank]
+        rows.copy_in(node, [ended.row], ended.now_ns)
+        rows.share(node, [seat], but=number)
+        if seat.pid != ended.pid:
+            return
+        seat.is_present = False
+        seat.is_finished, seat.is_lost = ended.code == 0, ended.code != 0
+        seat.lost_boundary = ended.boundary
+        seat.script_error, seat.device_fault = "", ended.device_fault
+        if seat.is_lost:
+            failure = Failure(ended.rank, ended.pid, ended.code, ended.reason, ended.traceback)
+            node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        event = recovery.RankExited(
+            at_s=time.monotonic(),
+            rank=ended.rank,
+            pid=ended.pid,
+            code=ended.code if ended.code >= 0 else None,
+            signal=-ended.code if ended.code < 0 else None,
+            boundary=ended.boundary if seat.is_finished else self.own_states.reached(seat, ended.boundary),
+            is_script_error=ended.is_script_error,
+            device_fault=ended.device_fault,
+            reason=ended.reason,
+        )
+        fields = {"code": event.code, "signal": event.signal, "boundary": event.boundary, "reason": event.reason}
+        node.log("rank_exited", rank=seat.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
+        node.advance(event)

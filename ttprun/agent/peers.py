@@ -1,0 +1,176 @@
+"""The agents of the other nodes, for as long as a group of ranks lives: one TCP connection each, to the leader alone.
+
+The agent of the group's first node leads: the state machine runs there, and its seats are those of all ranks. Every
+other agent is a hand (`hand.py`); `leader.py` is the other end. A job on one node has no peers. What crosses nodes is
+in `ttprun.protocol.nodes`. Begin with `Peers.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+from ttprun.protocol.codec import encode
+
+SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
+_FLUSH_LIMIT_S = 2.0
+
+
+class Peers:
+    """The connections of this node's agent.
+
+    node            number of this node in the group
+    address         of this node, for the ranks of the others; "" in a job on one node
+    ranks_per_node  the same on all nodes
+    names           of the nodes, for people, by number
+    size            number of nodes
+    is_hand         another agent leads
+    """
+
+    def __init__(
+        self,
+        node: int = 0,
+        address: str = "",
+        ranks_per_node: int = 0,
+        links: Mapping[int, Channel] | None = None,
+        names: Mapping[int, str] | None = None,
+        size: int = 1,
+    ) -> None:
+        """`links`: on the leader those of all hands, on a hand that of the leader (number 0)."""
+        self.node = node
+        self.address = address
+        self.ranks_per_node = ranks_per_node
+        self.names = dict(names or {})
+        self.size = size
+        self._links = dict(links or {})
+        self._heard_s = dict.fromkeys(self._links, time.monotonic())
+        self.is_hand = node > 0
+
+    @property
+    def is_leading(self) -> bool:
+        """There are hands."""
+        return bool(self.names) and not self.is_hand
+
+    def watch(
+        self,
+        selector: selectors.BaseSelector,
+        take: Callable[[int, Any], None],
+        lose: Callable[[int, str], None],
+    ) -> None:
+        """Listen to all peers from now on.
+
+        take   called with a node and its message
+        lose   called with a node whose connection has ended, and why
+        """
+        for node, link in self._links.items():
+            selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
+
+    def _reader(
+        self,
+        selector: selectors.BaseSelector,
+        node: int,
+        link: Channel,
+        take: Callable[[int, Any], None],
+        lose: Callable[[int, str], None],
+    ) -> Callable[[], None]:
+        def read() -> None:
+            try:
+                messages = link.read_available()
+            except (EOFError, OSError) as error:
+                with contextlib.suppress(KeyError, ValueError):
+                    selector.unregister(link.sock)
+                self._links.pop(node, None)
+                lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
+                return
+            self._heard_s[node] = time.monotonic()
+            for message in messages:
+                take(node, message)
+
+        return read
+
+    def silent(self) -> list[int]:
+        """Nodes that have not been heard for too long."""
+        return [node for node in self._links if self.unheard_s(node) > SILENT_LIMIT_S]
+
+    def unheard_s(self, node: int) -> float:
+        """Seconds since a node was heard."""
+        return time.monotonic() - self._heard_s[node]
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node on which a rank is."""
+        return rank // self.ranks_per_node
+
+    def name_of(self, node: int) -> str:
+        """A node for people."""
+        return f"node {node} ({self.names.get(node, 'unknown')})"
+
+    def to_leader(self, message: nodes.OfHand) -> None:
+        """Send to the leader."""
+        self._send(0, message)
+
+    def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
+        """Send to the hand on whose node a rank is."""
+        self._send(self.node_of(rank), message)
+
+    def to_hands(self, message: nodes.OfLeader, but: int = 0) -> None:
+        """Send to all hands, or to all but one."""
+        for node in list(self._links):
+            if node != but:
+                self._send(node, message)
+
+    def hands(self) -> list[int]:
+        """The nodes whose agents are connected to the leader."""
+        return list(self._links)
+
+    def to_hand(self, node: int, message: nodes.OfLeader) -> None:
+        """Send to one hand."""
+        self._send(node, message)
+
+    def _send(self, node: int, message: Any) -> None:
+        link = self._links.get(node)
+        if link is not None:
+            link.send(message)
+
+    def flush(self) -> None:
+        """Send what had to be kept."""
+        for link in self._links.values():
+            link.flush()
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """The group has ended: send what is left, and hang up."""
+        for link in self._links.values():
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(link.sock)
+            with contextlib.suppress(OSError):
+                link.sock.settimeout(_FLUSH_LIMIT_S)
+                link.finish()
+            link.close()
+        self._links.clear()
+
+
+class RemoteChannel:
+    """The way to a process on another node: what is sent to it goes by way of its agent."""
+
+    def __init__(self, peers: Peers, seat: Any) -> None:
+        self._peers = peers
+        self._seat = seat
+
+    def send(self, message: Any) -> None:
+        """Send one message. If the process has ended meanwhile, its agent drops it."""
+        line = encode(message).decode().rstrip("\n")
+        self._peers.to_node_of(self._seat.rank, nodes.Tell(self._seat.rank, self._seat.pid, line))
+
+    def flush(self) -> None:
+        """Nothing is kept here."""
+
+
+class RemoteHandler:
+    """What stands for the handler of a process on another node."""
+
+    def __init__(self, peers: Peers, seat: Any) -> None:
+        self.channel = RemoteChannel(peers, seat)

@@ -1,0 +1,233 @@
+"""What the agents of several nodes send each other: one class per message, one line of JSON each (`codec.py`).
+
+One agent leads: the state machine runs there. Every other agent is a *hand*: it reports what happens to the ranks of
+its node, and carries out the leader's orders for them. `agent/peers.py` has the connections, `agent/leader.py` and
+`agent/hand.py` handle the messages.
+
+What crosses nodes: the messages of ranks and to ranks (`line`, as in `channel.py`); the rows of the board; starts and
+exits of processes. What does not: records, stacks, standbys, logs. Words and units are as in `from_rank.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a rank of the sender's node stands.
+
+    values   columns of its row of the board, as in `board.SHARED`
+    state    letter of its process in /proc/PID/stat; "": there is none
+    cpu_s    processor time of its process
+    """
+
+    rank: int
+    values: list[int]
+    state: str = ""
+    cpu_s: float = 0.0
+
+
+# The beginning. What a hand sends first is its Hello; the leader answers Accepted or Rejected, and Begin when the ranks
+# are to be welcomed.
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A hand has connected.
+
+    token     of the group, from the rendezvous store
+    node      its number in the group
+    address   of the node
+    alike     what must be the same on all nodes, by its name for people
+    """
+
+    token: str
+    node: int
+    address: str
+    alike: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """All nodes of the group are there, and fit each other."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """The nodes do not fit each other: nothing is started.
+
+    reason   what differs
+    cure     what to do
+    """
+
+    reason: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Welcome the ranks, in this generation."""
+
+    generation: int
+
+
+# Reports of a hand.
+
+
+@dataclass(frozen=True)
+class Started:
+    """A rank has a process, which was welcomed."""
+
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """A rank has got no process."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """A message of a rank.
+
+    line    the message
+    now_ns  time.monotonic_ns() of the sender, for the times in the row
+    marks   boundary -> what replicas have alike in their records of it, hashed; only with some messages
+    """
+
+    rank: int
+    pid: int
+    line: str
+    now_ns: int
+    row: Row
+    marks: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process has ended.
+
+    code             its exit code, or minus the signal that ended it
+    is_script_error  as in `RankExited`
+    traceback        as in `Failure`
+    """
+
+    rank: int
+    pid: int
+    code: int
+    boundary: int
+    is_script_error: bool
+    device_fault: str
+    reason: str
+    traceback: str
+    now_ns: int
+    row: Row
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How ranks stand: a few times a second, and so the sender's sign of life. The leader sends those of all others.
+
+    is_awaited   something has changed for which ranks of other nodes wait
+    """
+
+    now_ns: int
+    rows: list[Row]
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True)
+class Differs:
+    """The record that a lost rank has left is not that of the rank which would repair it."""
+
+    rank: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EndAsked:
+    """The launcher of this node has got a signal that ends the job."""
+
+    reason: str
+
+
+# Orders of the leader.
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Forward a message to a rank, if it still has this process."""
+
+    rank: int
+    pid: int
+    line: str
+
+
+@dataclass(frozen=True)
+class Spawn:
+    """Give a lost rank a process; the answer is Started or NotStarted."""
+
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a rank's process.
+
+    keeps_evidence   what it has noted of its newest step counts, for its replacement to be measured against
+    """
+
+    rank: int
+    reason: str
+    keeps_evidence: bool
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
+
+    source   the rank that sends the state
+    marks    of the source's record of the boundary; None: they need not be alike
+    """
+
+    rank: int
+    generation: int
+    boundary: int
+    source: int
+    marks: str | None
+
+
+@dataclass(frozen=True)
+class VoidBeyond:
+    """What lost ranks have recorded beyond this boundary is void."""
+
+    boundary: int
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """An incident has ended well: standbys are to be refilled."""
+
+
+@dataclass(frozen=True)
+class Concluded:
+    """The group has come to its end, as in `Verdict`.
+
+    exit_code   of the rank that has caused it, or minus a signal
+    """
+
+    kind: str
+    reason: str
+    has_progress: bool
+    exit_code: int
+
+
+OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked
+OfLeader = Accepted | Rejected | Begin | Tell | Spawn | Kill | Replay | VoidBeyond | Recovered | Concluded | Rows

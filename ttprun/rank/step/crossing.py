@@ -1,0 +1,124 @@
+"""The commit over nodes: the first ranks of all nodes agree on what the ranks of their nodes have recorded.
+
+Inside a node the board says who has recorded what. Between nodes the first ranks reduce the lowest boundary over a
+small gloo group of their own, whose cost grows with the logarithm of the number of nodes, and write the result to the
+board of their node (CROSSED). It holds in one generation only: after a recovery all nodes cross anew, since a
+replacement records anew. Begin with `Crossing.wait`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ttprun.protocol.board import FINISHED, Field
+from ttprun.rank.comm.connection import Connection, GenerationOverError, GivenUpError
+from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
+from ttprun.rank.session import Session
+
+_NO_LIMIT = timedelta(days=365)  # a rank may evaluate for hours while the others wait before their step
+_STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
+_BOUNDARY_BITS = 40
+_GROUP = "ttprun's first ranks of all nodes"
+
+
+class Crossing:
+    """This rank's part in it: the first rank of its node reduces, the others wait for what it writes."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        here = len(session.rows_here)
+        self._firsts = range(0, session.world_size, here)
+        self._first = session.rows_here.start
+        self._connection: Connection | None = None
+        self._announced_in = -1
+        self._reported_in = -1
+
+    def is_past(self, boundary: int) -> bool:
+        """Whether all nodes have recorded the boundary, in this generation; once a first rank has ended, always."""
+        generation, recorded = divmod(self._session.board.get(self._first, Field.CROSSED), 1 << _BOUNDARY_BITS)
+        if generation == self._session.generation and recorded >= boundary:
+            return True
+        board = self._session.board
+        return any(board.get(first, Field.RECORDED) == FINISHED for first in self._firsts)
+
+    def wait(self, boundary: int, may_stop: Callable[[], bool], look_again_s: float) -> None:
+        """Once all ranks of this node have recorded the boundary: wait for the other nodes.
+
+        may_stop   called now and then; True, or an exception, ends the wait
+
+        Returns when the boundary is past, when `may_stop` says so, or when the generation is over.
+        """
+        session = self._session
+        generation = session.generation
+        while not (self.is_past(boundary) or may_stop() or session.generation != generation):
+            if session.rank != self._first:
+                seen = session.board.get(self._first, Field.CROSSED)
+                if not self.is_past(boundary):
+                    session.board.wait_for_change(self._first, Field.CROSSED, seen, look_again_s)
+                continue
+            try:
+                self._reduce(generation, boundary, may_stop, look_again_s)
+            except (GenerationOverError, GivenUpError):
+                return
+            except (RuntimeError, OSError) as error:  # a connection of this generation is broken
+                self._await_next(generation, error, may_stop)
+
+    def _reduce(self, generation: int, boundary: int, may_stop: Callable[[], bool], look_again_s: float) -> None:
+        connection = self._connected_in(generation, may_stop, look_again_s)
+        if connection is None:
+            return
+        lowest = torch.tensor([boundary])
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        work = connection.backend.allreduce([lowest], options)
+        while not has_ended(work, look_again_s):
+            if may_stop() or self._session.generation != generation:
+                if not has_ended(work, _STUCK_AFTER_S):
+                    connection.abandon()
+                return
+        work.wait()
+        crossed = (generation << _BOUNDARY_BITS) + int(lowest)
+        self._session.board.announce(self._first, Field.CROSSED, crossed)
+
+    def _connected_in(self, generation: int, may_stop: Callable[[], bool], look_again_s: float) -> Connection | None:
+        """The connection of this generation, made once all first ranks have come here; None if the wait has ended."""
+        if self._connection is not None and self._connection.generation == generation:
+            return self._connection
+        session, exchange = self._session, self._session.exchange
+        number = self._firsts.index(session.rank)
+        if self._announced_in != generation:
+            self._announced_in = generation
+            exchange.put(generation, f"{_GROUP}: {number}", b"")
+        for other in range(len(self._firsts)):
+            while True:
+                if may_stop():
+                    return None
+                with contextlib.suppress(TimeoutError):
+                    exchange.get(generation, f"{_GROUP}: {other}", look_again_s)
+                    break
+        self._connection = Connection(exchange, generation, _GROUP, number, len(self._firsts), _NO_LIMIT)
+        return self._connection
+
+    def _await_next(self, generation: int, error: Exception, may_stop: Callable[[], bool]) -> None:
+        """Wait for the recovery that must follow; report the broken connection if none comes by itself."""
+        session = self._session
+        began_s = time.monotonic()
+        while session.generation == generation and not may_stop():
+            if time.monotonic() - began_s > REPORT_AFTER_S and self._reported_in != generation:
+                self._reported_in = generation
+                session.report_broken(generation, f"the commit between nodes: {error}", REPORT_AFTER_S)
+            with session.changed:
+                session.changed.wait(REPORT_AFTER_S / 4)
+
+    def cut(self) -> None:
+        """A recovery begins: a reduction that is under way fails. The recovery thread calls this."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abort()
