@@ -248,3 +248,18 @@ def test_a_large_tensor_that_an_optimizer_has_now_is_told_as_a_weight() -> None:
     found = Snapshot({lost.untyped_storage().data_ptr(): 0}).node(lost, 0)
 
     assert found[0] == Tag.WEIGHT
+
+
+def test_what_a_walk_has_met_does_not_outlive_its_variables_though_the_walk_is_still_held() -> None:
+    """An iterator over a loader that is still there would count as one in use."""
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    here: Scope = {"meter": Meter(), "loader": loader}
+    recorded, blobs = record({"meter": Meter(), "loader": loader})
+    restore = Restore(blobs, is_comparing=True)
+    restore.module(here, recorded, "")
+    met = weakref.ref(here["meter"])
+
+    restore.forget()
+    here.clear()
+
+    assert met() is None

@@ -217,14 +217,17 @@ class Replay:
             if self._before is not None:
                 self._compare_random_states(record)
             self._is_at_target = is_target
-            return self._restore(record, frame, returned, is_comparing=is_target)[1]
+            restore, returned = self._restore(record, frame, returned, is_comparing=is_target)
+            restore.forget()
+            return returned
         assert self._before is not None
         difference = self._difference(self._before, frame)
         if not difference:
             self._is_at_target = self._before is self._target
             if self._is_at_target:
                 self._note_equal(self._before)
-            _, returned = self._restore(self._before, frame, returned, is_comparing=self._is_at_target)
+            restore, returned = self._restore(self._before, frame, returned, is_comparing=self._is_at_target)
+            restore.forget()
             self._has_arrived = True
             self._passed = self._before["boundary"]
             loops.give_back()

@@ -120,6 +120,14 @@ class Restore:
         """The bytes of one blob."""
         return self._blobs[index]
 
+    def forget(self) -> None:
+        """The walk is over: something in it (an exception with its frames) may last, but none of what it has met.
+
+        An iterator over a DataLoader that is still there counts as one in use.
+        """
+        self._objects.clear()
+        self._claims.clear()
+
     def snapshot(self, live: Any) -> Any:
         """The node that this process would record for a value."""
         if self._places is None:
