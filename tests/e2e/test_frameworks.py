@@ -97,7 +97,7 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
 @pytest.mark.parametrize(
     "case",
     [
-        "--epochs 1: kill:rank=1,step=7,phase=backward",
+        slow("--epochs 1: kill:rank=1,step=7,phase=backward"),
         slow(": kill:rank=0,step=12,phase=forward"),
         slow("--workers 0: kill:rank=1,step=17,phase=backward"),
         slow("--stateful: kill:rank=1,step=17,phase=backward"),
