@@ -164,7 +164,7 @@ class Unchanged:
             and all(map(is_, chain.from_iterable(self._lists), self._items))
         ):
             return False
-        return all(len(one) == len(held) and begins_with(one, held) for one, held in self._long)
+        return not self._long or all(len(one) == len(held) and begins_with(one, held) for one, held in self._long)
 
     def _changed(self) -> Iterable[int]:
         """The places of dictionaries that may have changed: those with another version than before."""
