@@ -26,8 +26,8 @@ SIZES = {"gpt2": (50257, 1024, 768, 12, 12), "small": (512, 64, 64, 2, 4)}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "hccl"])
     parser.add_argument("--size", default="gpt2", choices=list(SIZES))
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warm-up", type=int, default=5, help="steps that the report leaves out")
@@ -35,9 +35,10 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="existing directory for one report a rank")
     args = parser.parse_args()
     dist.init_process_group(args.backend)
-    is_gpu = args.device == "cuda"
+    is_gpu = args.device != "cpu"
     if is_gpu:
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        device_module = torch.get_device_module(args.device)
+        device_module.set_device(dist.get_rank() % device_module.device_count())
         torch.use_deterministic_algorithms(True)
 
     vocabulary, length, width, layers, heads = SIZES[args.size]
@@ -60,7 +61,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if is_gpu:
-            torch.cuda.synchronize()
+            device_module.synchronize()
         if step >= args.warm_up:
             step_s.append(time.perf_counter() - began_s)
         else:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import simulated_npu
 from tests.e2e.harness import REPOSITORY, environment
 
 CHECK = str(REPOSITORY / "scripts" / "gpu_check.py")
@@ -30,11 +32,24 @@ def test_without_a_gpu_it_says_what_is_missing() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so run the check itself")
-def test_on_the_processor_all_styles_recover_and_a_step_is_measured() -> None:
-    done = check("--device=cpu", "--repeats=1", "--steps=8")
+def test_on_the_processor_all_styles_recover_and_a_step_is_measured(tmp_path: Path) -> None:
+    report = tmp_path / "report.md"
+
+    done = check("--device=cpu", "--repeats=1", "--steps=8", "--only", "styles", "step", "--report", str(report))
 
     assert done.stdout.count("ok      ") == 4, done.stdout + done.stderr
     assert "weights identical" in done.stdout
     assert "ttprun/torchrun" in done.stdout
-    assert done.stdout.endswith("all well\n")
+    assert done.stdout.endswith(f"all well\nthe report: {report}\n")
+    assert done.returncode == 0
+    assert "* torch: " in report.read_text(encoding="utf-8")
+    assert "all well" in report.read_text(encoding="utf-8")
+
+
+def test_on_the_simulated_npu_a_style_recovers_from_a_hang_and_from_failed_memory(tmp_path: Path) -> None:
+    simulated_npu.on_path()
+
+    done = check("--only", "faults", "--report", str(tmp_path / "report.md"), GPU_CHECK_DEVICE="npu")
+
+    assert done.stdout.count("ok      ") == 2, done.stdout + done.stderr
     assert done.returncode == 0

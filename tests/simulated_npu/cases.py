@@ -161,6 +161,17 @@ def test_mixed_precision_trains_and_the_scaler_skips_what_overflows(dtype: torch
     assert (scaler.get_scale() < 2.0**40) is True
 
 
+def test_batch_norm_is_the_cpus_also_when_it_is_not_training() -> None:
+    norm, images = nn.BatchNorm2d(3), torch.randn(4, 3, 5, 5)
+    on_device = nn.BatchNorm2d(3).to("npu")
+    both = [(norm(images), on_device(images.to("npu")))]
+
+    norm.eval(), on_device.eval()
+    both.append((norm(images), on_device(images.to("npu"))))
+
+    assert all(torch.equal(expected, result.cpu()) for expected, result in both)
+
+
 def test_memory_is_counted_kept_and_given_back() -> None:
     torch.npu.empty_cache()
     before = torch.npu.memory_allocated()

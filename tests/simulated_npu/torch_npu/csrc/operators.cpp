@@ -444,6 +444,9 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     if (!is_only_written) return run_at_once(op, stack, call.index);
     call.meta.clear();
   }
+  if (schema.name() == "aten::native_batch_norm" && !(*stack)[first + 5].toBool() && call.meta.size() == 3)
+    // The CPU's saves no statistics when it is not training.
+    call.meta[1] = call.meta[2] = Tensor(at::detail::empty_strided_meta({0}, {1}, at::kFloat));
   for (const auto& [real, shape] : call.written)
     if (!real.sizes().equals(shape.sizes())) return run_at_once(op, stack, call.index);
 
