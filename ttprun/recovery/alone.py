@@ -81,6 +81,8 @@ class Domain:
 
 def domain_of(job: Job, event: Event) -> Domain | None:
     """The rank that an event concerns alone; None if it concerns the whole job."""
+    if not job.alone and not job.count(Mark.TRAINS_ALONE):
+        return None
     rank = event.rank if isinstance(event, RankEvent | SnapshotTaken | DeadlinePassed) else None
     if rank is None or job.settings.is_alone or isinstance(event, RankTrainsAlone | RankJoined):
         return None
