@@ -104,3 +104,28 @@ def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNod
     assert run.exit_code not in (0, None), run.story()
     assert " is lost: " in run.output, run.story()
     assert_no_orphans(run)
+
+
+def test_nodes_with_different_scripts_are_refused_on_each_and_nothing_is_started(nodes: Nodes, tmp_path: Path) -> None:
+    launches = [
+        start_ttprun(script, 1, tmp_path / str(number), options=nodes.rendezvous(number), within=nodes.inside(number))
+        for number, script in enumerate((PLAIN, EPOCHS))
+    ]
+
+    runs = [launch.finish(60) for launch in launches]
+
+    for run in runs:
+        assert run.exit_code == 2, run.story()
+        assert "differ in the script" in run.output, run.story()
+        assert run.stdout == {}, run.story()
+        assert_no_orphans(run)
+
+
+def test_without_replacement_all_ranks_of_all_nodes_start_again(start: StartNodes, undisturbed: Undisturbed) -> None:
+    options = ["--max-restarts", "1", "--rungs", "restart"]
+
+    leader, runs = finished(start(PLAIN, 1, options=options, faults=["kill:rank=1,step=20"]))
+
+    assert [incident["rung"] for incident in leader.incidents] == ["restart"], leader.story()
+    assert {run.exit_code for run in runs} == {0}, leader.story()
+    assert undisturbed(PLAIN, 2).final in [run.final for run in runs]
