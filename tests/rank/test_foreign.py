@@ -90,3 +90,26 @@ def _seen_from_libraries() -> list[str]:
 
 def test_the_standard_librarys_and_torchs_own_loops_are_none() -> None:
     assert run_alone(_seen_from_libraries) == ["", "", ""]
+
+
+KEEPS = "import torch\ndef fit(look):\n    loss = torch.ones(1, requires_grad=True).sum()\n    found = look()\n    return found\n"
+
+
+def _keeper_seen_from(source: str, module: str) -> str:
+    scope: dict[str, Any] = {"__name__": module}
+    exec(compile(source, "/opt/lib/framework/trainer.py", "exec"), scope)
+    found: str = scope["fit"](lambda: library_loops.keeper_of_a_loss(sys._getframe(1)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "module", "keeper"),
+    [
+        (KEEPS, "framework.trainer", "framework.trainer"),
+        (NO_LOOPS["call"], "framework.trainer", ""),
+        (KEEPS, "transformers.training_args", ""),
+    ],
+    ids=["holds a loss", "hands the step through", "known"],
+)
+def test_code_that_is_not_followed_and_holds_the_loss_of_a_step_is_named(source: str, module: str, keeper: str) -> None:
+    assert run_alone(_keeper_seen_from, source, module) == keeper

@@ -41,11 +41,12 @@ class _Way:
     place         as in a record
     frames        the user's, outermost first
     foreign       see library_loops.py
+    keeper        the same
     is_compiled   all of the user's files were compiled with their loops followed
     whose         a remark on the first that was not
     """
 
-    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "keeper", "place", "whose")
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
@@ -58,6 +59,7 @@ class _Way:
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
         self.foreign = library_loops.loop_around(stack[0])
+        self.keeper = library_loops.keeper_of_a_loss(stack[0])
         others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
         self.is_compiled = not others
         self.whose = (
@@ -103,6 +105,12 @@ class Whereabouts:
                 f"the optimizer step is taken in a loop of {loop}, which is not the script's own code and is not "
                 f"followed; if it is a framework's training loop, try this line in the configuration: "
                 f"follow: [{', '.join(modules)}]"
+            )
+        elif way.keeper:
+            self.why_not = (
+                f"the optimizer step is taken in a function of {way.keeper} that holds the step's loss and is not "
+                f"followed: a replacement would return another loss from it; try this line in the configuration: "
+                f"follow: [{way.keeper}]"
             )
         elif self.unfollowed or not way.is_compiled:
             self.why_not = f"a loop around the optimizer step is not followed{way.whose}"

@@ -12,7 +12,9 @@ from types import FrameType
 
 import torch
 
+from ttprun import frameworks
 from ttprun.rank.position import control_flow
+from ttprun.rank.position.frames import variables_of
 from ttprun.rank.position.whose import follows_loops
 
 # Their loops are not training loops: they run threads, event loops and hooks.
@@ -27,6 +29,7 @@ _HARMLESS = tuple(
 )
 # These read the command line, and call the script's main function from a loop of theirs.
 _CALLERS = frozenset({"absl", "click", "fire", "hydra", "typer"})
+_TRIED = frozenset(name.partition(".")[0] for name in frameworks.FOLLOW)
 _SITE = f"{os.sep}site-packages{os.sep}"
 
 
@@ -47,6 +50,25 @@ def loop_around(frame: FrameType | None) -> tuple[str, list[str]]:
                 packages.add(_package_of(module))
         frame = frame.f_back
     return found, [one for one in dict.fromkeys(reversed(modules)) if _package_of(one) in packages]
+
+
+def keeper_of_a_loss(frame: FrameType | None) -> str:
+    """The module of foreign code on the stack that holds a loss of this step, and may return it; "" if there is none.
+
+    Nothing records its variables: in a replacement they would hold what the replay has computed. Packages of which some
+    modules are followed are known to return none.
+    """
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if _is_foreign(frame) and _package_of(module) not in _TRIED and _holds_loss(frame):
+            return module
+        frame = frame.f_back
+    return ""
+
+
+def _holds_loss(frame: FrameType) -> bool:
+    held = (value for value in variables_of(frame).values() if isinstance(value, torch.Tensor))
+    return any(value.grad_fn is not None and value.numel() == 1 for value in held)
 
 
 def _package_of(module: str) -> str:
