@@ -20,7 +20,7 @@ NPU = "npu"
     ("arguments", "fault"),
     [
         ([], "kill:rank=1,step=12,phase=backward"),
-        (["--by-hand", "--backend", "cpu:gloo,npu:hccl"], "kill:rank=1,step=12,phase=collective"),
+        (["--by-hand", "--backend", "cpu:gloo,npu:hccl", "--with", "groups"], "kill:rank=1,step=12,phase=collective"),
         (["--backend", ""], "kill:rank=0,step=12,phase=in_step"),
         (["--by-hand"], "kill:rank=0,step=12,phase=collective"),
     ],

@@ -13,7 +13,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--backend", default="hccl", help="'' for torch's choice")
 parser.add_argument("--by-hand", action="store_true", help="reduce gradients without DDP")
-parser.add_argument("--with", dest="more", default="", help="batchnorm,dropout,fp16,bf16,accumulation,loader")
+parser.add_argument("--with", dest="more", default="", help="batchnorm,dropout,fp16,bf16,accumulation,loader,groups")
 args = parser.parse_args()
 more = set(filter(None, args.more.split(",")))
 
@@ -22,6 +22,7 @@ torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]) % torch.acceler
 device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
 dist.init_process_group(args.backend or None)
 rank, world = dist.get_rank(), dist.get_world_size()
+group = dist.new_group() if "groups" in more else None
 
 layers = [torch.nn.Linear(16, 256), torch.nn.BatchNorm1d(256) if "batchnorm" in more else torch.nn.Identity()]
 layers += [torch.nn.ReLU(), torch.nn.Dropout(0.2 if "dropout" in more else 0.0), torch.nn.Linear(256, 512)]
@@ -48,7 +49,7 @@ for epoch in range(1):
             continue
         if args.by_hand:
             for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
+                dist.all_reduce(parameter.grad, group=group)
                 parameter.grad /= world
         scaler.step(optimizer)
         scaler.update()

@@ -49,6 +49,7 @@ class Session:
     groups        living process groups by name, in the order in which the script has made them
     groups_made   groups made so far by name and ranks; the same in all these ranks
     groups_count  groups made so far, of all names
+    groups_at_boundary  the same when the newest boundary was passed
     times_left    how often the script has destroyed its default process group
     hindrance     why no replay would reach the newest boundary, "" if one would
     unprotected   why this rank cannot be repaired or help to repair, "" if it can
@@ -95,6 +96,7 @@ class Session:
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
     groups_made: Counter[str] = field(default_factory=Counter)
     groups_count: int = 0
+    groups_at_boundary: int = 0
     times_left: int = 0
     is_over: bool = False
     replay: Replay | None = None

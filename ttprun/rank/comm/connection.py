@@ -105,7 +105,7 @@ class Exchange:
 
 
 class ExchangeStore(torch._C._distributed_c10d.Store):
-    """The part of a Store that backends use to connect: set, wait, get, check."""
+    """The part of a Store that backends use to connect."""
 
     def __init__(self, exchange: Exchange, generation: int, prefix: str) -> None:
         super().__init__()
@@ -126,6 +126,17 @@ class ExchangeStore(torch._C._distributed_c10d.Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._exchange.has(self._generation, self._prefix + key) for key in keys)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def clone(self) -> ExchangeStore:
+        """NCCL and HCCL ask for one for their other threads."""
+        return self
+
+    def deleteKey(self, key: str) -> bool:
+        """The generation's end deletes all."""
+        return False
 
 
 class Connection:

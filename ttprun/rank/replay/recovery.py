@@ -352,6 +352,10 @@ class Recovery:
         on_device.resume_communicators(groups)
         again = self._issued_again = []
         is_connected = False
+        # A replacement connects these before it issues anything, and a backend may connect within an operation.
+        for group in groups:
+            if group.is_joined and group.number <= session.groups_at_boundary:
+                group.connect_in(session.generation)
         while True:
             with session.journal.lock:
                 entries, at = session.journal.entries, len(again)

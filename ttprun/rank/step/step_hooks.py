@@ -196,6 +196,7 @@ def pass_boundary(session: Session) -> None:
     """The optimizer step has run to its end."""
     with session.lock:
         session.applied += 1
+        session.groups_at_boundary = session.groups_count
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0

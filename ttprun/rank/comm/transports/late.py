@@ -102,7 +102,9 @@ class LateLink:
 
     def issue(self, op: str, args: tuple[Any, ...]) -> LateWork:
         """See `Link.issue`."""
-        return LateWork(self, getattr(self._group, op)(*args))
+        # torch's group would make a barrier of a backend that it does not know on the CPU.
+        issues = self.backend if op == "barrier" else self._group
+        return LateWork(self, getattr(issues, op)(*args))
 
     def abort(self) -> None:
         """See `Link.abort`. Its operations may touch tensors until the device is synchronized."""
