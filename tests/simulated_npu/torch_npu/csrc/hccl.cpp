@@ -25,7 +25,9 @@ std::atomic<int> g_next_error{RUN};
 struct Link {
   c10::intrusive_ptr<c10d::Backend> gloo;
   std::atomic<bool> is_aborted{false};
-  std::atomic<int> running{0};  // that gloo has begun and not ended
+  // Operations that gloo has begun and not ended. gloo's threads hold the number, and never the link: the last to hold
+  // that would wait for itself to end.
+  const std::shared_ptr<std::atomic<int>> running = std::make_shared<std::atomic<int>>(0);
 };
 
 struct HcclWork final : c10d::Work {
@@ -240,7 +242,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!link_) return;
     link_->is_aborted = true;
-    if (link_->running > 0) new std::shared_ptr<Link>(link_);  // never destroyed, see Link
+    if (*link_->running > 0) new std::shared_ptr<Link>(link_);  // never destroyed, see Link
     link_.reset();
   }
 
@@ -306,12 +308,12 @@ class ProcessGroupHCCL final : public c10d::Backend {
     bool has_begun = false;
     if (!link->is_aborted) {
       try {
-        ++link->running;
+        ++*link->running;
         auto below = carry(*link->gloo);
-        below->getFuture()->addCallback([end, is_well, link](c10::ivalue::Future& future) {
+        below->getFuture()->addCallback([end, is_well, running = link->running](c10::ivalue::Future& future) {
           *is_well = !future.hasError();
           if (!*is_well) return;  // a peer that is gone is not noticed
-          --link->running;
+          --*running;
           end->set();
         });
         has_begun = true;
