@@ -21,7 +21,7 @@ NPU = "npu"
     [
         ([], "kill:rank=1,step=12,phase=backward"),
         (["--by-hand", "--backend", "cpu:gloo,npu:hccl", "--with", "groups"], "kill:rank=1,step=12,phase=collective"),
-        (["--backend", ""], "kill:rank=0,step=12,phase=in_step"),
+        (["--by-hand", "--backend", ""], "kill:rank=0,step=12,phase=in_step"),
         (["--by-hand"], "kill:rank=0,step=12,phase=collective"),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_rank_with_tensors_on_a_device_is_replaced_and_nothing_differs(
     ("more", "fault"),
     [
         ("batchnorm,dropout,loader,pinned", "kill:rank=1,step=9,phase=backward"),
-        ("fp16,accumulation", "kill:rank=1,step=9,phase=backward"),
+        ("fp16,accumulation", "kill:rank=1,step=4,phase=backward"),
         ("bf16,dropout,accumulation", "kill:rank=0,step=10,phase=in_step"),
     ],
 )
