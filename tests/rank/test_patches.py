@@ -53,7 +53,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 LINEAR = torch.nn.Linear(1, 1)
 THING = Thing()
 CALLS: dict[str, Call] = {
-    "torch.distributed.distributed_c10d.init_process_group": (("nccl", None), {"rank": 0}),
+    "torch.distributed.distributed_c10d.init_process_group": (("mpi", None), {"rank": 0}),
     "torch.distributed.distributed_c10d.new_group": (([0], None, "mpi"), {"pg_options": None}),
     "torch.distributed.distributed_c10d.destroy_process_group": ((None,), {}),
     "torch.distributed.distributed_c10d._process_group_name": (([0, 1], True), {}),
