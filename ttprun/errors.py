@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -28,3 +28,9 @@ def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
     """A cure for an unknown word: the known one that looks most like it, or `otherwise`."""
     close = get_close_matches(word, list(known), n=1)
     return f"did you mean '{close[0]}'?" if close else otherwise
+
+
+def in_short(names: Sequence[str], at_most: int = 3) -> str:
+    """The first of them for a message, and how many more there are."""
+    more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")

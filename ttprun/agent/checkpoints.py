@@ -18,12 +18,11 @@ from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.shelf import Shelf
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import to_rank
 from ttprun.protocol.snapshots import Dumped, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
-from ttprun.state.checkpoint import in_short
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
 from ttprun.state.files import FileEntry, Fill

@@ -19,10 +19,11 @@ from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.topology import topology_of
+from ttprun.errors import in_short
 from ttprun.observe.topology import Loss, write_topology
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
-from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, in_short
+from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas
 
 logger = logging.getLogger("ttprun")
 

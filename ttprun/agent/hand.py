@@ -54,7 +54,7 @@ class Hand:
             return
         reason = f"the connection to {self.node.peers.name_of(number)}, which leads, is lost: {why}"
         self.node.log("node_lost", node=number, reason=reason)
-        logger.warning("all ranks start again: %s", reason)
+        logger.warning("%s; all ranks start again if a restart is left (--max-restarts)", reason)
         self.node.conclude(Verdict("restart", reason))
 
     # Reports.

@@ -58,7 +58,7 @@ class Leader:
             return
         reason = f"{node.peers.name_of(number)} is lost: {why}"
         node.log("node_lost", node=number, reason=reason)
-        logger.warning("all ranks start again: %s", reason)
+        logger.warning("%s; all ranks start again if a restart is left (--max-restarts)", reason)
         node.conclude(Verdict("restart", reason))
 
     def take(self, number: int, message: nodes.OfHand | Refused) -> None:

@@ -136,15 +136,15 @@ def _follow(store: Any, place: Place) -> Peers:
         if where is None:
             continue
         try:
-            return _connect(place, where)
+            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()))
         except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
             why = f"{where['address']} port {where['port']}: {error}"
             time.sleep(_LOOK_AGAIN_S)
     raise NotMetError(f"the agent that leads cannot be reached ({why})")
 
 
-def _connect(place: Place, where: dict[str, Any]) -> Peers:
-    sock = socket.create_connection((where["address"], where["port"]), timeout=_HAND_LIMIT_S)
+def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
+    sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
     link = Channel(sock, _KNOWN)
     try:
         link.send(nodes.Hello(where["token"], place.number, place.address, dict(place.alike)))

@@ -17,12 +17,12 @@ from ttprun import recovery
 from ttprun.agent.stored import Stored, open_checkpoint, rank_file
 from ttprun.config import Config
 from ttprun.elastic_resume.acceptance import adapted
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, in_short
 from ttprun.observe.progress import ProgressLog
 from ttprun.rank.records import replayable
 from ttprun.rank.records.recorder import Recorder, RecordTooLargeError
 from ttprun.state import unusable
-from ttprun.state.checkpoint import Checkpoint, in_short, inspect
+from ttprun.state.checkpoint import Checkpoint, inspect
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.store import CheckpointStore, last_written_first
 

@@ -13,6 +13,7 @@ from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standbys import Standbys
+from ttprun.errors import in_short
 from ttprun.observe.events import timestamp
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import (
@@ -27,7 +28,6 @@ from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elasti
 from ttprun.recovery import Phase as JobPhase
 from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ladder import may_rewind
-from ttprun.recovery.replicas import in_short
 
 _EVERY_S = 0.5
 _STATES: dict[JobPhase, RunState] = {

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ttprun.errors import ConfigError
+from ttprun.errors import ConfigError, in_short
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.topology import Topology, read_topology
 
@@ -44,11 +43,6 @@ def topology(
     return 0
 
 
-def _first(names: Sequence[str], at_most: int) -> str:
-    more = len(names) - at_most
-    return ", ".join(names[:at_most]) + (f" and {more} more" if more > 0 else "")
-
-
 def _show(found: Topology) -> None:
     from ttprun.cli.terminal import new_table, open_console
 
@@ -59,13 +53,13 @@ def _show(found: Topology) -> None:
     table = new_table(console, "rank", *dimensions, "replica peers", "if it is lost", right=("rank", *dimensions))
     for rank in found.ranks:
         coordinates = [str(rank.coordinates.get(name, "-")) for name in dimensions]
-        peers = _first([*map(str, found.peers(rank.rank))], _MOST_PEERS) or "-"
+        peers = in_short([*map(str, found.peers(rank.rank))], _MOST_PEERS) or "-"
         table.add_row(str(rank.rank), *coordinates, peers, _LOSSES[rank.loss])
     console.print(table)
     if not found.apart:
         console.print(f"all ranks hold the same (compared at step {found.boundary})")
         return
-    apart = _first(found.apart, _MOST_NAMES)
+    apart = in_short(found.apart, _MOST_NAMES)
     console.print(f"not the same in all ranks (compared at step {found.boundary}): {apart}")
     if any(len(ranks) == 1 for ranks in found.replicas):
         console.print(

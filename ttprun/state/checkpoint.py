@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
+from ttprun.errors import in_short
 from ttprun.state.errors import InvalidCheckpointError
 from ttprun.state.files import Progress, read_entry
 from ttprun.state.manifest import Manifest, read_manifest
 
 # Files that are read at once: one core that fetches and hashes is slower than most disks.
 _READERS = 4
-_MOST_NAMED = 3
 # Of a directory in a save directory. Drafts and what is being removed begin with a dot, and match nothing.
 _NAME = re.compile(r"(?:incomplete-)?step-(\d{8,})(?:-\d+)?")
 
@@ -112,12 +111,6 @@ def verify(checkpoint: Checkpoint, progress: Progress = lambda done, of: None) -
             is_given_up = True
             raise
     return replace(checkpoint, reason="; ".join(problems))
-
-
-def in_short(missing: Sequence[str]) -> str:
-    """The first of what is missing, and how much more there is; the manifest names all of it."""
-    more = len(missing) - _MOST_NAMED
-    return ", ".join(missing[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _size_problems(path: Path, manifest: Manifest) -> str:

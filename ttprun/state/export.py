@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ttprun.errors import ConfigError, one_line, suggestion
-from ttprun.state.checkpoint import Checkpoint, in_short
+from ttprun.errors import ConfigError, in_short, one_line, suggestion
+from ttprun.state.checkpoint import Checkpoint
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import sync, write_file
 from ttprun.state.pieces import CannotReshardError, Piece, assemble, pieces_in
