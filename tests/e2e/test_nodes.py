@@ -101,6 +101,8 @@ def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNod
     run = other.finish(60)
 
     assert time.monotonic() - began_s < 50
+    assert [(one["kind"], one["rung"]) for one in run.incidents] == [("node-lost", "restart")], run.story()
+    assert run.incidents[0]["ranks"] == [1], run.story()
     assert run.exit_code not in (0, None), run.story()
     assert " is lost: " in run.output, run.story()
     assert_no_orphans(run)

@@ -141,6 +141,16 @@ class FakeWorld:
             )
         )
 
+    def lose_node(self, rank: int, is_pair: bool) -> None:
+        """All processes of a node of one rank or two are gone; nothing that they have said is heard any more."""
+        ranks = tuple(sorted({rank, (rank + is_pair) % len(self.unheard)}))
+        for one in ranks:
+            if one not in self.finished:
+                self.processes[one].is_alive = False
+            self.unheard[one].clear()
+        boundary = max(self.processes[one].boundary for one in ranks)
+        self.hear(recovery.NodeLost(ranks=ranks, name="node 1", boundary=boundary, at_s=0.0))
+
     def fault(self, rank: int) -> None:
         """A transient error ends the script of a rank that trains; the process says so, and then only listens."""
         process = self.processes[rank]

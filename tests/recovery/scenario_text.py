@@ -43,6 +43,7 @@ EVENT_WORDS: dict[str, type[Event]] = {
     "exited": recovery.RankExited,
     "faulted": recovery.RankFaulted,
     "hung": recovery.RankHung,
+    "node_lost": recovery.NodeLost,
     "connection_broken": recovery.ConnectionBroken,
     "replacement_asked": recovery.ReplacementAsked,
     "downgrade_asked": recovery.DowngradeAsked,
@@ -66,6 +67,7 @@ DEFAULTS: dict[type[Event], dict[str, Any]] = {
     recovery.RankExited: {"code": None, "signal": None, "boundary": 0},
     recovery.RankFaulted: {"boundary": 0},
     recovery.RankHung: {"boundary": 0},
+    recovery.NodeLost: {"boundary": 0, "name": "node 1"},
     recovery.ConnectionBroken: {"boundary": 0},
     recovery.RankFrozen: {"digest": "same", "has_group": True},
     recovery.StateSent: {"digest": "same"},
@@ -124,8 +126,10 @@ class Scenario:
             return
         ranks = given.pop("ranks", given.pop("rank", ""))
         values = {name: read_value(name, text) for name, text in given.items()}
-        if EVENT_WORDS[word] is recovery.ReplacementAsked:  # one event for all of them
-            yield recovery.ReplacementAsked(ranks=tuple(map(int, ranks.split(","))), **values, at_s=self.at_s)
+        one_for_all = EVENT_WORDS[word]
+        if one_for_all in (recovery.ReplacementAsked, recovery.NodeLost):
+            values = {**DEFAULTS.get(one_for_all, {}), **values, "ranks": tuple(map(int, ranks.split(",")))}
+            yield one_for_all(**values, at_s=self.at_s)
             return
         for rank in ranks.split(","):
             yield self.make_event(EVENT_WORDS[word], rank, values)

@@ -80,6 +80,8 @@ def play(world: FakeWorld, tape: bytes) -> None:
             world.hear(CheckpointAsked(at_s=0.0))
         elif move < 249:
             world.pass_deadline(is_agent_blind=is_mute)
+        elif move < 250:
+            world.lose_node(rank, is_pair=is_mute)
         elif move < 251:
             world.flip_bit(rank)
         elif move < 253:

@@ -7,6 +7,7 @@ A rank of another node has a seat here like any other; orders for it go to the h
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from dataclasses import dataclass, field
 
@@ -16,8 +17,8 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.reports import Reports
-from ttprun.agent.verdict import Verdict
 from ttprun.protocol import channel, nodes
+from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
 
 logger = logging.getLogger("ttprun")
@@ -47,19 +48,39 @@ class Leader:
         node, peers = self.node, self.node.peers
         for number in peers.hands():
             others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
-            peers.to_hand(number, rows.rows_of(node, others))
+            peers.send(number, rows.rows_of(node, others))
         for number in peers.silent():
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
 
     def lose(self, number: int, why: str) -> None:
-        """A node is gone: nothing takes its ranks' places yet, so all start again."""
-        node = self.node
+        """A node is gone with all of its ranks."""
+        node, peers = self.node, self.node.peers
         if node.verdict is not None:
             return
-        reason = f"{node.peers.name_of(number)} is lost: {why}"
-        node.log("node_lost", node=number, reason=reason)
-        logger.warning("%s; all ranks start again if a restart is left (--max-restarts)", reason)
-        node.conclude(Verdict("restart", reason))
+        peers.hang_up(number, node.selector)
+        seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
+        for seat in seats:
+            seat.is_lost, seat.pid = True, 0
+            seat.note_leavings(node.board)
+        # The board knows its rows as of some time ago. What our own ranks have applied, all had recorded.
+        known = [node.board.get(seat.rank, Field.APPLIED) for seat in node.here]
+        boundary = max(*known, *(seat.lost_boundary for seat in seats)) if seats else 0
+        node.log("node_lost", node=number, ranks=[seat.rank for seat in seats], boundary=boundary, reason=why)
+        logger.warning("%s is lost: %s", peers.name_of(number), why)
+        if not seats:
+            return
+        failure = Failure(seats[0].rank, 0, -signal.SIGTERM, f"{peers.name_of(number)} is lost: {why}")
+        node.first_failure.note(failure, is_new_incident=node.job.incident is None)
+        node.advance(
+            recovery.NodeLost(
+                at_s=time.monotonic(),
+                ranks=tuple(seat.rank for seat in seats),
+                name=peers.name_of(number),
+                boundary=boundary,
+                detected_after_s=peers.unheard_s(number),
+                reason=why,
+            )
+        )
 
     def take(self, number: int, message: nodes.OfHand | Refused) -> None:
         """A hand has reported something."""

@@ -103,7 +103,7 @@ class Orders:
         """
         seat = self.node.seats[action.rank]
         if not seat.is_here:
-            self.node.peers.to_node_of(action.rank, nodes.Spawn(action.rank, action.generation))
+            self._spawn_elsewhere(action)
             return
         is_on_its_way = self.standbys.is_on_its_way
         if is_on_its_way:
@@ -122,6 +122,14 @@ class Orders:
         self.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
         self.watch.welcome(seat, is_replacement=True)
+
+    def _spawn_elsewhere(self, action: recovery.SpawnRank) -> None:
+        peers = self.node.peers
+        if peers.is_connected(peers.node_of(action.rank)):
+            peers.to_node_of(action.rank, nodes.Spawn(action.rank, action.generation))
+            return
+        reason = f"{peers.name_of(peers.node_of(action.rank))} is lost, and no other takes its place"
+        self.node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=action.rank, reason=reason))
 
     def _start(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""

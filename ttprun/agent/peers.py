@@ -85,6 +85,7 @@ class Peers:
                 with contextlib.suppress(KeyError, ValueError):
                     selector.unregister(link.sock)
                 self._links.pop(node, None)
+                link.close()
                 lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
                 return
             self._heard_s[node] = time.monotonic()
@@ -92,6 +93,18 @@ class Peers:
                 take(node, message)
 
         return read
+
+    def hang_up(self, node: int, selector: selectors.BaseSelector) -> None:
+        """A node is lost: nothing that it may still send is heard."""
+        link = self._links.pop(node, None)
+        if link is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                selector.unregister(link.sock)
+            link.close()
+
+    def is_connected(self, node: int) -> bool:
+        """The agent of this node is there."""
+        return node == self.node or node in self._links
 
     def silent(self) -> list[int]:
         """Nodes that have not been heard for too long."""
@@ -111,27 +124,24 @@ class Peers:
 
     def to_leader(self, message: nodes.OfHand) -> None:
         """Send to the leader."""
-        self._send(0, message)
+        self.send(0, message)
 
     def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
         """Send to the hand on whose node a rank is."""
-        self._send(self.node_of(rank), message)
+        self.send(self.node_of(rank), message)
 
     def to_hands(self, message: nodes.OfLeader, but: int = 0) -> None:
         """Send to all hands, or to all but one."""
         for node in list(self._links):
             if node != but:
-                self._send(node, message)
+                self.send(node, message)
 
     def hands(self) -> list[int]:
         """The nodes whose agents are connected to the leader."""
         return list(self._links)
 
-    def to_hand(self, node: int, message: nodes.OfLeader) -> None:
-        """Send to one hand."""
-        self._send(node, message)
-
-    def _send(self, node: int, message: Any) -> None:
+    def send(self, node: int, message: nodes.OfHand | nodes.OfLeader) -> None:
+        """Send to the agent of a node; what is for one that is lost is dropped."""
         link = self._links.get(node)
         if link is not None:
             link.send(message)

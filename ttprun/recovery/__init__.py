@@ -63,7 +63,14 @@ from ttprun.recovery.events import (
     StopAsked,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
+from ttprun.recovery.fault_events import (
+    ConnectionBroken,
+    NodeLost,
+    RankDiverged,
+    RankExited,
+    RankFaulted,
+    RankHung,
+)
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Limits, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved
@@ -98,6 +105,7 @@ __all__ = [
     "Member",
     "MismatchFound",
     "MissingTransition",
+    "NodeLost",
     "NoteUnusable",
     "Persist",
     "Phase",

@@ -141,6 +141,39 @@ class RankDiverged(RankEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLost(Event):
+    """A node is lost with all of its ranks: its agent is not heard any more.
+
+    ranks              all of its ranks
+    name               of the node, for people
+    boundary           newest boundary that one of its ranks is known to have recorded
+    detected_after_s   seconds since the node was last heard
+    reason             how it was noticed
+    """
+
+    ranks: tuple[int, ...]
+    name: str
+    boundary: int
+    detected_after_s: float = 0.0
+    reason: str = ""
+
+    kind: ClassVar[str] = "node-lost"
+    is_script_error: ClassVar[bool] = False
+
+    @property
+    def rank(self) -> int:
+        """The lowest one, by which the fault is recognized if it comes back."""
+        return self.ranks[0]
+
+    @property
+    def sentence(self) -> str:
+        """The fault for an operator."""
+        ranks = ", ".join(map(str, self.ranks))
+        who = f"rank{'s' if len(self.ranks) != 1 else ''} {ranks}"
+        return f"{self.name} was lost with {who} at boundary {self.boundary}{_cause(self.reason)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBroken(Event):
     """A connection between ranks is broken or silent, though every process lives and all ranks are equally far.
 

@@ -19,7 +19,7 @@ from ttprun.recovery.events import (
     RankUnprotected,
     StopAsked,
 )
-from ttprun.recovery.fault_events import RankDiverged, RankExited, RankFaulted, RankHung
+from ttprun.recovery.fault_events import NodeLost, RankDiverged, RankExited, RankFaulted, RankHung
 from ttprun.recovery.job import Ending, Fault, Job, Phase, fresh_members, name_ranks
 from ttprun.recovery.ladder import (
     begin_attempt,
@@ -47,7 +47,7 @@ from ttprun.recovery.repair import end_resuming, note_process
 from ttprun.recovery.replicas import UNKNOWN
 from ttprun.recovery.resize import give_up_replacing
 
-Loss = RankExited | RankFaulted | RankHung | RankDiverged
+Loss = RankExited | RankFaulted | RankHung | RankDiverged | NodeLost
 
 
 def on_protected(job: Job, event: RankProtected) -> Result:
@@ -167,6 +167,38 @@ def on_exit_while_draining(job: Job, event: RankExited) -> Result:
     return end_drain(job, event.at_s)
 
 
+def on_node_lost(job: Job, event: NodeLost) -> Result:
+    """A node is gone with all of its ranks: they are replaced on another one. Those that have finished are not lost.
+
+    What the node kept in its memory is gone too: there is no way back to a snapshot.
+    """
+    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
+    if not lost:
+        return unchanged(job, event)
+    job = replace(unseat(job, lost), snapshot=None)
+    event = replace(event, ranks=lost)
+    if job.alone or job.count(Mark.TRAINS_ALONE):
+        why = "ranks that train without a process group are repaired on their own node only"
+        return restart_group(note_fault(job, event), event.at_s, why)
+    return answer_fault(job, event)
+
+
+def on_node_lost_while_draining(job: Job, event: NodeLost) -> Result:
+    """Some ranks less to wait for."""
+    lost = tuple(rank for rank in event.ranks if job.members[rank].life in (Life.LIVE, Life.LOST))
+    if not lost:
+        return unchanged(job, event)
+    job = note_fault(unseat(job, lost), replace(event, ranks=lost))
+    return (job, ()) if job.count(Mark.IS_LIVE) else end_drain(job, event.at_s)
+
+
+def unseat(job: Job, ranks: tuple[int, ...]) -> Job:
+    """These ranks have no node: a process that was requested for them will not start."""
+    return job.with_members(
+        *(replace(job.members[rank], spawn_asked_at_s=None, is_unseated=True) for rank in ranks),
+    )
+
+
 def end_drain(job: Job, at_s: float) -> Result:
     """The last rank that could finish is gone."""
     why = f"{name_ranks(job.lost)} did not finish, and no other rank is running any more"
@@ -237,10 +269,10 @@ def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:
     process group raise one when a peer is lost.
     """
     is_rerun = isinstance(event, RankFaulted) and may_rerun(job, event.rank)
-    is_going_back = job.rewind_to is not None and not {*job.survivors} - {event.rank}
+    is_going_back = job.rewind_to is not None and not {*job.survivors} - {*ranks_of(event)}
     needs_process = not is_rerun or any(member.needs_process for member in job.replacements)
     why_not = why_not_protected(job, needs_process and not is_going_back) or why_not_replayed(job, event)
-    was_survivor = job.members[event.rank].life is Life.LIVE
+    was_survivor = any(job.members[rank].life is Life.LIVE for rank in ranks_of(event))
     is_first_fault = job.incident is None
     is_free = is_first_fault or (was_survivor and job.phase is Phase.FREEZING and not is_costly)
     attempt = (job.incident.attempt if job.incident else 1) + (0 if is_free else 1)
@@ -283,7 +315,14 @@ def why_not_replayed(job: Job, event: Loss) -> str:
     """Why no replay would reach a lost rank's boundary; "" if one may, or need not."""
     if job.settings.is_alone and job.snapshot is not None:
         return ""
-    return job.members[event.rank].hindrance if event.boundary > 0 and job.rewind_to is None else ""
+    if event.boundary == 0 or job.rewind_to is not None:
+        return ""
+    return next(filter(None, (job.members[rank].hindrance for rank in ranks_of(event))), "")
+
+
+def ranks_of(event: Loss) -> tuple[int, ...]:
+    """The ranks that are lost by it."""
+    return event.ranks if isinstance(event, NodeLost) else (event.rank,)
 
 
 def why_it_does_not_help(job: Job) -> str:
@@ -305,18 +344,21 @@ def note_fault(job: Job, event: Loss) -> Job:
     if isinstance(event, RankFaulted) and may_rerun(job, event.rank):
         job = job.with_member(event.rank, life=Life.LOST, is_rerun=True, has_orders=False)
     else:
-        job = job.with_member(event.rank, pid=None, life=Life.LOST, is_rerun=False, is_protected=False)
+        lost = (job.members[rank] for rank in ranks_of(event))
+        job = job.with_members(
+            *(replace(one, pid=None, life=Life.LOST, is_rerun=False, is_protected=False) for one in lost)
+        )
     if job.incident is None:
         fault = Fault(rank=event.rank, kind=event.kind, boundary=event.boundary)
         job = replace(job, faults=(*(past for past in job.faults if past.boundary == fault.boundary), fault))
         job = open_incident(job, event.at_s, event.kind, event.sentence, event.detected_after_s)
-        return job.with_incident(ranks=(event.rank,))
+        return job.with_incident(ranks=ranks_of(event))
     if job.incident.kind == RESUME:
         job = count_as_incident(job, event.at_s, event.kind)
     assert job.incident is not None
     ranks = job.incident.ranks
     return job.with_incident(
-        ranks=ranks if event.rank in ranks else (*ranks, event.rank),
+        ranks=(*ranks, *(rank for rank in ranks_of(event) if rank not in ranks)),
         reason=f"{job.incident.reason}, then {event.sentence}",
     )
 

@@ -23,7 +23,7 @@ from ttprun.recovery.actions import (
 )
 from ttprun.recovery.events import MismatchFound, Saved
 from ttprun.recovery.job import NOBODY, Ending, Fault, Job, Phase, name_ranks
-from ttprun.recovery.members import Life, Member
+from ttprun.recovery.members import Life, Mark, Member
 from ttprun.recovery.phases import HALT, UNDONE, Result, deadline_of, enter, open_incident, reason_of
 
 
@@ -96,6 +96,9 @@ def restart_group(
     """
     if job.incident is None:
         job = open_incident(job, at_s, "checkpoint", "all waited for a checkpoint", detect_s=0.0)
+    if job.count(Mark.IS_UNSEATED):  # they cannot have processes
+        job = replace(job, rewind_to=None, rewind_place="")
+        return leave_group(job, at_s, why, is_trusted, is_replayable)
     if job.rewind_to is not None:
         return leave_way_back(job, at_s, why, is_refusal)
     snapshot = job.snapshot
@@ -321,7 +324,7 @@ def end_job(job: Job, at_s: float) -> Result:
     """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
-    if ending.goes_on and job.saved and not job.finished:
+    if ending.goes_on and job.saved and not job.finished and not job.count(Mark.IS_UNSEATED):
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
             why = f"{ending.why}; all resume from the state saved at step {newest.boundary}"

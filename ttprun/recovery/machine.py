@@ -45,7 +45,14 @@ from ttprun.recovery.events import (
     StopAsked,
     UpgradeAsked,
 )
-from ttprun.recovery.fault_events import ConnectionBroken, RankDiverged, RankExited, RankFaulted, RankHung
+from ttprun.recovery.fault_events import (
+    ConnectionBroken,
+    NodeLost,
+    RankDiverged,
+    RankExited,
+    RankFaulted,
+    RankHung,
+)
 from ttprun.recovery.frozen import changed
 from ttprun.recovery.job import Job
 from ttprun.recovery.job import Phase as P
@@ -109,6 +116,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RUNNING, RankExited): row(faults.on_exit, P.RUNNING, P.DONE, *ANSWERS),
     (P.RUNNING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.RUNNING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.RUNNING, NodeLost): row(faults.on_node_lost, P.RUNNING, *ANSWERS),
     (P.RUNNING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.RUNNING, ConnectionBroken): row(hung.on_connection_broken, P.RUNNING, P.FREEZING, *DOWN),
     (P.RUNNING, ReplacementAsked): row(planned.on_replacement_asked, P.RUNNING, P.FREEZING),
@@ -139,6 +147,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, MismatchFound): row(repair.give_up_on_mismatch, *DOWN),
     (P.FREEZING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.FREEZING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.FREEZING, NodeLost): row(faults.on_node_lost, *ANSWERS),
     (P.FREEZING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.FREEZING, DeadlinePassed): row(hung.on_deadline, P.FREEZING, *ANSWERS),
     (P.FREEZING, SnapshotTaken): row(persist.on_snapshot, P.FREEZING),
@@ -164,6 +173,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
     (P.REPLAYING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.REPLAYING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.REPLAYING, NodeLost): row(faults.on_node_lost, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.REPLAYING, DeadlinePassed): row(hung.on_deadline, P.REPLAYING, *ANSWERS),
     (P.REPLAYING, SnapshotTaken): row(persist.on_snapshot, P.REPLAYING),
@@ -191,6 +201,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, MismatchFound): row(hung.on_mismatch, P.FREEZING, *DOWN),
     (P.TRANSFERRING, RankFaulted): row(faults.on_faulted, *ANSWERS),
     (P.TRANSFERRING, RankHung): row(hung.on_hung, *ANSWERS),
+    (P.TRANSFERRING, NodeLost): row(faults.on_node_lost, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, RankDiverged): row(hung.on_diverged, *ANSWERS),
     (P.TRANSFERRING, DeadlinePassed): row(hung.on_deadline, P.TRANSFERRING, *ANSWERS),
     (P.TRANSFERRING, SnapshotTaken): row(persist.on_snapshot, P.TRANSFERRING),
@@ -221,6 +232,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, MismatchFound): row(persist.unless_ending(hung.on_mismatch), *ANSWERS),
     (P.RESUMING, RankFaulted): row(persist.unless_ending(faults.on_faulted), *ANSWERS),
     (P.RESUMING, RankHung): row(persist.unless_ending(hung.on_hung), *ANSWERS),
+    (P.RESUMING, NodeLost): row(persist.unless_ending(faults.on_node_lost), P.RESUMING, *ANSWERS),
     (P.RESUMING, RankDiverged): row(persist.unless_ending(hung.on_diverged), *ANSWERS),
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, SnapshotTaken): row(persist.on_snapshot, P.RESUMING),
@@ -244,6 +256,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.PERSISTING, RankJoined): row(alone.on_joined, P.PERSISTING),
     (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
     (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, NodeLost): row(persist.on_node_lost_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
     (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
     (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
@@ -262,6 +275,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.DRAINING, SpawnFailed): row(resize.forget_spawn, P.DRAINING),
     (P.DRAINING, RankExited): row(faults.on_exit_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, RankFaulted): row(faults.on_faulted_while_draining, P.DRAINING, *DOWN),
+    (P.DRAINING, NodeLost): row(faults.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, *END),
@@ -285,6 +299,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.RESTARTING, "all ranks are replaced anyway", NodeLost),
     **ignored(P.RESTARTING, "the agent is ending this process", RankStarted, SpawnFailed, RankExited, RankProtected),
     **ignored(P.RESTARTING, "the agent is ending this process", RankUnprotected, RankFrozen, RankReplayed, StateSent),
     **ignored(P.RESTARTING, "the agent is ending this process", RanksCompared, RankHindered),
@@ -293,14 +308,14 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RESTARTING, "all ranks are replaced anyway", ReplacementAsked, *OF_SIZE, *OF_TIES),
     #
     **ignored(P.DONE, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
-    **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.DONE, "the job is over", RankFaulted, RankHung, RankDiverged, NodeLost, ConnectionBroken),
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", RankHindered, *OF_TIES),
     **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
     #
     **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
-    **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
+    **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, NodeLost, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.FAILED, "the job is over", RankHindered, *OF_TIES),

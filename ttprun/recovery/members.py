@@ -44,6 +44,7 @@ class Member:
     has_joined          it has had a process group with others
     hindrance           why its current boundary (of a lost rank: its last) cannot be replayed, "" if it can
     spawn_asked_at_s    when a process was requested that has not started yet
+    is_unseated         its node is lost, and it has not got a process on another one yet
     has_orders          a replacement that has its orders; a new attempt needs a new process
     elastic             its declaration, if it can continue in a smaller group
     frozen              answer to Freeze
@@ -60,6 +61,7 @@ class Member:
     has_joined: bool = False
     hindrance: str = ""
     spawn_asked_at_s: float | None = None
+    is_unseated: bool = False
     has_orders: bool = False
     elastic: ElasticDeclared | None = None
     frozen: RankFrozen | None = None
@@ -84,7 +86,7 @@ class Member:
     def as_lost(self, at_s: float) -> Member:
         """The lost rank, whose new process was requested at that time."""
         place = Member(rank=self.rank, life=Life.LOST, spawn_asked_at_s=at_s)
-        return replace(place, ties=self.ties, has_joined=self.has_joined)
+        return replace(place, ties=self.ties, has_joined=self.has_joined, is_unseated=self.is_unseated)
 
     def with_answers_forgotten(self) -> Member:
         """The same process at the beginning of another attempt."""
@@ -100,6 +102,7 @@ class Member:
             has_joined=self.has_joined,
             hindrance=self.hindrance,
             spawn_asked_at_s=self.spawn_asked_at_s,
+            is_unseated=self.is_unseated,
             elastic=self.elastic,
         )
 
@@ -122,6 +125,7 @@ class Mark(IntEnum):
     HAS_JOINED = 12
     IS_HINDERED = 13
     IS_ELASTIC = 14
+    IS_UNSEATED = 15
 
 
 OF_LIFE = {
@@ -159,6 +163,8 @@ def marks_of(member: Member) -> list[Mark]:
         found.append(Mark.IS_HINDERED)
     if member.elastic is not None:
         found.append(Mark.IS_ELASTIC)
+    if member.is_unseated:
+        found.append(Mark.IS_UNSEATED)
     return found
 
 

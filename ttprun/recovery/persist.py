@@ -26,8 +26,8 @@ from ttprun.recovery.events import (
     StatePersisted,
     StopAsked,
 )
-from ttprun.recovery.fault_events import RankExited, RankFaulted
-from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted
+from ttprun.recovery.fault_events import NodeLost, RankExited, RankFaulted
+from ttprun.recovery.faults import answer_fault, let_others_finish, mark_finished, on_faulted, on_node_lost, unseat
 from ttprun.recovery.job import Ending, Job, Phase
 from ttprun.recovery.ladder import begin_attempt, begin_persisting, end_job, go_back, why_not_saved
 from ttprun.recovery.members import Life
@@ -161,6 +161,16 @@ def on_exit_to_persist(job: Job, event: RankExited) -> Result:
     if job.ending is None:
         return giving_up(job, event.sentence, answer_fault(job, event))
     job = job.with_member(event.rank, pid=None, life=Life.LOST, is_protected=False)
+    return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
+
+
+def on_node_lost_to_persist(job: Job, event: NodeLost) -> Result:
+    """Ranks are lost with their node: if the job ends, the others write without them, otherwise they are replaced."""
+    if job.ending is None:
+        return giving_up(job, event.sentence, on_node_lost(job, event))
+    gone = (job.members[rank] for rank in event.ranks if job.members[rank].life is not Life.FINISHED)
+    job = job.with_members(*(replace(one, pid=None, life=Life.LOST, is_protected=False) for one in gone))
+    job = unseat(job, tuple(rank for rank in event.ranks if job.members[rank].life is Life.LOST))
     return begin_persisting(job, event.at_s) if job.survivors else go_on(job, event.at_s, "all ranks were lost")
 
 

@@ -37,7 +37,7 @@ def note_process(job: Job, event: RankStarted) -> Job:
     if member.spawn_asked_at_s is not None and job.incident is not None:
         spawn_s = max(job.incident.spawn_s or 0.0, event.at_s - member.spawn_asked_at_s)
         job = job.with_incident(spawn_s=spawn_s)
-    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None)
+    return job.with_member(event.rank, pid=event.pid, spawn_asked_at_s=None, is_unseated=False)
 
 
 def on_started(job: Job, event: RankStarted) -> Result:
