@@ -212,7 +212,10 @@ def device() -> Iterator[SimulatedNpu]:
     registry.simulate(None)
 
 
-ON_DEVICE: Any = [SimpleNamespace(is_on_device=False), SimpleNamespace(is_on_device=True)]
+ON_DEVICE: Any = [
+    SimpleNamespace(links=SimpleNamespace(are_on_device=False)),
+    SimpleNamespace(links=SimpleNamespace(are_on_device=True)),
+]
 
 
 @pytest.mark.parametrize("is_held", [True, False])

@@ -34,7 +34,7 @@ for _ in range(6):
         install._presence = SimpleNamespace(pid=os.getpid(), has_script_failed=True)
         atexit.register(install._finish)
         group = ManagedGroup(session, session.exchange, "g", [0], 0, timedelta(seconds=60))
-        group.connect()
+        group.links.connect()
         whole, part = torch.empty(2_000_000), torch.ones(2_000_000)
         for _ in range(25):
             group.allgather([[whole]], [part.detach()])

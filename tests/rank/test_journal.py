@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from ttprun.rank.comm.work import ManagedWork
 class FakeGroup:
     """Notes that an operation has completed."""
 
-    is_on_device = False
+    links = SimpleNamespace(are_on_device=False)
     group_name = "world"
 
     def is_protected(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ LIMIT_S = 5.0
 class FakeGroup:
     """One whose operations a recovery would take up."""
 
-    is_on_device = False
+    links = SimpleNamespace(are_on_device=False)
     group_name = "world"
 
     def is_protected(self) -> bool:

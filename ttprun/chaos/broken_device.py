@@ -96,7 +96,7 @@ def _break_link(session: Session, device: SimulatedNpu) -> tuple[str, None]:
         raise ValueError("the script has no process group")
     registry.simulate(device)
     for group in groups:
-        group.move_to_device()
+        group.links.move_to_device()
     device.module.npu.queue = Queue.HCCS_LINK_EXIT
     return "simulated device; its next collective fails", None
 

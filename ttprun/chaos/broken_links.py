@@ -40,7 +40,7 @@ def links(session: Session) -> dict[int, list[socket.socket]]:
     """Peer (global rank) -> duplicates of the sockets that lead to it, to be closed by the caller."""
     found: dict[int, list[socket.socket]] = defaultdict(list)
     for group in list(session.groups.values()):
-        connection = group.connection
+        connection = group.links.by_gloo
         if connection is None:
             continue
         callers = _callers(session.exchange, connection, group.group_name, len(group.ranks), group.rank())

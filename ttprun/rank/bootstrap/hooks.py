@@ -153,6 +153,6 @@ def make_session(presence: Presence) -> Session:
         session.crossing = crossing.Crossing(session)
     journal.diagnose = session.diagnose
     journal.report_broken = lambda entry, after_s: session.report_broken(
-        session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.device_fault_of(entry.error)
+        session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
     )
     return session

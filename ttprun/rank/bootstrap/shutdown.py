@@ -33,9 +33,9 @@ def close(session: Session) -> None:
     session.verifier.end(LIMIT_S)
     works = [entry.inner for entry in session.journal.unfinished() if entry.inner is not None]
     session.journal.clear()
-    links = [link for group in living for link in group.links]
+    links = [link for group in living for link in group.links.all]
     for group in living:
-        group.forget_connection()
+        group.links.forget()
     closing = threading.Thread(target=_close_all, args=(links,), name="ttprun-ending", daemon=True)
     try:
         closing.start()

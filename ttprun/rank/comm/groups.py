@@ -195,7 +195,7 @@ def _connect(group: Any) -> None:
     session = current()
     if isinstance(group, ManagedGroup) and session is not None and not session.is_without_others():
         session.meet(CONNECT, group.size())
-        group.connect()
+        group.links.connect()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 
 

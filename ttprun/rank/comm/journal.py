@@ -281,7 +281,7 @@ class Journal:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:
                 diagnosis = self.diagnose(error)
-                is_of_device = entry.group.is_on_device and diagnosis.is_known
+                is_of_device = entry.group.links.are_on_device and diagnosis.is_known
                 if not (inner.is_completed() or is_of_device):
                     continue
                 if has_succeeded(inner) and not is_of_device:  # it has completed since the wait timed out

@@ -26,7 +26,7 @@ EXIT_CODE = 1
 
 def stop(groups: Sequence[ManagedGroup]) -> None:
     """Stop the device, if it takes part in one of the groups. Raises DeviceFailedError."""
-    if any(group.is_on_device for group in groups):
+    if any(group.links.are_on_device for group in groups):
         registry.current().stop()
 
 
@@ -59,7 +59,7 @@ def restart(groups: Sequence[ManagedGroup]) -> None:
 
     Raises DeviceFailedError, also if memory has failed: its content is lost.
     """
-    if not any(group.is_on_device for group in groups):
+    if not any(group.links.are_on_device for group in groups):
         return
     device = registry.current()
     found = device.check_memory()
@@ -71,9 +71,9 @@ def restart(groups: Sequence[ManagedGroup]) -> None:
 def resume_communicators(groups: Sequence[ManagedGroup]) -> None:
     """Resume the communicators of groups with the same processes as before. Raises DeviceFailedError.
 
-    The others are rebuilt one by one with their connections: `ManagedGroup.connect_in`.
+    The others are rebuilt one by one with their connections: `Links.connect_in`.
     """
-    if any(group.is_on_device and not group.has_new_peers for group in groups):
+    if any(group.links.are_on_device and not group.links.has_new_peers for group in groups):
         registry.current().rebuild_communicators()
 
 
@@ -82,9 +82,9 @@ def report_groups(session: Session, groups: Sequence[ManagedGroup], did: str) ->
 
     did   "resumed", "rebuilt" in place with new links, or "made" by a new process
     """
-    if any(group.is_on_device for group in groups):
+    if any(group.links.are_on_device for group in groups):
         device = registry.current()
-        calls: Counter[str] = sum((group.calls_on_device for group in groups), Counter())
+        calls: Counter[str] = sum((group.links.calls_on_device for group in groups), Counter())
         counters = device.counters() if isinstance(device, SimulatedNpu) else {}
         kind = device.identify().kind
         session.channel.send(from_rank.DeviceReady(session.generation, kind, did, dict(calls), counters))

@@ -5,14 +5,13 @@ the Python API all use it. Each call is written to the journal and issued on the
 work objects are ours: when the connection breaks during an operation, `wait()` keeps waiting until the recovery has
 issued the operation again, and futures stay pending. A survivor's main thread never sees an exception.
 
-`operations.py` lists the operations, and which of their arguments are inputs and outputs.
+`operations.py` lists the operations, and which of their arguments are inputs and outputs; `links.py` makes and ends the
+connections.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -21,18 +20,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from ttprun.device import accelerator, registry
+from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank import fail_open, moments
 from ttprun.rank.checks import proof
 from ttprun.rank.comm import held_works
 from ttprun.rank.comm.buckets import Buckets
-from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, Exchange, GenerationOverError
+from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Entry
+from ttprun.rank.comm.links import Links
 from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
 from ttprun.rank.comm.reissue import call_or_take
-from ttprun.rank.comm.transports import TRANSPORTS, Link, Seat
+from ttprun.rank.comm.transports import TRANSPORTS, Seat
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
@@ -54,9 +54,8 @@ class ManagedGroup(ProcessGroup):
     op_limit       the time-out that the script asked for
     backends       type of device -> name of the backend for its tensors, as torch would have chosen it
     number         groups are numbered in the order in which the script makes them
-    is_joined      all members have connected once; until then the main thread connects
     is_made        torch has finished making it
-    has_new_peers  a member's process was replaced since the last connection
+    links          its connections
     buckets        inputs that need no copy
     """
 
@@ -75,26 +74,19 @@ class ManagedGroup(ProcessGroup):
         self.ranks = ranks
         self.backends = backends
         self._session = session
-        self._exchange = exchange
         self._name = name
         # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
         of_these = f"{name} of {','.join(map(str, ranks))}"
         session.groups_made[of_these] += 1
-        self._key = f"{of_these}#{session.groups_made[of_these]}"
+        key = f"{of_these}#{session.groups_made[of_these]}"
         session.groups_count += 1
         self.number = session.groups_count
-        self.is_joined = False
         self.is_made = False
-        self.has_new_peers = False
         self.buckets = Buckets(self)
         self._description = ""
         self._rank = rank
         self._size = size
-        self._op_limit = op_limit
-        self._links: dict[str, Link] = {}  # by type of device; {} while there is no connection
-        self._generation = -1  # of the links
-        self._communicator = registry.current().communicator()
-        self._connecting = threading.Lock()
+        self.links = Links(session, Seat(exchange, -1, key, name, rank, size, ranks, op_limit), backends)
         session.groups[name] = self
         living.add(self)
 
@@ -108,6 +100,7 @@ class ManagedGroup(ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._name = name
+        self.links.rename(name)
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
@@ -130,11 +123,11 @@ class ManagedGroup(ProcessGroup):
         """The script has destroyed the group."""
         if self._session.groups.get(self._name) is self:
             del self._session.groups[self._name]
-        self._links = {}
+        self.links.forget()
 
     def abort(self) -> None:
         """The script aborts the group: pending operations fail."""
-        self.cut()
+        self.links.cut()
         self.shutdown()
 
     # Connections.
@@ -148,69 +141,16 @@ class ManagedGroup(ProcessGroup):
         """Whether a recovery would issue this group's operations again."""
         return not self._session.unprotected
 
-    def connect(self) -> None:
-        """Connect in the session's generation, or a later one, and block until all members have."""
-        while True:
-            generation = self._session.generation
-            try:
-                self.connect_in(generation)
-                self.is_joined = True
-                return
-            except (GenerationOverError, RuntimeError):
-                framework = self._session.framework
-                if framework is not None and not framework.may_connect_again():
-                    raise
-                if not self._wait_for_generation_after(generation):
-                    raise
-
     def connect_if_new(self) -> None:
         """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
-        if not self._links and self._session.groups.get(self._name) is self:
+        if not self.links.all and self._session.groups.get(self._name) is self:
             away = sorted(self._session.away & {*self.ranks})
             if away:
                 raise RuntimeError(
                     f"process group {self._name!r} includes rank {', '.join(map(str, away))}, which is away: use a "
                     "group of the remaining ranks, made by the downgrade_rebuild handler"
                 )
-            self.connect()
-
-    def _wait_for_generation_after(self, tried: int) -> bool:
-        session = self._session
-        with session.changed:
-            return (
-                session.changed.wait_for(
-                    lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
-                    timeout=CONNECT_LIMIT.total_seconds(),
-                )
-                and not session.unprotected
-            )
-
-    def connect_in(self, generation: int) -> None:
-        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError.
-
-        The main thread (the script makes the group) and the recovery thread may both call this; it is done once.
-        """
-        with self._connecting:
-            if not self.is_connected_in(generation):
-                self._connect_anew(generation)
-
-    def is_connected_in(self, generation: int) -> bool:
-        """Whether it is connected in that generation."""
-        return bool(self._links) and self._generation == generation
-
-    def _connect_anew(self, generation: int) -> None:
-        if self._communicator is not None and self.has_new_peers:
-            registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
-        seat = Seat(
-            self._exchange, generation, self._key, self._name, self._rank, self._size, self.ranks, self._op_limit
-        )
-        made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
-        if moments.listener is not None and isinstance(made.get("gloo"), Connection):
-            moments.listener.connected(self._exchange, made["gloo"], self._name, self._rank)
-        with self._session.journal.lock:
-            self._links = {device_type: made[name] for device_type, name in self.backends.items()}
-            self._generation = generation
-            self.has_new_peers = False
+            self.links.connect()
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -222,60 +162,10 @@ class ManagedGroup(ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """The native backend that serves a device now; torch 2.15 asks for its capabilities."""
-        link = self._links.get(device.type)
+        link = self.links.of(device.type)
         if link is None or not self.is_made:
             return super()._get_backend(device)
         return link.backend
-
-    @property
-    def links(self) -> list[Link]:
-        """The current connections, one for each backend; [] while there are none."""
-        return list({id(link): link for link in self._links.values()}.values())
-
-    @property
-    def connection(self) -> Connection | None:
-        """The current connection by gloo; None while there is none."""
-        return next((link for link in self.links if isinstance(link, Connection)), None)
-
-    def cut(self) -> None:
-        """Break the connections: pending operations fail at once."""
-        for link in self.links:
-            link.abort()
-
-    def forget_connection(self, has_new_peers: bool = False) -> None:
-        """Drop broken connections; their operations have all failed or completed.
-
-        has_new_peers   a member's process is replaced
-        """
-        self._links = {}
-        self.has_new_peers = self.has_new_peers or has_new_peers
-
-    def abandon_connection(self) -> None:
-        """Leave the backends alone, as an operation on a broken connection does not end."""
-        for link in self.links:
-            link.abandon()
-
-    # The device.
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether the device takes part in this group's operations."""
-        return self._communicator is not None
-
-    @property
-    def calls_on_device(self) -> Counter[str]:
-        """Operation -> how often it was issued on the device by this process."""
-        return Counter() if self._communicator is None else self._communicator.calls
-
-    def move_to_device(self) -> None:
-        """The process's device was simulated, or replaced, after the group was made."""
-        if self._communicator is None:
-            self._communicator = registry.current().communicator()
-
-    def device_fault_of(self, error: BaseException | None) -> str:
-        """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
-        is_of_device = self.is_on_device or any(TRANSPORTS[name].is_late for name in self.backends.values())
-        return self._session.diagnose(error).name if is_of_device and error is not None else ""
 
     # Operations.
 
@@ -345,7 +235,7 @@ class ManagedGroup(ProcessGroup):
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
-        if self._communicator is None and self.buckets.hold(entry):
+        if not self.links.are_on_device and self.buckets.hold(entry):
             return True
         if not self._session.journal.save(entry, inputs):
             self._session.give_up_protection("the journal of one step has reached journal_limit_mib")
@@ -365,7 +255,7 @@ class ManagedGroup(ProcessGroup):
         self._session.give_up_protection(
             f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}"
         )
-        if (connection := self.connection) is not None:
+        if (connection := self.links.by_gloo) is not None:
             connection.serve(device.type)
         found: Work = self.call(op, args)
         return found
@@ -388,25 +278,9 @@ class ManagedGroup(ProcessGroup):
         return fail_open.call_original(op, self._call, op, args)
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
-        link = self._link_for(op, args)
-        if self._communicator is None:
-            return link.issue(op, args)
         inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
         inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else tensors_in(args[inputs_at])
-        return self._communicator.issue(link, op, args, inputs)
-
-    def _link_for(self, op: str, args: tuple[Any, ...]) -> Link:
-        """The connection that carries an operation: that of its tensors' device; a barrier goes over a device."""
-        links = self._links
-        if not links:
-            raise RuntimeError(f"process group {self._name!r} has been destroyed")
-        if len(links) == 1 and "cpu" in links:
-            return links["cpu"]
-        tensors = tensors_in(args)
-        device_type = tensors[0].device.type if tensors else next((name for name in links if name != "cpu"), "cpu")
-        if device_type not in links:
-            raise RuntimeError(f"No backend type associated with device type {device_type}")
-        return links[device_type]
+        return self.links.issue(op, args, inputs)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""
@@ -453,7 +327,7 @@ def _point_to_point(op: str) -> Callable[..., Work]:
         self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
         if self._session.replay is not None:
             raise RuntimeError(f"{op} cannot be replayed")
-        work: Work = self._link_for(op, args).issue(op, (*args, *kwargs.values()))
+        work: Work = self.links.that_carries(args).issue(op, (*args, *kwargs.values()))
         return work
 
     return call

@@ -64,7 +64,7 @@ class CallbackRecovery(Recovery):
                 self._framework.order_stop(repair_type)
                 if self._is_calling:
                     for group in list(self._session.groups.values()):
-                        group.cut()
+                        group.links.cut()
             case mindio.Prepare() | mindio.Repair() | mindio.Rollback() | mindio.Save() | mindio.Rename():
                 self.leave_to_thread(message)
             case _:
@@ -219,8 +219,8 @@ class CallbackRecovery(Recovery):
         for name in order.groups:
             group = session.groups.get(name)
             if group is not None:
-                group.connect_in(session.generation)
-                group.is_joined = True
+                group.links.connect_in(session.generation)
+                group.links.is_joined = True
         with self._calling():
             framework.handlers.rebuild_group(fault_ranks, _size_of(order.size))
         self._rebuilt_in = session.generation

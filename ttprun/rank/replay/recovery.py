@@ -86,7 +86,7 @@ class Recovery:
         self._thread.join(_LET_FINISH_S)
         if self._thread.is_alive():
             for group in self._groups():
-                group.cut()
+                group.links.cut()
         self._thread.join(RETIRE_LIMIT_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
@@ -154,7 +154,7 @@ class Recovery:
                 if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:
                     # These errors only mean that another rank is lost or a connection has broken.
                     if not self._is_overtaken_soon(order.generation):
-                        fault = next(filter(None, (group.device_fault_of(error) for group in self._groups())), "")
+                        fault = next(filter(None, (group.links.device_fault_of(error) for group in self._groups())), "")
                         session.report_broken(order.generation, str(error), REPORT_AFTER_S, fault)
                     continue
                 detail = "" if is_refusal else traceback.format_exc()
@@ -203,7 +203,7 @@ class Recovery:
             session.settle_at = 0
             session.changed.notify_all()
         groups = self._groups()
-        if any(group.is_on_device for group in groups):
+        if any(group.links.are_on_device for group in groups):
             self._let_step_end()  # a stop would leave its tensors partly updated
         on_device.stop(groups)
         self._break_connections(has_new_peers=bool(order.lost))
@@ -244,14 +244,14 @@ class Recovery:
         for _, inner in works:
             has_ended(inner, end_s - time.monotonic())
         for group in groups:
-            group.cut()
+            group.links.cut()
         if session.crossing is not None:
             session.crossing.cut()
         on_device.settle()
         end_s = time.monotonic() + STUCK_AFTER_S
         for entry, inner in works:
             if not has_ended(inner, end_s - time.monotonic()):
-                entry.group.abandon_connection()
+                entry.group.links.abandon()
                 continue
             with contextlib.suppress(Exception):
                 inner.wait()
@@ -259,7 +259,7 @@ class Recovery:
         for entry in session.journal.unfinished():
             session.journal.attach(entry, None)
         for group in groups:
-            group.forget_connection(has_new_peers)
+            group.links.forget(has_new_peers)
 
     def _settle(self, survivors: list[int]) -> None:
         """Bring all survivors to one boundary.
@@ -348,14 +348,14 @@ class Recovery:
             return
         session.journal.givers = givers_of(order)
         groups = self._groups()
-        did = "rebuilt" if any(group.has_new_peers for group in groups) else "resumed"
+        did = "rebuilt" if any(group.links.has_new_peers for group in groups) else "resumed"
         on_device.resume_communicators(groups)
         again = self._issued_again = []
         is_connected = False
         # A replacement connects these before it issues anything, and a backend may connect within an operation.
         for group in groups:
-            if group.is_joined and group.number <= session.groups_at_boundary:
-                group.connect_in(session.generation)
+            if group.links.is_joined and group.number <= session.groups_at_boundary:
+                group.links.connect_in(session.generation)
         while True:
             with session.journal.lock:
                 entries, at = session.journal.entries, len(again)
@@ -370,7 +370,7 @@ class Recovery:
                 on_device.report_groups(session, groups, did)
                 is_connected = True
                 continue
-            if not entry.group.is_connected_in(session.generation):
+            if not entry.group.links.are_of(session.generation):
                 self._connect_up_to(entry.group)
             inner = issue_again(session, entry)
             again.append((entry, inner))
@@ -406,16 +406,16 @@ class Recovery:
         the operations before that. A group that was never connected is left to the main thread.
         """
         for group in self._groups():
-            if group.is_joined and (newest is None or group.number <= newest.number):
-                group.connect_in(self._session.generation)
+            if group.links.is_joined and (newest is None or group.number <= newest.number):
+                group.links.connect_in(self._session.generation)
 
     def _go_live(self, order: to_rank.Resume) -> None:
         session = self._session
         replay = session.replay
         assert replay is not None
         for group in list(session.groups.values()):
-            group.connect_in(session.generation)
-            group.is_joined = True
+            group.links.connect_in(session.generation)
+            group.links.is_joined = True
         session.channel.send(from_rank.Rebuilt(session.generation))
         on_device.report_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, order.expected)

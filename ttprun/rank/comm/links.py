@@ -1,0 +1,178 @@
+"""A process group's connections: by type of device, in one generation after another.
+
+A recovery cuts the links of all groups, drops them, and makes those of the new generation. What the group's operations
+are, and what is noted of them, is `process_group.py`'s. Begin with `Links.connect`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ttprun.device import registry
+from ttprun.rank import moments
+from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
+from ttprun.rank.comm.operations import tensors_in
+from ttprun.rank.comm.transports import TRANSPORTS, Link, Seat
+from ttprun.rank.session import Session
+
+
+class Links:
+    """The connections of one group.
+
+    backends       type of device -> name of the backend for its tensors
+    seat           this process's place in the group, in the generation of the links; -1 before the first
+    is_joined      all members have connected once; until then the main thread connects
+    has_new_peers  a member's process was replaced since the last connection
+    """
+
+    def __init__(self, session: Session, seat: Seat, backends: Mapping[str, str]) -> None:
+        self.backends = backends
+        self.seat = seat
+        self.is_joined = False
+        self.has_new_peers = False
+        self._session = session
+        self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
+        self._communicator = registry.current().communicator()
+        self._connecting = threading.Lock()
+
+    @property
+    def all(self) -> list[Link]:
+        """The current connections, one for each backend; [] while there are none."""
+        return list({id(link): link for link in self._by_type.values()}.values())
+
+    @property
+    def by_gloo(self) -> Connection | None:
+        """The current connection by gloo; None while there is none."""
+        return next((link for link in self.all if isinstance(link, Connection)), None)
+
+    def of(self, device_type: str) -> Link | None:
+        """The current connection that carries a device's tensors."""
+        return self._by_type.get(device_type)
+
+    # Making them.
+
+    def connect(self) -> None:
+        """Connect in the session's generation, or a later one, and block until all members have."""
+        while True:
+            generation = self._session.generation
+            try:
+                self.connect_in(generation)
+                self.is_joined = True
+                return
+            except (GenerationOverError, RuntimeError):
+                framework = self._session.framework
+                if framework is not None and not framework.may_connect_again():
+                    raise
+                if not self._wait_for_generation_after(generation):
+                    raise
+
+    def _wait_for_generation_after(self, tried: int) -> bool:
+        session = self._session
+        with session.changed:
+            return (
+                session.changed.wait_for(
+                    lambda: bool(session.unprotected) or (session.generation > tried and not session.journal.is_frozen),
+                    timeout=CONNECT_LIMIT.total_seconds(),
+                )
+                and not session.unprotected
+            )
+
+    def connect_in(self, generation: int) -> None:
+        """Connect in one generation. Raises GenerationOverError, RuntimeError or TimeoutError.
+
+        The main thread (the script makes the group) and the recovery thread may both call this; it is done once.
+        """
+        with self._connecting:
+            if not self.are_of(generation):
+                self._connect_anew(generation)
+
+    def are_of(self, generation: int) -> bool:
+        """Whether the group is connected in that generation."""
+        return bool(self._by_type) and self.seat.generation == generation
+
+    def _connect_anew(self, generation: int) -> None:
+        if self._communicator is not None and self.has_new_peers:
+            registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
+        seat = dataclasses.replace(self.seat, generation=generation)
+        made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
+        if moments.listener is not None and isinstance(made.get("gloo"), Connection):
+            moments.listener.connected(seat.exchange, made["gloo"], seat.name, seat.rank)
+        with self._session.journal.lock:
+            self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
+            self.seat = seat
+            self.has_new_peers = False
+
+    def rename(self, name: str) -> None:
+        """Torch has named the group."""
+        self.seat = dataclasses.replace(self.seat, name=name)
+
+    # Ending them.
+
+    def cut(self) -> None:
+        """Break the connections: pending operations fail at once."""
+        for link in self.all:
+            link.abort()
+
+    def forget(self, has_new_peers: bool = False) -> None:
+        """Drop broken connections; their operations have all failed or completed.
+
+        has_new_peers   a member's process is replaced
+        """
+        self._by_type = {}
+        self.has_new_peers = self.has_new_peers or has_new_peers
+
+    def abandon(self) -> None:
+        """Leave the backends alone, as an operation on a broken connection does not end."""
+        for link in self.all:
+            link.abandon()
+
+    # Using them.
+
+    def issue(self, op: str, args: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> Any:
+        """Issue an operation on the current connection; returns the backend's work. Raises the backend's error.
+
+        inputs   tensors that are read
+        """
+        link = self.that_carries(args)
+        return link.issue(op, args) if self._communicator is None else self._communicator.issue(link, op, args, inputs)
+
+    def that_carries(self, args: tuple[Any, ...]) -> Link:
+        """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device."""
+        links = self._by_type
+        if not links:
+            raise RuntimeError(f"process group {self.seat.name!r} has been destroyed")
+        if len(links) == 1 and "cpu" in links:
+            return links["cpu"]
+        tensors = tensors_in(args)
+        device_type = tensors[0].device.type if tensors else next((name for name in links if name != "cpu"), "cpu")
+        if device_type not in links:
+            raise RuntimeError(f"No backend type associated with device type {device_type}")
+        return links[device_type]
+
+    # The device.
+
+    @property
+    def are_on_device(self) -> bool:
+        """Whether the device takes part in the group's operations."""
+        return self._communicator is not None
+
+    @property
+    def calls_on_device(self) -> Counter[str]:
+        """Operation -> how often it was issued on the device by this process."""
+        return Counter() if self._communicator is None else self._communicator.calls
+
+    def move_to_device(self) -> None:
+        """The process's device was simulated, or replaced, after the group was made."""
+        if self._communicator is None:
+            self._communicator = registry.current().communicator()
+
+    def device_fault_of(self, error: BaseException | None) -> str:
+        """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
+        is_of_device = self.are_on_device or any(TRANSPORTS[name].is_late for name in self.backends.values())
+        return self._session.diagnose(error).name if is_of_device and error is not None else ""
