@@ -89,6 +89,36 @@ def test_a_rank_that_is_killed_on_either_node_is_replaced_there_and_no_step_is_l
     assert f"incident {leader.incidents[0]['id']}" in leader.output
 
 
+LIMIT = ["--hang-timeout", "4"]
+RETRY = ["--retry-on", "^InjectedFaultError: injected"]
+OTHERS = [
+    # script, ranks a node, faults, options, rungs
+    (EPOCHS, 2, ["exception:rank=3,step=20,phase=backward"], [], ["replace"]),
+    (EPOCHS, 2, ["sleep:rank=3,step=20,phase=forward"], LIMIT, ["replace"]),
+    (PLAIN, 1, ["deadlock:rank=1,step=20,phase=collective"], LIMIT, ["replace"]),
+    (EPOCHS, 2, ["kill:rank=1,step=20,phase=backward", "kill:rank=3,phase=freeze"], [], ["replace"]),
+    (EPOCHS, 2, ["kill:rank=2,step=20,phase=backward", "kill:rank=1,phase=rebuild"], [], ["replace"]),
+    (EPOCHS, 2, ["kill:rank=3,step=20,phase=in_step", "kill:rank=3,phase=replay"], [], ["replace"]),
+    (EPOCHS, 2, ["kill:rank=2,step=20,phase=in_step", "kill:rank=0,phase=transfer"], [], ["replace"]),
+    (PLAIN, 2, [f"exception:rank={rank},step=20,phase=backward" for rank in (0, 3)], RETRY, ["rerun"]),
+    (PLAIN, 2, ["reset:rank=1,step=20,phase=backward"], [], ["reconnect"]),
+]
+
+
+@pytest.mark.parametrize(("script", "ranks", "faults", "options", "rungs"), OTHERS)
+def test_what_else_befalls_a_rank_of_several_nodes_is_repaired_and_no_step_is_lost(
+    start: StartNodes, undisturbed: Undisturbed, script: str, ranks: int, faults: Any, options: Any, rungs: list[str]
+) -> None:
+    leader, runs = finished(start(script, ranks, faults=faults, options=options))
+
+    assert_same_weights(runs, undisturbed(script, 2 * ranks))
+    assert {incident["rung"] for incident in leader.incidents} == set(rungs), leader.story()
+    assert {incident["outcome"] for incident in leader.incidents} == {"recovered"}, leader.story()
+    assert {incident["steps_lost"] for incident in leader.incidents} == {0}, leader.story()
+    struck = [event for event in leader.events if event["event"] == "fault_injected"]
+    assert len(struck) == len(faults), leader.story()
+
+
 @pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
 def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNodes, is_cut: bool) -> None:
     launches = start("plain_tensors.py", 1, script_args=["--steps", "100000"])

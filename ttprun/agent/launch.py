@@ -72,7 +72,7 @@ def launch(
         _prepare_meeting(config, launch_config, entrypoint, args)
         logger.warning(
             "%d nodes: a lost rank is replaced on its node; a lost node or a broken link between nodes restarts all "
-            "ranks (--max-restarts %d); no checkpoints are written",
+            "ranks (--max-restarts %d); no checkpoints are written; tried with gloo on CPUs, never with NCCL or HCCL",
             launch_config.max_nodes,
             launch_config.max_restarts,
         )

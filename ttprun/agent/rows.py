@@ -58,8 +58,10 @@ def copy_in(node: Node, rows: Iterable[nodes.Row], now_ns: int) -> None:
             continue
         seat.seen = (row.state, row.cpu_s)
         for field, value in zip(SHARED, row.values, strict=True):
-            if field in _TIMES and value:
-                board.set(row.rank, field, value + behind_ns)
+            if field in _TIMES:
+                if seat.noted_ns.get(field) != value:  # moved anew each time, one that is no news would look like it
+                    board.set(row.rank, field, value + behind_ns if value else 0)
+                seat.noted_ns[field] = value
             elif field not in AWAITED:
                 board.set(row.rank, field, value)
             elif board.get(row.rank, field) != value:

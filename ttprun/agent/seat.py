@@ -29,6 +29,7 @@ class Seat:
     is_here         the rank is on this node; else the following are not known here: descriptors, is_dying, is_buried
     seen            of a rank on another node: letter of its process's state, and its processor time
     marks           of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
+    noted_ns        of a rank on another node: its times on the board, on that node's clock
     record_fd       memfd of its recorder
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
@@ -78,6 +79,7 @@ class Seat:
     keeps_evidence: bool = True
     seen: tuple[str, float] = ("", 0.0)
     marks: dict[int, str] = field(default_factory=dict)
+    noted_ns: dict[int, int] = field(default_factory=dict)
 
     def sit(self, handler: RankHandler) -> None:
         """A process has been started for this rank."""
