@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from tests.options import OPTIONS
+from tests.rank.fakes import make_session
 from ttprun.protocol import channel, from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.to_rank import Freeze, Replay, Resume, Welcome
 from ttprun.rank.bootstrap.presence import Presence
+from ttprun.rank.replay.recovery import Recovery
 
 LIMIT_S = 10.0
 
@@ -98,12 +100,25 @@ def test_what_came_too_early_is_handed_over_in_its_order(lines: Any) -> None:
     ours.send(Freeze(2, survivors=[1], lost=[0]))
     next(ours.messages())
 
-    presence.hand_over(lambda message: heard.put(message.key))
+    presence.hand_over(lambda message: heard.put(message.key), lambda generation: None)
     early = heard.qsize()
     ours.send(from_rank.Put(1, "3", ""))
 
     assert [heard.get(timeout=LIMIT_S) for _ in range(4)] == ["0", "1", "2", "3"]
     assert early == 3
+
+
+def test_who_takes_over_begins_in_the_generation_that_was_answered_last(lines: Any) -> None:
+    ours, presence, _ = lines
+    session = make_session(rank=1, local_rank=1, generation=presence.generation)
+    recovery = Recovery(session)
+    ours.send(Freeze(2, survivors=[1], lost=[0]))
+    next(ours.messages())
+
+    presence.hand_over(recovery.take, recovery.begin_in)
+
+    assert session.generation == 2
+    session.channel.close()
 
 
 def test_what_is_no_message_is_reported_to_the_agent_and_has_no_effect(lines: Any) -> None:

@@ -48,7 +48,8 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     session.recovery = CallbackRecovery(session, framework)
     session.recovery.start()
-    presence.hand_over(strikes.taken_from(session.recovery.take, presence.channel))
+    take = strikes.taken_from(session.recovery.take, presence.channel)
+    presence.hand_over(take, session.recovery.begin_in)
     session.touch(Phase.SETUP)
     presence.channel.send(from_rank.Protected())
 

@@ -49,9 +49,13 @@ class Presence:
         """Read the agent's messages on a thread of its own."""
         threading.Thread(target=self._read, name="ttprun-channel", daemon=True).start()
 
-    def hand_over(self, heir: Callable[[Message], None]) -> None:
-        """Pass all messages from now on to `heir`, first those that had to wait for it."""
+    def hand_over(self, heir: Callable[[Message], None], begin_in: Callable[[int], None]) -> None:
+        """Pass all messages from now on to `heir`, first those that had to wait for it.
+
+        begin_in   called before with the generation: an order answered here may have changed it since `heir` was made
+        """
         with self._lock:
+            begin_in(self.generation)
             for message in self._early:
                 heir(message)
             self._heir = heir

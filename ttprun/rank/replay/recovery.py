@@ -64,6 +64,10 @@ class Recovery:
         self._issued_again: list[tuple[Entry, Any]] = []
         self._thread = threading.Thread(target=self._work, name="ttprun-recovery", daemon=True)
 
+    def begin_in(self, generation: int) -> None:
+        """Before the first message: a freeze may have been answered, and a generation begun, since this was made."""
+        self._session.generation = self._newest_generation = generation
+
     def start(self) -> None:
         """Start the working thread, which may block; `take` is called from the reading thread."""
         self._thread.start()
