@@ -23,6 +23,7 @@ from ttprun.agent.standbys import Standbys
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
 from ttprun.protocol import nodes, to_rank
+from ttprun.protocol.board import FINISHED, Field
 
 logger = logging.getLogger("ttprun")
 
@@ -91,7 +92,15 @@ class Orders:
         """Have the survivors quiesce."""
         self.repairs.expect(action.lost)
         repair_type = self.repairs.repair_type()
-        order = to_rank.Freeze(action.generation, list(action.ranks), list(action.lost), repair_type)
+        board = self.node.board
+        committed = min(board.get(seat.rank, Field.RECORDED) for seat in self.node.seats)
+        order = to_rank.Freeze(
+            action.generation,
+            list(action.ranks),
+            list(action.lost),
+            repair_type,
+            committed=0 if committed == FINISHED else committed,
+        )
         for rank in action.ranks:
             self.node.seats[rank].send(order)
 

@@ -166,12 +166,14 @@ class Freeze:
     survivors    ranks that get this order
     lost         ranks
     repair_type  for the stop handler of a framework; None without one
+    committed    newest boundary that every rank is known to have recorded; 0: none
     """
 
     generation: int
     survivors: list[int]
     lost: list[int]
     repair_type: Strategy | None = None
+    committed: int = 0
 
 
 @dataclass(frozen=True)

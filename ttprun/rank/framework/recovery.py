@@ -119,7 +119,7 @@ class CallbackRecovery(Recovery):
             while session.is_applying:
                 session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
-        self._settle(order.survivors)
+        self._settle(order)
         framework.settled_in = session.generation
         why_not = self._why_not()
         if why_not:

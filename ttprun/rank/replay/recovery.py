@@ -213,7 +213,7 @@ class Recovery:
         self._break_connections(has_new_peers=bool(order.lost))
         on_device.restart(groups)
         self._let_step_end()
-        self._settle(order.survivors)
+        self._settle(order)
         on_device.settle()
         frozen = from_rank.Frozen(
             session.generation,
@@ -265,21 +265,23 @@ class Recovery:
         for group in groups:
             group.links.forget(has_new_peers)
 
-    def _settle(self, survivors: list[int]) -> None:
+    def _settle(self, order: to_rank.Freeze) -> None:
         """Bring all survivors to one boundary.
 
         Each has stopped before its next commit. If one of them has stepped already, every rank had recorded that
-        boundary, so those that wait before it may step too.
+        boundary, so those that wait before it may step too. The lost rank may be the one that has stepped: if the
+        survivors stayed where they are, it would have to take that step again, without the gradients of a step of
+        several optimizers, which are in no record.
         """
         session = self._session
         board = session.board
         board.announce(session.rank, Field.HELD, session.generation)
         session.share_row()
-        for row in survivors:
+        for row in order.survivors:
             while (held := board.get(row, Field.HELD)) < session.generation:
                 board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
                 self._check_overtaken()
-        boundary = max(board.get(row, Field.APPLIED) for row in survivors)
+        boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.survivors))
         with session.changed:
             session.settle_at = boundary
             session.changed.notify_all()
