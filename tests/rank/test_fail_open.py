@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.rank.worlds import run_world
-from ttprun.rank.comm import groups, journal, process_group
+from ttprun.rank.comm import groups, journal, links, process_group
 from ttprun.rank.session import current
 from ttprun.rank.step import step_hooks
 
@@ -56,8 +56,8 @@ KEPT: list[Any] = []
 BREAKS = {
     "making a group": (process_group.ManagedGroup, "__init__", "all"),
     "making a group in one rank": (process_group.ManagedGroup, "__init__", "one"),
-    "connecting a group": (process_group.ManagedGroup, "connect", "all"),
-    "connecting a group in one rank": (process_group.ManagedGroup, "connect", "one"),
+    "connecting a group": (links.Links, "connect", "all"),
+    "connecting a group in one rank": (links.Links, "connect", "one"),
     "asking what is managed": (groups, "_chosen", "all"),
     "issuing a collective": (process_group.ManagedGroup, "issue", "all"),
     "issuing a collective in one rank": (process_group.ManagedGroup, "issue", "one"),
