@@ -49,7 +49,8 @@ def test_a_job_in_whose_ranks_ttprun_breaks_ends_as_under_torchrun(
 )
 def test_a_job_whose_launcher_breaks_runs_as_under_torchrun(tmp_path: Path, part: str, said: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'], flush=True)\n")
+    # One write a line: `print` may need several, and those of two ranks can come in between each other.
+    script.write_text("import os\nos.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format_map(os.environ).encode())\n")
     words = ["--nproc-per-node", "2", "--standbys", "0", "--run-dir", str(tmp_path / "run"), str(script)]
 
     done = subprocess.run(
