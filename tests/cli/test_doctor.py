@@ -78,6 +78,7 @@ def test_this_machine_can_train_with_recovery_and_nothing_is_left_behind(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_in_a_pipe_each_finding_is_one_plain_line_and_the_verdict_is_the_last(tmp_path: Path) -> None:
     done = examine(tmp_path, FORCE_COLOR="1")
 
@@ -89,7 +90,8 @@ def test_in_a_pipe_each_finding_is_one_plain_line_and_the_verdict_is_the_last(tm
     assert "\x1b" not in done.stdout
 
 
-def test_torch_npu_without_cann_is_told_as_what_breaks_torch(tmp_path: Path) -> None:
+@pytest.fixture
+def path_with_torch_npu(tmp_path: Path) -> str:
     """A stand-in for the package as pip leaves it: its entry point makes `import torch` itself fail."""
     site = tmp_path / "site"
     info = site / "torch_npu-2.13.0.dist-info"
@@ -97,11 +99,11 @@ def test_torch_npu_without_cann_is_told_as_what_breaks_torch(tmp_path: Path) -> 
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
     (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
     (site / "torch_npu.py").write_text("raise ImportError('libhccl.so: cannot open shared object file')\n")
-    here = tmp_path / "here"
-    here.mkdir()
+    return python_path(site)
 
-    broken = examine(here, "--json", PYTHONPATH=python_path(site))
-    switched_off = examine(here, "--json", PYTHONPATH=python_path(site), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
+def test_torch_npu_without_cann_is_reported_as_what_breaks_torch(tmp_path: Path, path_with_torch_npu: str) -> None:
+    broken = examine(tmp_path, "--json", PYTHONPATH=path_with_torch_npu)
 
     assert broken.returncode == 1
     found = told(broken)
@@ -109,6 +111,12 @@ def test_torch_npu_without_cann_is_told_as_what_breaks_torch(tmp_path: Path) -> 
     assert found["torch's backends"].found.startswith("RuntimeError: Failed to load the backend extension: torch_npu")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found["torch's backends"].cure
     assert found["torch"].level == "ok"  # what it would be without the extension
+
+
+@pytest.mark.slow
+def test_torch_npu_without_cann_is_reported_if_torch_does_not_load_it(tmp_path: Path, path_with_torch_npu: str) -> None:
+    switched_off = examine(tmp_path, "--json", PYTHONPATH=path_with_torch_npu, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+
     assert switched_off.returncode == 0
     assert "libhccl.so" in told(switched_off)["torch_npu"].means
     assert told(switched_off)["CANN"].found == "not found"
