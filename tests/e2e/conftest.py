@@ -11,6 +11,7 @@ import pytest
 pytest.register_assert_rewrite("tests.e2e.harness")
 
 from tests.e2e import harness  # noqa: E402 - its assertions are rewritten only if it is imported afterwards
+from tests.e2e.references import References  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,9 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., harness.Run]:
-    """`undisturbed(script, ranks, script_args=())`: the reference under torchrun, run once per session."""
-    return harness.References(tmp_path_factory.mktemp).undisturbed
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., harness.Run]]:
+    """`undisturbed(script, ranks, script_args=())`: the reference without ttprun, run once per session."""
+    references = References(tmp_path_factory.mktemp)
+    yield references.undisturbed
+    references.close()
 
 
 @pytest.fixture

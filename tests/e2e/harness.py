@@ -34,7 +34,6 @@ TRAINER = "trainer_class.py"
 TWO_OPTIMIZERS = "iter_next_two_optimizers.py"
 PLAIN = "plain_tensors.py"  # 40 steps
 NOT_PROVED = ("keeps_much.py", "leaves_traces.py")  # of no other script is anything named as not proved
-ABORTED_AT_EXIT = "terminate called without an active exception"
 RUN_LIMIT_S = 120.0
 ORPHAN_LIMIT_S = 5.0
 # Left by an outer launcher or set by a person; each would change what the launcher under test does.
@@ -48,28 +47,28 @@ class Run:
     """A run that has ended.
 
     exit_code  of the launcher; -N if signal N ended it, None while it lives
-    output     what the launcher itself wrote (stdout and stderr), its ranks' output not among it
     stdout     local rank -> lines, of all attempts and replacements in their order
     stderr     the same
     status     status.json at the end; {} under torchrun
     events     events.jsonl, in order; [] under torchrun
+    final      SHA-256 of final.pt, None if the script has written none
+    output     what the launcher itself wrote (stdout and stderr), its ranks' output not among it
     pids       rank -> the pids that it had according to status.json, in order
     faults     as they were ordered
-    final      SHA-256 of final.pt, None if the script has written none
     shared_memory  names that came into /dev/shm while it ran, of whatever process
     """
 
     script: str
     folder: Path
     exit_code: int | None
-    output: str
     stdout: dict[int, list[str]]
     stderr: dict[int, list[str]]
     status: dict[str, Any]
     events: list[dict[str, Any]]
-    pids: dict[int, list[int]]
-    faults: tuple[str, ...]
     final: str | None
+    output: str = ""
+    pids: dict[int, list[int]] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
     shared_memory: set[str] = field(default_factory=set)
 
     @property
@@ -175,7 +174,7 @@ class Launch:
     def wait_for_line(self, rank: int, text: str, limit_s: float = 60.0) -> None:
         """Block until a line of that local rank's stdout holds `text`; AssertionError after `limit_s` or at the end."""
         self._wait_until(
-            lambda: any(text in line for line in self._lines("stdout.log").get(rank, ())),
+            lambda: any(text in line for line in _lines(self.folder, "stdout.log").get(rank, ())),
             f"rank {rank} did not print {text!r}",
             limit_s,
         )
@@ -215,31 +214,27 @@ class Launch:
                 return
             time.sleep(0.05)
 
-    def _lines(self, name: str) -> dict[int, list[str]]:
-        """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
-        found: dict[int, list[str]] = {}
-        for path in sorted(self.folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
-            read = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            lines = [line for line in read if not line.startswith(_GLOO)]
-            found.setdefault(int(path.parent.name), []).extend(lines)
-        return found
-
     def _gather(self) -> Run:
-        run_dir, final = self.run_dir, self._out / "final.pt"
-        return Run(
-            script=self.script,
-            folder=self.folder,
-            exit_code=self.process.poll(),
-            output=(self.folder / "launcher.log").read_text(encoding="utf-8", errors="replace"),
-            stdout=self._lines("stdout.log"),
-            stderr=self._lines("stderr.log"),
-            status=_read_json(run_dir / "status.json") if run_dir is not None else {},
-            events=_read_events(run_dir / "events.jsonl") if run_dir is not None else [],
-            pids=self.pids,
-            faults=self.faults,
-            final=hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None,
-            shared_memory=set(os.listdir("/dev/shm")) - self._shared_memory,
-        )
+        run = gather(self.script, self.folder, self._out, self.process.poll(), self.run_dir)
+        run.output = (self.folder / "launcher.log").read_text(encoding="utf-8", errors="replace")
+        run.pids, run.faults = self.pids, self.faults
+        run.shared_memory = set(os.listdir("/dev/shm")) - self._shared_memory
+        return run
+
+
+def gather(script: str, folder: Path, out: Path, exit_code: int | None, run_dir: Path | None = None) -> Run:
+    """What a run has left in its folder, where the script writes, and where its launcher writes its status."""
+    final = out / "final.pt"
+    return Run(
+        script=script,
+        folder=folder,
+        exit_code=exit_code,
+        stdout=_lines(folder, "stdout.log"),
+        stderr=_lines(folder, "stderr.log"),
+        status=_read_json(run_dir / "status.json") if run_dir is not None else {},
+        events=_read_events(run_dir / "events.jsonl") if run_dir is not None else [],
+        final=hashlib.sha256(final.read_bytes()).hexdigest() if final.exists() else None,
+    )
 
 
 # What the fixtures `run_ttprun`, `start_ttprun` and `undisturbed` are.
@@ -280,35 +275,6 @@ def start_ttprun(
 def start_torchrun(script: str, ranks: int, folder: Path, script_args: Sequence[str] = (), device: str = "") -> Launch:
     """Start plain torchrun on a script."""
     return Launch("torch.distributed.run", script, ranks, folder, script_args=script_args, device=device)
-
-
-class References:
-    """Undisturbed runs under plain torchrun; each is made once, when it is first asked for."""
-
-    def __init__(self, new_folder: Callable[[str], Path]) -> None:
-        self._new_folder = new_folder
-        self._runs: dict[tuple[str, int, tuple[str, ...], str], Run] = {}
-
-    def undisturbed(self, script: str, ranks: int, script_args: Sequence[str] = (), device: str = "") -> Run:
-        """The reference for a script with that number of ranks and those arguments, on that device.
-
-        Plain torchrun is not under test here, and torch 2.13 aborts a rank now and then while its interpreter exits
-        (ABORTED_AT_EXIT; once even in two runs of a script, one after the other): such a reference is made again.
-        """
-        key = (script, ranks, tuple(script_args), device)
-        if key not in self._runs:
-            run = self._make(*key)
-            for _ in range(4):
-                if run.exit_code == 0 or ABORTED_AT_EXIT not in run.story():
-                    break
-                run = self._make(*key)
-            assert run.exit_code == 0, run.story()
-            self._runs[key] = run
-        return self._runs[key]
-
-    def _make(self, script: str, ranks: int, script_args: Sequence[str], device: str) -> Run:
-        folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
-        return start_torchrun(script, ranks, folder, script_args, device).finish()
 
 
 def assert_same_outcome(result: Run, reference: Run) -> None:
@@ -400,6 +366,16 @@ def listed(name: str) -> set[str]:
     """The tests that a list in this folder names."""
     lines = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()
     return {line for line in lines if not line.startswith("#")}
+
+
+def _lines(folder: Path, name: str) -> dict[int, list[str]]:
+    """Local rank -> lines of its log files `name`: <log dir>/<run>/attempt_<n>/<local rank>/<name>."""
+    found: dict[int, list[str]] = {}
+    for path in sorted(folder.glob(f"logs/*/attempt_*/*/{name}"), key=_attempt):
+        read = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = [line for line in read if not line.startswith(_GLOO)]
+        found.setdefault(int(path.parent.name), []).extend(lines)
+    return found
 
 
 def _attempt(path: Path) -> tuple[int, str]:

@@ -64,7 +64,7 @@ def test_a_run_in_which_nothing_fails_is_as_under_torchrun(
 ) -> None:
     result = run_ttprun(script, ranks)
 
-    assert_same_outcome(result, undisturbed(script, ranks))
+    assert_same_outcome(result, undisturbed(script, ranks, by_torchrun=True))
     assert_survivors_kept_their_pids(result)
     assert result.incidents == []
     assert result.status["state"] == "done"
@@ -193,7 +193,7 @@ def test_a_script_that_cannot_be_replayed_falls_back_with_a_reason(run_ttprun: R
 def test_a_program_with_nothing_to_recover_simply_runs(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
     result = run_ttprun("no_group.py", 2)
 
-    assert_same_outcome(result, undisturbed("no_group.py", 2))
+    assert_same_outcome(result, undisturbed("no_group.py", 2, by_torchrun=True))
 
 
 def test_an_exception_in_every_rank_before_the_first_step_is_told_once(run_ttprun: RunTtprun) -> None:

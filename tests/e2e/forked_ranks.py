@@ -1,0 +1,92 @@
+"""A program that starts the ranks of a script by forking itself, after it has imported torch.
+
+Most of what a launch by torchrun costs is that import, once in the launcher and once in each rank. The ranks get the
+environment that torchrun gives them, and nothing of ttprun.
+
+Reads lines of JSON: {"script", "ranks", "arguments", "folder"}; writes for each the ranks' exit codes, as JSON, when
+they have ended. Output goes where torchrun has it with --log-dir FOLDER/logs --redirects 3.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing.util
+import os
+import runpy
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # an optimizer imports it
+import torch.distributed as dist
+
+
+def main() -> None:
+    """Carry out one order after another, until stdin ends."""
+    assert dist.is_available()
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_run(**json.loads(line))), flush=True)
+
+
+def _run(script: str, ranks: int, arguments: list[str], folder: str) -> list[int]:
+    """The exit codes of the script's ranks; -N if signal N ended one."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "ROLE_WORLD_SIZE": str(ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "GROUP_RANK": "0",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    pids = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if not pid:
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+            os._exit(_be_rank(script, arguments, Path(folder), world | own))
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def _be_rank(script: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
+    """Run the script as a rank, and return its exit code."""
+    logs = folder / "logs" / "none" / "attempt_0" / environment["RANK"]
+    logs.mkdir(parents=True)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for fd, name in ((1, "stdout.log"), (2, "stderr.log")):
+        os.dup2(os.open(logs / name, os.O_WRONLY | os.O_CREAT, 0o644), fd)
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)
+    code: Any = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    multiprocessing.util._exit_function()  # what a script's multiprocessing has registered, before all else
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+if __name__ == "__main__":
+    main()
