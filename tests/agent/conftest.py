@@ -38,16 +38,16 @@ def started(tmp_path: Path) -> Iterator[Callable[..., RankHandler]]:
 
 @pytest.fixture
 def become_rank(tmp_path: Path) -> Iterator[Callable[..., tuple[int, str]]]:
-    """`become_rank(process, script)`: it runs the script as a rank; its exit code, and what it has written."""
+    """`become_rank(process, script, **variables)`: it runs the script as a rank; exit code, and what it has written."""
     fds: list[int] = []
 
-    def become(process: Standby | Copy, script: str) -> tuple[int, str]:
+    def become(process: Standby | Copy, script: str, **variables: str) -> tuple[int, str]:
         (tmp_path / "script.py").write_text(script)
         words = [str(tmp_path / "script.py"), "--lr", "1"]
         handler = StandbyHandler(start_of(tmp_path, "-u", *words, is_redirected=True), process)
         fds.extend((Board.create(1)[0], os.memfd_create("record"), stacks.create()))
         os.ftruncate(fds[-2], 128 << 20)
-        environment = {"ROLE": "mine", "PATH": os.environ["PATH"]}
+        environment = {"ROLE": "mine", "PATH": os.environ["PATH"], **variables}
         options = replace(OPTIONS, may_rerun=False)
         welcome = Welcome(0, 0, 1, 1, 2, str(tmp_path), True, options, arguments=words, env=environment)
         handler.channel.send(welcome, [*fds[-3:], *handler.outputs()])

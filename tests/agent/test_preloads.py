@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,24 @@ class Site:
 
     def write(self, name: str, source: str) -> None:
         """A module, which says when its code runs."""
-        (self.folder / f"{name}.py").write_text(SAY.format(folder=str(self.folder)) + source)
+        path = self.path_of(name)
+        for parent in accumulate(name.split(".")[:-1], "{}.{}".format):
+            (self.folder / parent.replace(".", os.sep)).mkdir(exist_ok=True)
+            self.path_of(f"{parent}.__init__").touch()
+            self.names.append(f"{parent}.__init__")
+        path.write_text(SAY.format(folder=str(self.folder)) + source)
         self.names.append(name)
+
+    def path_of(self, name: str) -> Path:
+        """The file of a module."""
+        return self.folder / f"{name.replace('.', os.sep)}.py"
 
     def report(self, changes: dict[str, dict[str, str]] | None = None) -> Imported:
         """What a rank would say that has imported all of them."""
         changes = changes or {}
-        modules = [(name, str(self.folder / f"{name}.py"), {**changes.get(name, {})}) for name in self.names]
+        modules = [
+            (name.removesuffix(".__init__"), str(self.path_of(name)), {**changes.get(name, {})}) for name in self.names
+        ]
         return Imported(modules, os.getcwd())
 
     def settle(self, **changes: dict[str, str]) -> Preloaded | None:
@@ -91,7 +104,7 @@ def site(base: Standby) -> Iterator[Site]:
     yield found
     found.preloads.end()
     for path in found.folder.iterdir():
-        path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def test_a_module_that_is_imported_beforehand_is_not_imported_again_by_the_script_of_a_replacement(
@@ -144,6 +157,89 @@ def test_a_module_whose_import_would_not_be_the_same_in_a_rank_is_left_to_the_re
     assert set(site.preloads.refused) == {"odd", "needs_odd"}
     assert site.imported()[-1] == "harmless"
     assert "odd (" in site.preloads.state
+
+
+RANK_OF_FABRIC = """import os
+
+def rank_zero_only():
+    pass
+
+def _get_rank():
+    return int(os.environ["RANK"])
+
+rank_zero_only.rank = getattr(rank_zero_only, "rank", _get_rank() or 0)
+"""
+IDS_OF_RICH = """from itertools import count
+from random import getrandbits
+
+_id_generator = count(getrandbits(24))
+"""
+ALL_VARIABLES = """import os
+
+KEPT = {key: value for key, value in dict(os.environ).items() if key.startswith("FSSPEC")}
+"""
+
+
+def test_what_a_known_module_asks_of_its_rank_at_import_is_asked_again_by_each_copy(
+    site: Site, become_rank: Callable[..., tuple[int, str]]
+) -> None:
+    site.write("lightning.fabric.utilities.rank_zero", RANK_OF_FABRIC)
+    site.write("rich.style", IDS_OF_RICH)
+    site.write("fsspec.config", ALL_VARIABLES)
+    preloaded = site.settle()
+    assert preloaded is not None
+    assert site.preloads.refused == {}
+    site.imported()
+
+    code, written = become_rank(
+        preloaded.copy(),
+        """
+import os, random, sys
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+import fsspec.config, rich.style
+print(rank_zero_only.rank, "_id_generator" in vars(rich.style), fsspec.config.KEPT)
+""",
+        RANK="7",
+    )
+
+    assert (code, written) == (0, "7 True {}\n")
+    assert site.imported() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "why"),
+    [
+        (
+            "lightning.fabric.utilities.rank_zero",
+            "import os\nRANK = os.environ.get('RANK')\n" + RANK_OF_FABRIC,
+            "it reads RANK",
+        ),
+        (
+            "lightning.fabric.utilities.rank_zero",
+            RANK_OF_FABRIC.replace("_get_rank() or 0", "_get_rank()"),
+            "it reads RANK",
+        ),
+        ("rich.style", IDS_OF_RICH + "OTHER = getrandbits(24)\n", "the random state of python"),
+    ],
+)
+def test_another_version_of_a_known_module_is_left_to_the_replay(site: Site, name: str, source: str, why: str) -> None:
+    site.write("harmless", "")
+    site.write(name, source)
+
+    preloaded = site.settle()
+
+    assert preloaded is not None
+    assert why in site.preloads.refused[name]
+
+
+def test_a_module_that_asks_a_known_one_for_its_rank_at_import_is_left_to_the_replay(site: Site) -> None:
+    site.write("lightning.fabric.utilities.rank_zero", RANK_OF_FABRIC)
+    site.write("asks", "from lightning.fabric.utilities.rank_zero import rank_zero_only\nRANK = rank_zero_only.rank\n")
+
+    preloaded = site.settle()
+
+    assert preloaded is not None
+    assert site.preloads.refused.keys() == {"asks"}
 
 
 def test_a_module_in_which_the_copy_hangs_is_left_to_the_replay(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def plan_of(reports: Sequence[Imported], starts: Sequence[dict[str, Any]]) -> Pl
         for name, file, changes in reports[0].modules
     )
     is_module = arguments[0][:1] == ["-m"]
-    return Plan(modules, tuple(sorted(own)), arguments[0][1:] if is_module else arguments[0])
+    words = arguments[0][1:] if is_module else arguments[0]
+    return Plan(modules, tuple(sorted(own)), words, given=tuple(sorted(own - changed)))
 
 
 def _history(report: Imported) -> dict[str, list[str | None]]:

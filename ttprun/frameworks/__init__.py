@@ -10,6 +10,10 @@ the hooks on a model's parts, HOOKS_WHEN_NEEDED names those that are put there w
 otherwise, HOOKS_THAT_REPEAT those of which a second one changes nothing. WRITING names packages that write checkpoints
 for a loop of the script's own: in a replay, that goes nowhere. SHARED names dictionaries of classes that outlive a run
 of the script, and are emptied before it is run again in the same process.
+
+For a standby, which imports what the ranks have imported: RUN_AGAIN names modules of which one statement runs again in
+each rank that is made of it, DRAWING those in which that statement draws from Python's global generator.
+KEEPS_OF_THE_ENVIRONMENT names modules that read all variables and keep only those whose names begin so.
 """
 
 from __future__ import annotations
@@ -24,3 +28,6 @@ HOOKS_WHEN_NEEDED = frozenset(transformers.HOOKS_WHEN_NEEDED.split())
 HOOKS_THAT_REPEAT = frozenset(transformers.HOOKS_THAT_REPEAT.split())
 WRITING = frozenset({"transformers", "accelerate", "peft", "trl", "diffusers"})
 SHARED = tuple(accelerate.SHARED.split())
+RUN_AGAIN = lightning.RUN_AGAIN
+DRAWING = frozenset(lightning.DRAWING.split())
+KEEPS_OF_THE_ENVIRONMENT = {"fsspec.config": "FSSPEC"}

@@ -34,3 +34,14 @@ MADE: dict[str, Callable[[Any, dict[str, Any]], Any] | None] = {
     f"lightning.pytorch.{_RESULT_METRIC}": _result_metric,
     f"pytorch_lightning.{_RESULT_METRIC}": _result_metric,
 }
+# Of the modules that it imports: see `ttprun.frameworks`.
+_RANK_OF_FABRIC = 'rank_zero_only.rank = getattr(rank_zero_only, "rank", _get_rank() or 0)'
+RUN_AGAIN = {
+    "lightning.fabric.utilities.rank_zero": _RANK_OF_FABRIC,
+    "lightning_fabric.utilities.rank_zero": _RANK_OF_FABRIC,
+    "torchmetrics.utilities.prints": (
+        'rank_zero_only.rank = getattr(rank_zero_only, "rank", int(os.environ.get("LOCAL_RANK", 0)))'
+    ),
+    "rich.style": "_id_generator = count(getrandbits(24))",
+}
+DRAWING = "rich.style"

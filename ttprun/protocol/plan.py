@@ -11,6 +11,7 @@ class Plan:
 
     modules    name, file ("": not to be imported) and changes of the environment before it, in the leader's order
     own        variables that differ between ranks
+    given      those of them that no rank's script has changed
     arguments  of the script: sys.argv meanwhile
     left_out   modules that an earlier round has refused
     """
@@ -18,6 +19,7 @@ class Plan:
     modules: tuple[tuple[str, str, dict[str, str | None]], ...]
     own: tuple[str, ...]
     arguments: list[str]
+    given: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
     @property

@@ -20,6 +20,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import random
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from typing import Any
 
 from ttprun.protocol.codec import Refused, decode
 from ttprun.protocol.plan import Plan
+from ttprun.rank.bootstrap.run_again import RunAgain
 from ttprun.rank.process import random_state
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD"))
@@ -35,6 +37,7 @@ _bootstrap: Any = sys.modules["_frozen_importlib"]
 _environment: Any = os.environ
 _FILES, _VARIABLES, _FINDERS = "the open files", "environment variables", "sys.meta_path"
 added: dict[str, str] = {}  # environment variables that imports have added
+again = RunAgain()
 _lasting_threads = 1
 
 
@@ -45,14 +48,14 @@ class _Pid(int):
 class _Watched(dict[bytes, bytes]):
     """The environment's variables; reading one that differs between ranks, or all of them, refuses the module."""
 
-    def __init__(self, variables: dict[bytes, bytes], own: Sequence[str], refuse: Callable[[str], None]) -> None:
+    def __init__(self, variables: dict[bytes, bytes], own: Sequence[str], is_read: Callable[[str], None]) -> None:
         super().__init__(variables)
         self._own = {os.fsencode(name) for name in own}
-        self._refuse = refuse
+        self._is_read = is_read
 
     def __getitem__(self, key: bytes) -> bytes:
         if key in self._own:
-            self._refuse(f"it reads {os.fsdecode(key)}")
+            self._is_read(os.fsdecode(key))
         return super().__getitem__(key)
 
 
@@ -62,11 +65,13 @@ class Preloading:
     files     of each module that all ranks have, "" for one that is not to be imported
     left_out  modules that an earlier round has refused
     notebook  descriptor of a memory file with the names of the modules being imported; the agent reads it if we crash
+    again     the statements that are to run again in each rank
     refused   the reason, by the name of the module
     """
 
-    def __init__(self, files: dict[str, str], left_out: Sequence[str], notebook: int) -> None:
+    def __init__(self, files: dict[str, str], left_out: Sequence[str], notebook: int, again: RunAgain) -> None:
         self._files = files
+        self._again = again
         self._left_out = frozenset(left_out)
         self._notebook = notebook
         self._running: list[str] = []
@@ -80,6 +85,11 @@ class Preloading:
         """Refuse the module that is being imported, and those that are importing it."""
         for name in self._running:
             self.refused.setdefault(name, why)
+
+    def is_read(self, variable: str) -> None:
+        """A variable that differs between ranks is read: refuse the module that is being imported, unless it may."""
+        if self._running and not self._again.may_read(self._running[-1], variable):
+            self.refuse(f"it reads {variable}")
 
     def compare(self, before: dict[str, Any]) -> None:
         """Refuse the module that is being imported if it has changed the process, but for variables it has added."""
@@ -100,13 +110,14 @@ class Preloading:
         """Replacement for importlib._bootstrap._load_unlocked, through which each module's code is run."""
 
         def load_unlocked(spec: Any) -> Any:
-            before = _state()
+            before, random_before = _state(), random.getstate()
             if self._running:
                 self._imports.add((self._running[-1], spec.name))
             self._running.append(spec.name)
             self._note()
             try:
                 module = original(spec)
+                self._again.after_import(spec.name, random_before)
                 known = self._files.get(spec.name, "")
                 if spec.name.partition(".")[0] != "torch" and known != _file_of(spec):
                     self.refuse(self._why_not(spec.name, known, _file_of(spec)))
@@ -180,7 +191,7 @@ class Preloading:
                 self._imports.update((self._running[-1], wanted) for wanted in (full, *_within(full, fromlist)))
             return ask(name, globals, locals, fromlist, level)
 
-        watched = _Watched(_environment._data, own, self.refuse)
+        watched = _Watched(_environment._data, own, self.is_read)
         environments: tuple[Any, ...] = (os.environ, os.environb)
         _bootstrap._load_unlocked = self.load(original)
         os.getpid, os.register_at_fork, builtins.__import__ = get_pid, register_at_fork, import_
@@ -208,7 +219,8 @@ def preload(plan_fd: int, notebook: int) -> dict[str, str]:
         plan: Plan | Refused = decode(file.read(), {"Plan": Plan})
     if isinstance(plan, Refused):
         raise RuntimeError(f"the plan of the imports cannot be used: {plan.reason}")
-    preloading = Preloading({name: origin for name, origin, _ in plan.modules}, plan.left_out, notebook)
+    again.allow(plan.given)
+    preloading = Preloading({name: origin for name, origin, _ in plan.modules}, plan.left_out, notebook, again)
     entry = sys.path.pop(0) if sys.path else ""  # the directory of this program, where a rank has its script's
     before = sys.argv
     with _silence():

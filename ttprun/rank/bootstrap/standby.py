@@ -87,6 +87,7 @@ def main() -> None:
     is_module = arguments[0] == "-m"
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
+    preload.again.run()
     install.enter(channel, welcome, fds[:3], "" if is_module else script)
     run(arguments, is_followed)
 

@@ -8,11 +8,13 @@ import, and notes that here.
 from __future__ import annotations
 
 import os
+import random
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ttprun.frameworks import DRAWING
 from ttprun.rank.position.whose import is_installed
 
 # Run by each Python by itself.
@@ -20,18 +22,24 @@ _AT_START = frozenset({"__main__", "sitecustomize", "usercustomize"})
 _environment: Any = os.environ
 _seen: dict[bytes, bytes] = {}
 _changes: dict[str, dict[str, str | None]] = {}
+_random: Any = None
+_drawing_later: set[str] = set()  # modules that draw at import, imported after something else had drawn, or a seed
 
 
 def begin() -> None:
     """Begin with the environment of the rank's start."""
-    global _seen
+    global _seen, _random
     _seen = dict(_environment._data)
     _changes.clear()
+    _drawing_later.clear()
+    _random = random.getstate()
 
 
 def note_environment(importing: str) -> None:
     """Before a module is searched for: note what has changed in the environment since the previous one."""
     global _seen
+    if importing in DRAWING and random.getstate() != _random:
+        _drawing_later.add(importing)
     now = _environment._data
     if now == _seen:
         return
@@ -46,12 +54,14 @@ def note_environment(importing: str) -> None:
 def modules() -> list[tuple[str, str, dict[str, str | None]]]:
     """(name, file, changes of the environment before it) of all modules but torch's and ours, in their order.
 
-    The file is "" for what a standby must not import: the user's own, and what has no name of its own.
+    The file is "" for what a standby must not import: the user's own, what has no name of its own, and what draws
+    other random numbers than it would at the start of a rank.
     """
     found = []
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] not in ("torch", "ttprun"):
-            found.append((name, _file_of(name, module), _changes.get(name, {})))
+            file = "" if name in _drawing_later else _file_of(name, module)
+            found.append((name, file, _changes.get(name, {})))
     names = set(sys.modules)
     lost = [change for name, change in _changes.items() if name not in names]  # of imports that have failed
     return [("", "", change) for change in lost] + found
