@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.e2e.cases import needs, slow
 from tests.e2e.harness import RunTtprun, Undisturbed
-from tests.e2e.test_frameworks import assert_replaced_and_the_same, needs, slow
+from tests.e2e.test_frameworks import assert_replaced_and_the_same
 
 LORA = "frameworks/peft_lora.py"  # 20 steps in 2 epochs
 AVERAGE = "frameworks/ema_copy.py"  # 12 steps in 2 epochs
 TRL = "frameworks/trl_trainer.py"  # 10 steps in 2 epochs
-DIFFUSERS = pytest.mark.skipif(needs("diffusers").args[0], reason=needs("diffusers").kwargs["reason"])
+DIFFUSERS = needs("diffusers", "test-more-frameworks")
 
 
 @needs("peft")
@@ -51,7 +52,7 @@ def test_a_rank_that_keeps_an_average_of_its_weights_is_replaced_and_nothing_dif
     assert_replaced_and_the_same(run_ttprun, undisturbed, AVERAGE, case)
 
 
-@needs("trl")
+@needs("trl", "test-more-frameworks")
 @pytest.mark.parametrize(
     "case",
     [

@@ -6,9 +6,8 @@ The frameworks are in the extra `test-frameworks`. All cases: ./scripts/test.sh 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,25 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.harness import Run, assert_recovered_by, assert_same_outcome
+from tests.e2e.cases import RETRY, needs, recovered_and_undisturbed, slow
+from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_same_outcome
 
 TRANSFORMERS = "frameworks/transformers_trainer.py"  # 20 steps, 10 with --accumulate 2
 ACCELERATE = "frameworks/accelerate_loop.py"  # 24 batches
 STREAMS = "streams.py"  # 12 steps an epoch
 IGNITE = "frameworks/ignite_engine.py"  # 4 epochs of 10 steps
-RETRY = ("--retry-on", "^InjectedFaultError: injected")
 _MEASURED = ("runtime", "per_second")
-
-
-def slow(case: str) -> Any:
-    """A further case of what the first one shows."""
-    return pytest.param(case, marks=pytest.mark.slow, id=case)
-
-
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(
-        importlib.util.find_spec(package) is None, reason=f"{package} is not installed (the extra test-frameworks)"
-    )
 
 
 @needs("transformers")
@@ -61,7 +49,7 @@ def needs(package: str) -> pytest.MarkDecorator:
     ],
 )
 def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_logs_are_the_same(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     if "--datasets" in case:
         pytest.importorskip("datasets")
@@ -89,7 +77,7 @@ def test_a_rank_of_a_transformers_trainer_is_replaced_and_its_checkpoints_and_lo
     ],
 )
 def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_and_saved_is_the_same(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, ACCELERATE, case)
 
@@ -106,7 +94,7 @@ def test_a_rank_that_trains_with_accelerate_is_replaced_and_all_that_is_tracked_
     ],
 )
 def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_and_nothing_differs(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     if "--stateful" in case:
         pytest.importorskip("torchdata")
@@ -127,7 +115,7 @@ def test_a_rank_that_reads_a_stream_or_a_stateful_loader_in_workers_is_replaced_
     ],
 )
 def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metrics_are_the_same(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], case: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, IGNITE, case)
 
@@ -144,7 +132,7 @@ def test_a_rank_of_an_engine_of_ignite_is_replaced_and_its_checkpoints_and_metri
     ],
 )
 def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothing_differs(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: str, case: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, case: str
 ) -> None:
     assert_replaced_and_the_same(run_ttprun, undisturbed, script, case, rung="rerun", options=RETRY)
 
@@ -152,7 +140,7 @@ def test_a_rank_that_meets_a_transient_error_trains_on_in_its_process_and_nothin
 @needs("transformers")
 @pytest.mark.slow
 def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpoint(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     checkpoint = undisturbed(TRANSFORMERS, 2, ["--save"]).folder / "checkpoints" / "checkpoint-16"
 
@@ -164,7 +152,7 @@ def test_a_rank_is_replaced_after_the_framework_has_resumed_from_its_own_checkpo
 @needs("accelerate")
 @pytest.mark.slow
 def test_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run]
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     result = run_ttprun(ACCELERATE, 2, faults=["kill:rank=1,step=15,phase=backward"], script_args=["--local-sgd", "4"])
 
@@ -173,26 +161,16 @@ def test_weights_that_differ_between_ranks_with_local_sgd_come_from_a_snapshot(
 
 
 def assert_replaced_and_the_same(
-    run_ttprun: Callable[..., Run],
-    undisturbed: Callable[..., Run],
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
     script: str,
     case: str,
     rung: str = "replace",
     options: Sequence[str] = (),
 ) -> None:
-    """A fault in a run of a framework's script changes nothing of what comes out.
+    """A fault in a run of a framework's script changes nothing of what comes out."""
+    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, script, case, rung, options)
 
-    case      "arguments of the script: fault"
-    rung      by which the run recovers
-    options   of ttprun
-    """
-    words, _, kill = case.partition(": ")
-    arguments = words.replace(":", "").split()
-    reference = undisturbed(script, 2, arguments)
-
-    result = run_ttprun(script, 2, faults=[kill.removeprefix(": ")], script_args=arguments, options=options)
-
-    assert_recovered_by(result, [rung])
     assert_same_outcome(without_times(result), without_times(reference))
     assert written(result.folder) == written(reference.folder), result.story()
 

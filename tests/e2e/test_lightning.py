@@ -15,20 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_recovered_by
+from tests.e2e.cases import RETRY, needs, recovered_and_undisturbed, slow
+from tests.e2e.harness import Run, RunTtprun, Undisturbed
 
 TRAINER = "frameworks/lightning_trainer.py"  # 3 epochs of 10 steps
 FABRIC = "frameworks/fabric_loop.py"  # 3 epochs of 5 steps
-RETRY = ("--retry-on", "^InjectedFaultError: injected")
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="lightning is not installed (the extra test-frameworks)"
-)
-
-
-def slow(case: str) -> Any:
-    """A further case of what the first one shows."""
-    return pytest.param(case, marks=pytest.mark.slow, id=case)
+pytestmark = needs("lightning")
 
 
 @pytest.mark.parametrize(
@@ -96,18 +89,9 @@ def assert_replaced_and_the_same(
     rung: str = "replace",
     options: Sequence[str] = (),
 ) -> None:
-    """A fault changes nothing of what comes out.
+    """A fault changes nothing of what comes out."""
+    result, reference = recovered_and_undisturbed(run_ttprun, undisturbed, script, case, rung, options)
 
-    case      "arguments of the script: fault"
-    rung      by which the run recovers
-    options   of ttprun
-    """
-    words, _, kill = case.partition(": ")
-    reference = undisturbed(script, 2, words.split())
-
-    result = run_ttprun(script, 2, faults=[kill], script_args=words.split(), options=options)
-
-    assert_recovered_by(result, [rung])
     assert said(result) == said(reference), result.story()
     assert result.exit_code == reference.exit_code == 0, result.story()
     assert not result.status["not_proved"], result.story()

@@ -1,7 +1,6 @@
 """A loop of the script's own with accelerate, as its examples have it; the arguments add what people use."""
 
 import argparse
-import hashlib
 import json
 
 import torch
@@ -9,6 +8,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.local_sgd import LocalSGD
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import set_seed
+from digests import print_digests
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -104,20 +104,7 @@ for epoch in range(2):
 accelerator.end_training()
 
 
-def plain(value):
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.numpy().tobytes()
-    if isinstance(value, dict):
-        return [(key, plain(item)) for key, item in value.items()]
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def digest(value):
-    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
-
-
 rank = accelerator.process_index
 print(f"rank {rank} steps {done} total {total!r}")
-print(f"rank {rank} sha256 model {digest(accelerator.unwrap_model(model).state_dict())}")
-print(f"rank {rank} sha256 optimizer {digest(optimizer.state_dict())}")
-print(f"rank {rank} sha256 scheduler {digest(scheduler.state_dict())}")
+held = {"model": accelerator.unwrap_model(model), "optimizer": optimizer, "scheduler": scheduler}
+print_digests(rank, **{name: one.state_dict() for name, one in held.items()})

@@ -6,11 +6,11 @@
 """
 
 import argparse
-import hashlib
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from digests import print_digests
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
@@ -176,19 +176,6 @@ for epoch in range(2):
 accelerator.end_training()
 
 
-def digest(value):
-    def plain(held):
-        if isinstance(held, torch.Tensor):
-            return str(held.dtype), list(held.shape), held.numpy().tobytes()
-        if isinstance(held, dict):
-            return [(key, plain(item)) for key, item in held.items()]
-        return [plain(item) for item in held] if isinstance(held, list | tuple) else held
-
-    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
-
-
-rank = accelerator.process_index
-print(f"rank {rank} sha256 model {digest(accelerator.unwrap_model(model).state_dict())}")
-print(f"rank {rank} sha256 optimizer {digest(optimizer.state_dict())}")
 average = {name: value for name, value in ema.state_dict().items() if "config" not in name}
-print(f"rank {rank} sha256 average {digest(average)}")
+weights = accelerator.unwrap_model(model).state_dict()
+print_digests(accelerator.process_index, model=weights, optimizer=optimizer.state_dict(), average=average)

@@ -1,10 +1,10 @@
 """A classifier trained by an Engine of pytorch-ignite, as its documentation has it."""
 
 import argparse
-import hashlib
 
 import ignite.distributed as idist
 import torch
+from digests import print_digests
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, global_step_from_engine
 from ignite.metrics import Accuracy, Loss, RunningAverage
@@ -84,21 +84,8 @@ def training(local_rank):
         )
         trainer.add_event_handler(Events.EPOCH_COMPLETED, handler)
     trainer.run(train_loader, max_epochs=4)
-
-    def digest(value):
-        def plain(held):
-            if isinstance(held, torch.Tensor):
-                return str(held.dtype), list(held.shape), held.numpy().tobytes()
-            if isinstance(held, dict):
-                return [(key, plain(item)) for key, item in held.items()]
-            return [plain(item) for item in held] if isinstance(held, list | tuple) else held
-
-        return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
-
-    rank = idist.get_rank()
     print(f"iterations {trainer.state.iteration} rate {scheduler.get_last_lr()} {trainer.state.metrics}")
-    print(f"rank {rank} sha256 model {digest(model.state_dict())}")
-    print(f"rank {rank} sha256 optimizer {digest(optimizer.state_dict())}")
+    print_digests(idist.get_rank(), model=model.state_dict(), optimizer=optimizer.state_dict())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """LoRA adapters on a tiny frozen GPT-2, by peft: with transformers.Trainer, or in a loop of the script's own."""
 
 import argparse
-import hashlib
 import os
 import random
 
 import torch
 import torch.distributed as dist
+from digests import print_digests
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -81,17 +81,6 @@ def train_by_hand(model):
     return optimizer, scheduler, total
 
 
-def digest(value):
-    def plain(held):
-        if isinstance(held, torch.Tensor):
-            return str(held.dtype), list(held.shape), held.numpy().tobytes()
-        if isinstance(held, dict):
-            return [(key, plain(item)) for key, item in held.items()]
-        return [plain(item) for item in held] if isinstance(held, list | tuple) else held
-
-    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
-
-
 set_seed(1)
 base = GPT2LMHeadModel(
     GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
@@ -99,8 +88,6 @@ base = GPT2LMHeadModel(
 lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["c_attn"])
 model = get_peft_model(base, lora)
 optimizer, scheduler, loss = train_by_hand(model) if args.own_loop else train_by_trainer(model)
-rank = os.environ["RANK"]
 print(f"loss {loss!r}")
-print(f"rank {rank} sha256 model {digest(model.state_dict())}")
-print(f"rank {rank} sha256 optimizer {digest(optimizer.state_dict())}")
-print(f"rank {rank} sha256 scheduler {digest(scheduler.state_dict())}")
+held = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+print_digests(os.environ["RANK"], **{name: one.state_dict() for name, one in held.items()})

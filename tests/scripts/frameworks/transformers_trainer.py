@@ -1,12 +1,11 @@
 """A tiny GPT-2 trained by transformers.Trainer, on text that is made on the spot; the arguments add what people use."""
 
 import argparse
-import hashlib
-import json
 import os
 import random
 
 import torch
+from digests import print_digests_of
 from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
@@ -158,27 +157,8 @@ if args.find_last and os.path.isdir(arguments.output_dir):
 result = trainer.train(resume_from_checkpoint=resume)
 
 rank = trainer.args.process_index
-history = [
-    {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
-    for entry in trainer.state.log_history
-]
-
-
-def plain(value):
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), list(value.shape), value.numpy().tobytes()
-    if isinstance(value, dict):
-        return [(key, plain(item)) for key, item in value.items()]
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def digest(value):
-    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
 
 
 print(f"rank {rank} steps {trainer.state.global_step} loss {result.training_loss!r}")
 print(f"rank {rank} average {average.average!r} of {len(average.seen)}")
-print(f"rank {rank} sha256 model {digest(model.state_dict())}")
-print(f"rank {rank} sha256 optimizer {digest(trainer.optimizer.state_dict())}")
-print(f"rank {rank} sha256 scheduler {digest(trainer.lr_scheduler.state_dict())}")
-print(f"rank {rank} sha256 history {hashlib.sha256(json.dumps(history, sort_keys=True).encode()).hexdigest()}")
+print_digests_of(trainer)

@@ -2,11 +2,9 @@
 
 import argparse
 import copy
-import hashlib
-import json
 
-import torch
 from datasets import Dataset
+from digests import print_digests_of
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -108,24 +106,5 @@ else:
 result = trainer.train()
 
 
-def digest(value):
-    def plain(held):
-        if isinstance(held, torch.Tensor):
-            return str(held.dtype), list(held.shape), held.numpy().tobytes()
-        if isinstance(held, dict):
-            return [(key, plain(item)) for key, item in held.items()]
-        return [plain(item) for item in held] if isinstance(held, list | tuple) else held
-
-    return hashlib.sha256(repr(plain(value)).encode()).hexdigest()
-
-
-history = [
-    {name: value for name, value in entry.items() if "runtime" not in name and "per_second" not in name}
-    for entry in trainer.state.log_history
-]
-rank = trainer.args.process_index
 print(f"steps {trainer.state.global_step} loss {result.training_loss!r}")
-print(f"rank {rank} sha256 model {digest(trainer.model.state_dict())}")
-print(f"rank {rank} sha256 optimizer {digest(trainer.optimizer.state_dict())}")
-print(f"rank {rank} sha256 scheduler {digest(trainer.lr_scheduler.state_dict())}")
-print(f"rank {rank} sha256 history {hashlib.sha256(json.dumps(history, sort_keys=True).encode()).hexdigest()}")
+print_digests_of(trainer)

@@ -1,0 +1,44 @@
+"""What the tests of frameworks share: cases that say `arguments of the script: fault`, and both runs of one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Run, RunTtprun, Undisturbed, assert_recovered_by
+
+RETRY = ("--retry-on", "^InjectedFaultError: injected")
+
+
+def slow(case: str) -> Any:
+    """A further case of what the first one shows."""
+    return pytest.param(case, marks=pytest.mark.slow, id=case)
+
+
+def needs(package: str, extra: str = "test-frameworks") -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"{package} is not installed (the extra {extra})"
+    )
+
+
+def recovered_and_undisturbed(
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
+    script: str,
+    case: str,
+    rung: str = "replace",
+    options: Sequence[str] = (),
+) -> tuple[Run, Run]:
+    """The run in which one rank is lost, recovered by that rung, and the same without a fault.
+
+    case      "arguments of the script: fault"
+    options   of ttprun
+    """
+    words, _, fault = case.partition(": ")
+    reference = undisturbed(script, 2, words.split())
+    result = run_ttprun(script, 2, faults=[fault], script_args=words.split(), options=options)
+    assert_recovered_by(result, [rung])
+    return result, reference
