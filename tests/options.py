@@ -11,6 +11,7 @@ OPTIONS = Options(
     commit_timeout_s=5.0,
     is_replaced=True,
     keeps_state=False,
+    mirror=[],
     own_state=[],
     shelves=[],
     snapshot_every_steps=0,

@@ -94,6 +94,11 @@ class Config(BaseModel):
         "auto",
         description="interval between snapshots: 500steps, 20min, never; auto: by cost and failures, 15 to 30 min",
     )
+    buddy: bool = Field(
+        False,
+        description="mirror in shared memory, at each step, what only one rank holds: a lost rank of FSDP2 is replaced "
+        "and loses no step",
+    )
     keep_checkpoints: int = Field(3, ge=1, description="valid checkpoints to keep in save_dir")
     keep_runs: int = Field(
         20,

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TENSOR_PARALLEL = "tensor_parallel_mesh.py"
+BY_HAND = "tensor_parallel.py"
 FSDP = "fsdp_model.py"  # 27 steps with 2 ranks, 9 an epoch
 EPOCH_SAMPLES = 72
 STEP = re.compile(r"\[rank \d+\] epoch (\d+) step (\d+) .* samples (\[.*\])")
@@ -64,7 +65,51 @@ def test_when_a_rank_dies_all_go_back_to_a_snapshot_and_nothing_differs(
     assert_as_undisturbed(run, undisturbed(FSDP, 2))
 
 
+SHORT = ["--samples", "56", "--epochs", "1"]  # 7 steps with 2 ranks
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "arguments", "kills"),
+    [
+        (FSDP, 2, SHORT, [(1, 3, "in_step"), (0, 5, "backward")]),
+        (FSDP, 2, [], [(1, 9, "after_step"), (1, 12, "collective"), (0, 18, "validation"), (0, 22, "forward")]),
+        (FSDP, 2, [], [(0, 6, "before_step"), (1, 12, "in_step"), (1, 13, "in_step"), (0, 14, "after_step")]),
+        (TENSOR_PARALLEL, 4, ["--fsdp"], [(1, 9, "backward"), (2, 14, "in_step")]),
+        (BY_HAND, 2, ["--table"], [(1, 9, "in_step"), (0, 14, "backward")]),
+    ],
+    ids=["short", "fsdp", "step by step", "tensor parallel", "by hand"],
+)
+def test_a_rank_that_alone_holds_its_shards_is_replaced_from_its_mirror_and_nothing_differs(
+    run_ttprun: RunTtprun,
+    undisturbed: Undisturbed,
+    script: str,
+    ranks: int,
+    arguments: list[str],
+    kills: list[tuple[int, int, str]],
+) -> None:
+    faults = [f"kill:rank={rank},step={step},phase={phase}" for rank, step, phase in kills]
+
+    run = run_ttprun(script, ranks, script_args=arguments, faults=faults, options=["--buddy"])
+
+    assert {(one["rung"], one["outcome"]) for one in run.incidents} == {("replace", "recovered")}, run.story()
+    assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"buddy"}
+    assert_same_outcome(run, undisturbed(script, ranks, arguments))
+
+
 HSDP = ["--replicas", "2"]
+
+
+def test_a_rank_whose_shards_another_one_holds_is_replaced_from_it_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    """The smallest job of that kind: two replicas, each in one part."""
+    arguments = [*SHORT, *HSDP]
+
+    run = run_ttprun(FSDP, 2, script_args=arguments, faults=["kill:rank=1,step=4,phase=backward"])
+
+    (incident,) = run.incidents
+    assert (incident["rung"], incident["outcome"]) == ("replace", "recovered"), run.story()
+    assert_same_outcome(run, undisturbed(FSDP, 2, arguments))
 
 
 @pytest.mark.parametrize(

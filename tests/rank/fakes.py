@@ -18,6 +18,7 @@ from ttprun.rank.records.recorder import Recorder
 from ttprun.rank.session import Session
 from ttprun.rank.weights import optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.snapshots import Snapshots
@@ -64,6 +65,7 @@ def make_session(
         holdings=Holdings(),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: None),
         own_state=OwnState(page, 0, []),
+        mirror=known.pop("mirror", Mirror(page, 0, [])),
         verifier=Verifier(line, journal, every=0, nan_limit_s=None),
         results=known.pop("results", Results(recorder)),
         exchange=known.pop("exchange", Exchange(line)),

@@ -8,7 +8,8 @@
 
 The first line makes the job (`job ranks=4`), `all_started` starts and protects all its ranks, with pids 100, 101 and
 so on, and finds them to be replicas (`alike=no`: they are not compared). After `all_elastic tensor_parallel=2` they can
-train on in a smaller group. `all_compared up.weight=0,1` says by rank the lowest one that holds the same. Left out,
+train on in a smaller group. `all_compared up.weight=0,1` says by rank the lowest one that holds the same, and
+`mirrored=0,1` which ranks' state is mirrored. Left out,
 `at` is that of the event before, `generation` and `pid` are the present ones; `ranks=0,1` is one event for each. Of an
 incident only a few fields are written while it is open, and all that are known when it has ended.
 
@@ -153,8 +154,9 @@ class Scenario:
 
 def read_replicas(given: dict[str, str]) -> Replicas:
     """What the ranks hold: by parameter and rank, the lowest rank that has always held the same."""
+    mirrored = frozenset(map(int, given.pop("mirrored", "").split(","))) if "mirrored" in given else frozenset()
     parted = {name: tuple(map(int, owners.split(","))) for name, owners in given.items()}
-    return Replicas(compared_at=1, parted=parted)
+    return Replicas(compared_at=1, parted=parted, mirrored=mirrored)
 
 
 def read_value(name: str, text: str) -> Any:

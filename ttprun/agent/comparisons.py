@@ -15,6 +15,7 @@ from typing import Any
 
 from ttprun import recovery
 from ttprun.agent.incidents import Incidents
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshot_times import SnapshotTimes
@@ -33,8 +34,9 @@ LOOK_AHEAD = 20  # boundaries, by which all ranks have heard of it
 class Comparisons:
     """Compares what the ranks of one group hold."""
 
-    def __init__(self, node: Node, times: SnapshotTimes, incidents: Incidents) -> None:
+    def __init__(self, node: Node, times: SnapshotTimes, incidents: Incidents, mirrors: Mirrors) -> None:
         self._node = node
+        self._mirrors = mirrors
         self._times = times
         self._incidents = incidents
         self._looks = Looks(world_size=1)
@@ -137,6 +139,26 @@ class Comparisons:
         if replicas.has_single_holders:
             self._times.take_one_at_once()
 
+    def note_mirrored(self, seat: Seat, message: from_rank.StateMirrored) -> None:
+        """A rank has mirrored its state for the first time, or cannot."""
+        node, mirrored = self._node, self._looks.replicas.mirrored
+        node.log("state_mirrored", rank=seat.rank, **vars(message))
+        if message.why_not:
+            cost = self._cost_without_source()
+            logger.warning("rank %d cannot mirror its state (--buddy): %s; %s", seat.rank, message.why_not, cost)
+            mirrored = mirrored - {seat.rank}
+        else:
+            if not mirrored:
+                size = message.bytes / (1 << 20)
+                logger.info("mirrored in shared memory: each rank's state, in 2 slots of %.1f MiB (--buddy)", size)
+                if message.why_no_step:
+                    what = "a rank that is lost inside its step is not replaced, but all go back to a snapshot"
+                    logger.warning("%s: %s", what, message.why_no_step)
+            mirrored = mirrored | {seat.rank}
+        self._looks = replace(self._looks, replicas=replace(self._looks.replicas, mirrored=mirrored))
+        node.advance(recovery.RanksCompared(at_s=time.monotonic(), replicas=self._looks.replicas))
+        self._write_topology()
+
     def _write_topology(self) -> None:
         """Let `ttprun topology` know who holds what."""
         node = self._node
@@ -157,7 +179,9 @@ class Comparisons:
             seat.send_news(to_rank.LookAt(boundary + LOOK_AHEAD))
 
     def report_owners(self, seat: Seat) -> None:
-        """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself."""
+        """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
+        if self._mirrors.is_on and (seat.rank,) in self._looks.replicas.groups:
+            seat.send_news(to_rank.KeepMirror())
         owners = self._looks.replicas.parted
         if owners:
             seat.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))
@@ -175,12 +199,22 @@ class Comparisons:
         if not replicas.has_single_holders:
             groups = " and ".join(", ".join(map(str, ranks)) for ranks in replicas.groups)
             return f"{finding}: the ranks {groups} hold the same, and a lost rank is repaired from those of its group"
-        finding = f"{finding}: no other rank holds what such a rank holds, so none can be replaced"
+        finding = f"{finding}: no other rank holds what such a rank holds"
+        if self._mirrors.is_on:
+            return f"{finding}; each mirrors it in shared memory, from which a lost rank is replaced (--buddy)"
+        why_off = ""
+        if node.config.buddy and not self._mirrors.is_possible:
+            why_off = "; ranks on several nodes are not mirrored yet (--buddy)"
+        return f"{finding}, so none can be replaced{why_off}; {self._cost_without_source()}"
+
+    def _cost_without_source(self) -> str:
+        """What the loss of a rank costs whose state no other rank holds."""
+        node = self._node
         if self._times.is_off or "rewind" not in node.job.settings.rungs:
             why = self._times.why_off or "--snapshot-every"
-            return f"{finding}; no snapshots are taken, so a fault restarts the group ({why})"
+            return f"no snapshots are taken, so a fault restarts the group ({why})"
         every = node.config.snapshot_every
-        return f"{finding}; after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
+        return f"after a fault all ranks go back to the newest snapshot (--snapshot-every {every})"
 
     def _answer_divergence(self, seat: Seat, divergence: Divergence) -> None:
         """Replica peers hold different weights, though they were alike and have had the same gradients."""

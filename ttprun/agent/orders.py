@@ -61,6 +61,8 @@ class Orders:
                 self.repairs.replay(action)
             case recovery.SendState():
                 self.repairs.send_state(action)
+            case recovery.LoadMirror():
+                self.repairs.load_mirror(action)
             case recovery.LoadState():
                 self.rewinds.load_state(action)
             case recovery.Resume():

@@ -13,6 +13,7 @@ from ttprun.agent.hand import Hand
 from ttprun.agent.incidents import Incidents
 from ttprun.agent.leader import Leader
 from ttprun.agent.lookout import Lookout
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.orders import Orders
 from ttprun.agent.own_state import OwnStates
@@ -53,12 +54,13 @@ class Parts:
         self.injections = Injections(node, self.standbys)
         incidents, times = Incidents(node), SnapshotTimes(node)
         self.own_states = OwnStates(node, times)
-        self.comparisons = Comparisons(node, times, incidents)
+        self.mirrors = Mirrors(node)
+        self.comparisons = Comparisons(node, times, incidents, self.mirrors)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
         self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
-            Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints)
+            Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)
         )
         self.lookout = Lookout(node, self.repairs, self.own_states)
         protection = Protection(node, times, self.own_states)
@@ -77,14 +79,16 @@ class Parts:
             standbys=self.standbys,
             standby_watch=self.standby_watch,
         )
-        self.watch = Watch(node, self.reports, self.own_states, self.snapshots, self.injections, self.unseen)
+        self.watch = Watch(
+            node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
+        )
         self.orders = Orders(
             node,
             checkpoints=self.checkpoints,
             incidents=incidents,
             lookout=self.lookout,
             repairs=self.repairs,
-            rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states),
+            rewinds=Rewinds(node, resumption, self.comparisons, self.snapshots, self.own_states, self.mirrors),
             standbys=self.standbys,
             standby_watch=self.standby_watch,
             watch=self.watch,
@@ -102,6 +106,7 @@ class Parts:
         self.lookout.begin_group()
         self.snapshots.begin_group()
         self.own_states.begin_group()
+        self.mirrors.begin_group()
         self.comparisons.begin_group()
         self.reports.begin_group()
         self.repairs.begin_group()

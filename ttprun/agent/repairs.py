@@ -57,6 +57,10 @@ class Repairs(ABC):
     def send_state(self, action: recovery.SendState) -> None:
         """Have ranks pass state over to the replacements."""
 
+    def load_mirror(self, action: recovery.LoadMirror) -> None:
+        """Have a replacement load what its rank had mirrored."""
+        raise NotImplementedError("a framework keeps no mirrors")
+
     @abstractmethod
     def resume(self, action: recovery.Resume) -> None:
         """Have all ranks connect, and go on."""

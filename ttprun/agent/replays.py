@@ -12,6 +12,7 @@ from ttprun import recovery
 from ttprun.agent import marks
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.repairs import Repairs
 from ttprun.protocol import nodes, to_rank
@@ -21,8 +22,9 @@ from ttprun.protocol.from_rank import GroupJournal
 class Replays(Repairs):
     """Repairs the ranks of a node by replay."""
 
-    def __init__(self, node: Node, comparisons: Comparisons, checkpoints: Checkpoints) -> None:
+    def __init__(self, node: Node, comparisons: Comparisons, checkpoints: Checkpoints, mirrors: Mirrors) -> None:
         self._node = node
+        self._mirrors = mirrors
         self._comparisons = comparisons
         self._checkpoints = checkpoints
 
@@ -42,6 +44,10 @@ class Replays(Repairs):
             return
         mine = marks.of(node, seat, action.boundary)
         reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
+        is_mirrored = action.source == action.rank
+        mirror = self._mirrors.source_of(seat, action.boundary) if is_mirrored else None
+        if is_mirrored and mirror is None:
+            reason = reason or f"the mirror of rank {action.rank} does not hold its state of step {action.boundary}"
         if reason:
             node.advance(
                 recovery.MismatchFound(
@@ -50,7 +56,8 @@ class Replays(Repairs):
             )
             return
         skip_lines = node.lines_since(seat, action.boundary)
-        seat.send(to_rank.Replay(action.generation, action.boundary, skip_lines))
+        step_from = mirror.path if mirror is not None and mirror.is_step else ""
+        seat.send(to_rank.Replay(action.generation, action.boundary, skip_lines, step_from=step_from))
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""
@@ -61,6 +68,13 @@ class Replays(Repairs):
         node.seats[action.source].send(to_rank.SendState(action.generation, name, limit_s, len(action.to)))
         for rank in action.to:
             node.seats[rank].send(to_rank.FetchState(action.generation, name, limit_s))
+
+    def load_mirror(self, action: recovery.LoadMirror) -> None:
+        """Have a replacement load what its rank had mirrored, if it has not done so before its step."""
+        self._comparisons.note_repair((action.rank,), action.boundary)
+        seat = self._node.seats[action.rank]
+        mirror = self._mirrors.source_of(seat, action.boundary)
+        seat.send(to_rank.LoadMirror(action.generation, "" if mirror is None or mirror.is_step else mirror.path))
 
     def resume(self, action: recovery.Resume) -> None:
         """Have all ranks connect and issue their journals again."""

@@ -96,6 +96,8 @@ class Reports:
                 self.protection.note_ties(seat, message)
             case from_rank.OwnStateKept():
                 self.own_states.note(seat, message)
+            case from_rank.StateMirrored():
+                self.comparisons.note_mirrored(seat, message)
             case from_rank.Hindered():
                 self.protection.note_hindered(seat, message)
             case from_rank.ScriptError():

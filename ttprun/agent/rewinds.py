@@ -7,6 +7,7 @@ import time
 
 from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.resume import Resumption
@@ -26,13 +27,20 @@ class Rewinds:
     """Takes a node's ranks back."""
 
     def __init__(
-        self, node: Node, resumption: Resumption, comparisons: Comparisons, snapshots: Snapshots, own_states: OwnStates
+        self,
+        node: Node,
+        resumption: Resumption,
+        comparisons: Comparisons,
+        snapshots: Snapshots,
+        own_states: OwnStates,
+        mirrors: Mirrors,
     ) -> None:
         self._node = node
         self._resumption = resumption
         self._comparisons = comparisons
         self._snapshots = snapshots
         self._own_states = own_states
+        self._mirrors = mirrors
 
     def rewind(self, action: recovery.Rewind) -> None:
         """Put what was stored of ranks in the place of what they have recorded since; they have no process now."""
@@ -81,6 +89,7 @@ class Rewinds:
     def _go_back(self, seat: Seat, stored: Stored | None) -> None:
         """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
         board, row = self._node.board, seat.rank
+        self._mirrors.forget(seat)
         if stored is not None and stored.is_in_recorder:
             seat.go_back_to(stored.boundary)
             board.set(row, Field.RECORDED, stored.boundary)

@@ -27,10 +27,16 @@ def topology_of(replicas: Replicas, groups: Iterable[Group], world_size: int, ot
     alike = replicas.groups or [tuple(range(world_size))]
     index_of = {rank: index for index, ranks in enumerate(alike) for rank in ranks}
     ranks = tuple(
-        RankTopology(rank, coordinates[rank], index, "peer" if len(alike[index]) > 1 else otherwise)
+        RankTopology(rank, coordinates[rank], index, _loss_of(rank, alike[index], replicas, otherwise))
         for rank, index in sorted(index_of.items())
     )
     return Topology(replicas.compared_at or 0, named, tuple(alike), tuple(replicas.all_names), ranks)
+
+
+def _loss_of(rank: int, alike: tuple[int, ...], replicas: Replicas, otherwise: Loss) -> Loss:
+    if len(alike) > 1:
+        return "peer"
+    return "buddy" if rank in replicas.mirrored else otherwise
 
 
 def dimensions_of(groups: Iterable[Group], world_size: int) -> Mapping[str, Sequence[tuple[int, ...]]]:

@@ -15,6 +15,7 @@ from ttprun import recovery
 from ttprun.agent import dying, rows
 from ttprun.agent.causes import Causes
 from ttprun.agent.failures import Failure
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.processes import RankHandler, StandbyHandler, command_of, with_agent
@@ -36,6 +37,7 @@ class Watch:
         node: Node,
         reports: Reports,
         own_states: OwnStates,
+        mirrors: Mirrors,
         snapshots: Snapshots,
         injections: Injections,
         unseen: Unseen,
@@ -43,6 +45,7 @@ class Watch:
         self._node = node
         self._reports = reports
         self._own_states = own_states
+        self._mirrors = mirrors
         self._snapshots = snapshots
         self._injections = injections
         self._unseen = unseen
@@ -56,6 +59,7 @@ class Watch:
         options = to_rank.Options(
             allow_faults=config.allow_faults,
             keeps_state=not rungs.isdisjoint(("rewind", "persist")),
+            mirror=self._mirrors.paths_for(seat.local_rank),
             own_state=self._own_states.paths_for(seat.local_rank),
             shelves=self._snapshots.paths_for(seat.local_rank),
             snapshot_every_steps=self._snapshots.every_steps,

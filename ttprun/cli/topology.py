@@ -14,6 +14,7 @@ _MOST_PEERS = 8
 _MOST_NAMES = 12
 _LOSSES = {
     "peer": "replaced, no step lost",
+    "buddy": "replaced from its mirror, no step lost",
     "snapshot": "all ranks go back to the newest snapshot",
     "restart": "all ranks start again",
 }

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Loss = Literal["peer", "snapshot", "restart"]
+Loss = Literal["peer", "buddy", "snapshot", "restart"]
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class RankTopology:
 
     coordinates   dimension -> its place in its group there
     replicas      index of its group in the topology's `replicas`
-    loss          where a replacement would get what it held: peer: from one of that group; snapshot: all ranks go
-                  back to the newest one; restart: all ranks start again, from what the script has saved
+    loss          where a replacement would get what it held: peer: from one of that group; buddy: from the mirror
+                  that it keeps in shared memory; snapshot: all ranks go back to the newest one; restart: all ranks
+                  start again, from what the script has saved
     """
 
     rank: int

@@ -52,6 +52,8 @@ class Field:
     END_ASKED = 30  # leader: 1 once the launcher has got a signal that ends the job; the agent writes it
     OWN_STATE = 31  # of a rank alone: of which boundary it keeps its state, and where (`ttprun.rank.weights.own_state`)
     CROSSED = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.crossing`)
+    MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
+    MIRROR_1 = 34  # and in the second one
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.

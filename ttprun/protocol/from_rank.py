@@ -77,6 +77,21 @@ class OwnStateKept:
 
 
 @dataclass(frozen=True)
+class StateMirrored:
+    """A rank has mirrored its state for the first time in this process, or cannot.
+
+    bytes        of one slot
+    why_not      "" if it can
+    why_no_step  why a step cannot be taken again from the mirror; "" if it can
+    """
+
+    boundary: int
+    bytes: int = 0
+    why_not: str = ""
+    why_no_step: str = ""
+
+
+@dataclass(frozen=True)
 class Note:
     """Something that the operator should know."""
 
@@ -400,7 +415,7 @@ class FaultFailed:
 
 Report = (
     Present | Protected | Unprotected | Hindered | Note | NotProved | ScriptError | Faulted
-    | TrainsAlone | Joined | OwnStateKept
+    | TrainsAlone | Joined | OwnStateKept | StateMirrored
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | RowChanged
     | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady

@@ -22,6 +22,7 @@ class Options:
     """The part of the configuration that a rank needs; names in `config.py` mean the same.
 
     keeps_state           all ranks may have to resume from their records
+    mirror                paths of the two slots of its mirror; empty: it keeps none
     own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
     shelves               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
@@ -33,6 +34,7 @@ class Options:
 
     allow_faults: bool
     keeps_state: bool
+    mirror: list[str]
     own_state: list[tuple[str, str]]
     shelves: list[tuple[str, str]]
     snapshot_every_steps: int
@@ -145,6 +147,11 @@ class NotAlike:
 
 
 @dataclass(frozen=True)
+class KeepMirror:
+    """No other rank holds what this one holds: mirror it from the next step on."""
+
+
+@dataclass(frozen=True)
 class LookAt:
     """Report digests of all trained tensors before this boundary."""
 
@@ -196,12 +203,14 @@ class Replay:
 
     skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
+    step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
     """
 
     generation: int
     boundary: int
     skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
+    step_from: str = ""
 
 
 @dataclass(frozen=True)
@@ -224,6 +233,17 @@ class FetchState:
     generation: int
     name: str
     limit_s: float
+
+
+@dataclass(frozen=True)
+class LoadMirror:
+    """Load weights and optimizer state from the lost rank's mirror; the answer is `Repaired`.
+
+    path   of the slot; "": they are there, as the last step was taken again
+    """
+
+    generation: int
+    path: str
 
 
 @dataclass(frozen=True)
@@ -277,10 +297,10 @@ class Resume:
 
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
-OfRecovery = Freeze | Replay | SendState | FetchState | LoadState | Dump | Resume
+OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState | Dump | Resume
 OfStandby = WarmUp | Preload | Copy | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | Fault | FaultDone | NotAlike | LookAt | StandAside
+    | Heard | EndAsked | Fault | FaultDone | NotAlike | KeepMirror | LookAt | StandAside
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

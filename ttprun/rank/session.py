@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ttprun.rank.replay.replay import Replay
     from ttprun.rank.step.crossing import Crossing
     from ttprun.rank.weights.holdings import Holdings
+    from ttprun.rank.weights.mirror import Mirror
     from ttprun.rank.weights.own_state import OwnState
     from ttprun.rank.weights.post_step_weights import KeptWeights
     from ttprun.rank.weights.snapshots import Snapshots
@@ -83,6 +84,7 @@ class Session:
     snapshots: Snapshots
     kept_weights: KeptWeights
     own_state: OwnState
+    mirror: Mirror
     holdings: Holdings
     generation: int = 0
     applied: int = 0

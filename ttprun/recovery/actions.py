@@ -45,7 +45,8 @@ class SpawnRank(Action):
 class Replay(Action):
     """Order a replacement to run the script in replay up to the boundary; the answer is RankReplayed.
 
-    source   survivor that will send the state; None: it will come from the snapshot of that boundary
+    source   survivor that will send the state; the rank itself: it will come from its mirror; None: from the snapshot
+             of that boundary
     """
 
     rank: int
@@ -63,6 +64,15 @@ class SendState(Action):
 
     source: int
     to: tuple[int, ...]
+    generation: int
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMirror(Action):
+    """Order a replacement to load what its rank had mirrored; it answers RankRepaired."""
+
+    rank: int
     generation: int
     boundary: int
 

@@ -259,6 +259,14 @@ class Job:
             return dict.fromkeys(self.lost, standing[0]) if standing else {}
         return self.replicas.sources(self.lost, standing)
 
+    @property
+    def from_mirrors(self) -> tuple[int, ...]:
+        """Lost ranks that no survivor can repair, and whose own state is mirrored."""
+        if not self.replicas.mirrored:
+            return ()
+        sources = self.sources
+        return tuple(rank for rank in self.lost if rank in self.replicas.mirrored and rank not in sources)
+
     def alike(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
         """These ranks, grouped by replicated state."""
         found: dict[tuple[int, ...], list[int]] = {}

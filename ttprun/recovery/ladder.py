@@ -60,13 +60,13 @@ def begin_attempt(job: Job, at_s: float) -> Result:
 
 
 def why_no_source(job: Job, ranks: Collection[int], among: Collection[int]) -> str:
-    """Why some of these ranks could not be repaired from others; "" if all can.
+    """Why some of these ranks could not be repaired from others, or from their own mirrors; "" if all can.
 
     among   ranks that could be sources
     """
     if job.settings.are_replicas_declared:
         return ""
-    return job.replicas.why_no_sources(ranks, among)
+    return job.replicas.why_no_sources([rank for rank in ranks if rank not in job.replicas.mirrored], among)
 
 
 def drain(job: Job, at_s: float, why: str) -> Result:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ttprun.recovery.actions import FinishJob, LoadState, Replay, Resume, SendState
+from ttprun.recovery.actions import FinishJob, LoadMirror, LoadState, Replay, Resume, SendState
 from ttprun.recovery.errors import UnexpectedStart
 from ttprun.recovery.events import (
     MismatchFound,
@@ -114,7 +114,7 @@ def order_replays(job: Job, ranks: Collection[int]) -> tuple[Job, tuple[Replay, 
     ready = [member for member in members if member.pid is not None and not member.has_orders]
     if target is None or not ready:
         return job, ()
-    sources = {} if job.rewind_to is not None else job.sources
+    sources = {} if job.rewind_to is not None else job.sources | {rank: rank for rank in job.from_mirrors}
     orders = tuple(Replay(member.rank, job.generation, target, sources.get(member.rank)) for member in ready)
     return job.with_members(*(replace(member, has_orders=True) for member in ready)), orders
 
@@ -146,11 +146,15 @@ def on_replayed(job: Job, event: RankReplayed) -> Result:
     return enter(job, Phase.TRANSFERRING, event.at_s, (*orders, deadline_of(job, Phase.TRANSFERRING)))
 
 
-def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState, ...]:
-    """Each source sends to the lost ranks of which it is a replica; in a rewind all load the snapshot."""
+def order_transfers(job: Job, target: int) -> tuple[LoadState | SendState | LoadMirror, ...]:
+    """Each source sends to the lost ranks of which it is a replica, the others load their mirrors.
+
+    In a rewind all load the snapshot.
+    """
     if job.rewind_to is not None:
         return (LoadState(job.lost, job.generation, target),)
-    return tuple(SendState(source, to, job.generation, target) for source, to in sorted(receivers_of(job).items()))
+    sends = (SendState(source, to, job.generation, target) for source, to in sorted(receivers_of(job).items()))
+    return (*sends, *(LoadMirror(rank, job.generation, target) for rank in job.from_mirrors))
 
 
 def receivers_of(job: Job) -> dict[int, tuple[int, ...]]:
@@ -195,6 +199,7 @@ def end_transferring(job: Job, at_s: float) -> Result:
     if any(job.members[sender].sent_digest is None for sender in receivers):
         return job, ()
     why = next(filter(None, (why_not_as_sent(job, *transfer) for transfer in sorted(receivers.items()))), "")
+    why = why or why_not_as_mirrored(job, source)
     if why:
         return restart_group(job, at_s, why, is_trusted=all(is_as_frozen(job, sender) for sender in receivers))
     job = job.with_incident(transfer_s=at_s - job.phase_since_s)
@@ -210,6 +215,21 @@ def why_not_as_sent(job: Job, source: int, to: tuple[int, ...]) -> str:
     wrong = [one for one in map(job.members.__getitem__, to) if one.repaired_digest != member.sent_digest]
     loaded = ", ".join(f"rank {one.rank} loaded {one.repaired_digest or 'none'}" for one in wrong)
     return f"rank {source} sent state {sent}, but {loaded}" if wrong else ""
+
+
+def why_not_as_mirrored(job: Job, source: RankFrozen) -> str:
+    """How what ranks have loaded from their mirrors differs from what all ranks hold alike; "" if it does not.
+
+    A digest is of all but declared shards.
+    """
+    if job.replicas.parted:
+        return ""
+    loaded = (job.members[rank] for rank in job.from_mirrors)
+    wrong = next((member for member in loaded if member.repaired_digest != source.digest), None)
+    if wrong is None:
+        return ""
+    theirs = source.digest or "none"
+    return f"rank {source.rank} froze with state {theirs}, but rank {wrong.rank} loaded {wrong.repaired_digest}"
 
 
 def is_as_frozen(job: Job, source: int) -> bool:

@@ -28,12 +28,14 @@ class Replicas:
     parted       key of each parameter that differs somewhere -> by rank, the lowest rank that has always held the same
     shards       the same of each parameter whose mesh declares that a rank holds a part of it
     names        key -> name for people, of those
+    mirrored     ranks whose own state is kept in memory that outlives their processes
     """
 
     compared_at: int | None = None
     parted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     shards: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    mirrored: frozenset[int] = frozenset()
 
     @property
     def apart(self) -> Mapping[str, tuple[int, ...]]:

@@ -36,6 +36,7 @@ from ttprun.rank.session import Session, begin, leave_in_children
 from ttprun.rank.step import crossing, step_hooks
 from ttprun.rank.weights import last_hook, optimizer_registry
 from ttprun.rank.weights.holdings import Holdings
+from ttprun.rank.weights.mirror import Mirror
 from ttprun.rank.weights.own_state import OwnState
 from ttprun.rank.weights.post_step_weights import KeptWeights
 from ttprun.rank.weights.snapshots import Snapshots
@@ -81,9 +82,10 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
     match order:
-        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines):
+        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines, step_from=step_from):
             files.mute_all()
             session.replay = Replay.of_lost(session, boundary, skip_lines)
+            session.replay.step_from = step_from
             session.replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
             files.mute_all()
@@ -144,6 +146,7 @@ def make_session(presence: Presence) -> Session:
         snapshots=Snapshots(board, welcome.local_rank, options.shelves, options.snapshot_every_steps),
         kept_weights=KeptWeights(optimizer_registry.newest, lambda text: presence.channel.send(from_rank.Note(text))),
         own_state=OwnState(board, welcome.rank, options.own_state),
+        mirror=Mirror(board, welcome.rank, options.mirror),
         results=Results(recorder),
         exchange=connection.Exchange(presence.channel, welcome.address),
         ranks_here=welcome.local_world_size,

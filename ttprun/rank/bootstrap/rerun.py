@@ -129,6 +129,7 @@ def _leave(
     try:
         recovery.finish()
         session.verifier.end()
+        session.mirror.end()
         session.kept_weights.forget()
         session.holdings.forget()
         reset.clear(error)

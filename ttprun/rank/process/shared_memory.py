@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy
+import torch
 
 
 class Memory:
@@ -45,11 +46,33 @@ class Memory:
         """Write to the beginning of the file, which `fit` has made large enough."""
         self._map[: len(content)] = content
 
+    def read(self, at: int, size_bytes: int) -> bytes:
+        """So many bytes from an offset of the file, which is open."""
+        found: bytes = self._map[at : at + size_bytes]
+        return found
+
+    def tensor(self, at: int, like: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of the form of another one, whose elements are in the file from an offset on."""
+        if at + like.nbytes > self._size:
+            raise ValueError(f"more than {self._size} bytes for {self._path}")
+        if not like.numel():
+            return torch.empty(like.shape, dtype=like.dtype)
+        return torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=at).view(like.shape)
+
     def copy(self, at: int, address: int, size_bytes: int) -> None:
         """Copy `size_bytes` from an address to offset `at` of the file, which `fit` has made large enough."""
         if at + size_bytes > self._size:
             raise ValueError(f"more than {self._size} bytes for {self._path}")
         ctypes.memmove(self._address + at, address, size_bytes)  # releases the GIL
+
+    def open(self) -> None:
+        """Map what another process has written. Raises OSError, ValueError if it is empty."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._size = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self._size, flags=mmap.MAP_SHARED)
+        finally:
+            os.close(fd)
 
     def fit(self, size_bytes: int) -> None:
         """Set the file's size. Raises OSError, also if memory is short."""

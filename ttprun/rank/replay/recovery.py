@@ -32,7 +32,7 @@ from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry, has_ended
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.session import Session
-from ttprun.rank.weights import checkpoint_shards, replicated, state_places, state_transfer
+from ttprun.rank.weights import checkpoint_shards, mirror, replicated, sharded, state_places, state_transfer
 
 LOOK_AGAIN_S = 0.05
 _NO_MORE = sys.maxsize  # a generation above all others
@@ -115,6 +115,8 @@ class Recovery:
                     session.changed.notify_all()
             case to_rank.NotAlike(owners=owners):
                 session.snapshots.owners = owners
+            case to_rank.KeepMirror():
+                session.mirror.is_wanted = True
             case to_rank.LookAt(boundary=boundary):
                 session.verifier.look_at(boundary)
             case to_rank.StandAside():
@@ -124,6 +126,7 @@ class Recovery:
                 | to_rank.Replay()
                 | to_rank.SendState()
                 | to_rank.FetchState()
+                | to_rank.LoadMirror()
                 | to_rank.LoadState()
                 | to_rank.Dump()
                 | to_rank.Resume()
@@ -174,6 +177,8 @@ class Recovery:
                 self._send_state(order)
             case to_rank.FetchState():
                 self._fetch_state(order)
+            case to_rank.LoadMirror():
+                self._load_mirror(order)
             case to_rank.LoadState():
                 self._load_state(order)
             case to_rank.Dump():
@@ -321,6 +326,16 @@ class Recovery:
         if not session.address:
             return state_places.InDirectory(session.run_dir, order.name)
         return state_places.OverNodes(session.exchange, order.generation, order.name, order.limit_s)
+
+    def _load_mirror(self, order: to_rank.LoadMirror) -> None:
+        session = self._session
+        session.touch(Phase.REPAIRING)
+        moments.reached("transfer")
+        if order.path:
+            mirror.load(order.path)
+        else:
+            sharded.forget_gathered()
+        session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
 
     def _load_state(self, order: to_rank.LoadState) -> None:
         session = self._session

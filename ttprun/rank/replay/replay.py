@@ -36,9 +36,11 @@ from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
-from ttprun.rank.weights import gradients, optimizer_registry
+from ttprun.rank.weights import gradients, mirror, optimizer_registry
 
 if TYPE_CHECKING:
+    import torch
+
     from ttprun.rank.comm.journal import Entry
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
@@ -58,10 +60,12 @@ class Replay:
     setup_s     the script's time from its top to its first optimizer step; None before that
     difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
+    step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
     jump        makes a loop that begins in the middle
     """
 
     is_alone = True
+    step_from = ""
     jump = loops.Jump
 
     def __init__(
@@ -198,6 +202,15 @@ class Replay:
             raise
         except Exception as error:  # the script must not run with half of the variables
             self.refuse(f"the variables of the lost rank cannot be restored: {error!r}")
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """All that the step begins with is the lost rank's, if it is taken again: refuses if it cannot be."""
+        if not self._is_at_target or not self.step_from:
+            return
+        try:
+            mirror.load_step(self.step_from, optimizer)
+        except Exception as error:  # the step must not be taken with half of the state
+            self.refuse(f"the step of boundary {self.boundary} cannot be taken again from the mirror: {error!r}")
 
     def _arrive(self, frame: FrameType, returned: Any) -> Any:
         """The script is before a step: if that is at a record's place, restore the record."""
@@ -385,6 +398,7 @@ class Replay:
         session.board.announce(session.rank, Field.APPLIED, self.boundary)
         session.board.announce(session.rank, Field.RECORDED, self.boundary)
         session.board.set(session.rank, Field.MEETINGS, 0)
+        session.mirror.begin(session, self.boundary)
         session.touch(Phase.COMPUTING)
 
     def _order_buckets(self) -> None:

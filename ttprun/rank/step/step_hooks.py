@@ -105,7 +105,9 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     returns    the same; in a replay, the lost rank's
     """
     if session.replay is not None:
-        return session.replay.before_step(frame, returned)
+        returned = session.replay.before_step(frame, returned)
+        session.replay.begin_step(optimizer)
+        return returned
     moments.reached("before_step")
     if accelerator.is_capturing():
         session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
@@ -178,6 +180,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         _note_weights(session)
         if session.is_alone():
             session.own_state.keep(session, session.applied + 1)
+        session.mirror.begin(session, session.applied + 1)
     if not session.trains_alone and session.snapshots.is_due(session.applied + 1):
         session.snapshots.take(session, session.applied + 1, fail_open.caller())
     pass_boundary(session)
@@ -249,6 +252,8 @@ def _write_record(
         session.snapshots.agree(session.channel, boundary, is_open)
     if is_open and not session.trains_alone:
         open_boundaries.come_to(session, boundary)
+    if not session.unprotected:
+        session.mirror.complete(session, boundary, optimizer)
     session.board.announce(session.rank, Field.RECORDED, boundary)
     return not session.unprotected
 

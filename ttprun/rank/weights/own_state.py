@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -38,7 +38,7 @@ class _Layout(NamedTuple):
     """The layout of a file for the optimizers' current tensors.
 
     header   of the file
-    forms    of each parameter and each value of its state, as `_held` yields them
+    forms    of each parameter and each value of its state, as `held_now` yields them
     offsets  in the file, of all tensors in that order
     size     of the file in bytes
     is_lasting  a change can be detected: no state is a list, whose items may change
@@ -149,25 +149,28 @@ class OwnState:
         """The optimizers' tensors now, if they fit the layout, else None."""
         if self._layout is None or not self._layout.is_lasting:
             return None
-        found = list(_held())
-        return [value for _, value in found if value is not None] if _forms(found) == self._layout.forms else None
+        found = held_now()
+        return [value for _, value in found if value is not None] if forms_of(found) == self._layout.forms else None
 
 
-def _held() -> Iterator[tuple[tuple[Any, ...], torch.Tensor | None]]:
+def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
     """(form, tensor or None) of each parameter and each value of its state; a form is [name of state,] shape, dtype."""
+    found: list[tuple[tuple[Any, ...], torch.Tensor | None]] = []
     for optimizer in optimizer_registry.optimizers():
         state_of = optimizer.state
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield (parameter.shape, parameter.dtype), parameter
+                found.append(((parameter.shape, parameter.dtype), parameter))
                 for name, value in (state_of.get(parameter) or {}).items():
                     if isinstance(value, torch.Tensor):
-                        yield (name, value.shape, value.dtype), value
+                        found.append(((name, value.shape, value.dtype), value))
                     else:
-                        yield (name, value), None
+                        found.append(((name, value), None))
+    return found
 
 
-def _forms(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
+def forms_of(held: list[tuple[tuple[Any, ...], torch.Tensor | None]]) -> list[tuple[Any, ...]]:
+    """Of these, the forms alone."""
     return [form for form, _ in held]
 
 
@@ -182,7 +185,7 @@ def _lay_out() -> tuple[_Layout, list[torch.Tensor]]:
     for tensor in ordered:
         offset_of[id(tensor)] = at
         at += tensor.nbytes
-    forms = _forms(list(_held()))
+    forms = forms_of(held_now())
     in_order = [part.tensor for part in parts]
     offsets = [offset_of[id(tensor)] for tensor in in_order]
     is_lasting = not any(type(value) is list for form in forms for value in form)

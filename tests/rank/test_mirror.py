@@ -1,0 +1,211 @@
+"""What a rank mirrors of itself, and that a replacement gets from it the very state that its rank had."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.rank.fakes import FakeChannel, make_session
+from ttprun.protocol import from_rank
+from ttprun.protocol.board import Board, Field
+from ttprun.protocol.mirrors import SLOTS, unpack
+from ttprun.rank.session import Session
+from ttprun.rank.weights import mirror, optimizer_registry
+from ttprun.rank.weights.mirror import Mirror
+
+Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adam": lambda weights: torch.optim.AdamW(weights, lr=0.01),
+    "counts in plain numbers": lambda weights: torch.optim.ASGD(weights, lr=0.1, foreach=False),
+    "no state": lambda weights: torch.optim.SGD(weights, lr=0.1),
+}
+_channels: list[FakeChannel] = []
+CELLS = (Field.MIRROR_0, Field.MIRROR_1)
+
+
+class Rank:
+    """A process's weights and optimizer, with the hooks' calls around each step."""
+
+    def __init__(self, make: Make, seed: int, paths: list[str], board: Board | None = None) -> None:
+        optimizer_registry.forget()
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = [torch.randn(shape, generator=generator) for shape in ((5, 3), (7,), ())]
+        for weight in self.weights:
+            weight.requires_grad_()
+        self.optimizer = make(self.weights)
+        self.board = Board.create(2)[1] if board is None else board
+        self.channel = FakeChannel()
+        _channels.append(self.channel)
+        self.session: Session = make_session(
+            channel=self.channel, board=self.board, mirror=Mirror(self.board, 0, paths)
+        )
+        self.session.mirror.is_wanted = True
+        self.boundary = 0
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(100 + self.boundary)
+        for number, weight in enumerate(self.weights):
+            weight.grad = None if (number + self.boundary) % 3 == 2 else torch.randn(weight.shape, generator=generator)
+
+    def record(self) -> None:
+        """As the hook before a step does it."""
+        stepped = optimizer_registry.stepped(optimizer_registry.optimizers())
+        self.session.kept_weights.compare(stepped, stepped.sample(self.boundary + 1))
+        self.session.mirror.complete(self.session, self.boundary + 1, self.optimizer)
+
+    def take(self) -> None:
+        """As the hook after a step does it."""
+        self.optimizer.step()
+        self.boundary += 1
+        self.session.kept_weights.note(self.boundary)
+        self.session.mirror.begin(self.session, self.boundary)
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.backward()
+            self.record()
+            self.take()
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [tensor.detach().clone() for tensor in optimizer_registry.stepped_tensors()]
+
+    def way_to(self, boundary: int) -> tuple[int, str]:
+        """(slot, how) from which the state of a boundary comes."""
+        self.session.mirror.end()
+        ways = [unpack(self.board.get(0, cell)).gives(boundary) for cell in CELLS]
+        return next(((slot, way) for slot, way in enumerate(ways) if way), (-1, ""))
+
+
+@pytest.fixture
+def paths() -> Iterator[list[str]]:
+    fds = [os.memfd_create("mirror") for _ in range(SLOTS)]
+    yield [f"/proc/{os.getpid()}/fd/{fd}" for fd in fds]
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.fixture(autouse=True)
+def _known_optimizers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    made = optimizer_registry.wrap_optimizer_init(torch.optim.Optimizer.__init__)
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", made)
+    yield
+    optimizer_registry.forget()
+    while _channels:
+        _channels.pop().close()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_rank_lost_after_a_step_comes_back_with_the_state_of_that_step(make: Make, paths: list[str]) -> None:
+    lost = Rank(make, 1, paths)
+    lost.step(4)
+    expected = lost.state
+
+    slot, way = lost.way_to(4)
+    assert way == "state"
+    replacement = Rank(make, 2, [])
+    replacement.step()
+    mirror.load(paths[slot])
+
+    assert all(map(torch.equal, replacement.state, expected))
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_rank_lost_inside_a_step_comes_back_by_taking_it_again(make: Make, paths: list[str]) -> None:
+    lost = Rank(make, 1, paths)
+    lost.step(4)
+    lost.backward()
+    lost.record()
+    slot, way = lost.way_to(5)
+    lost.optimizer.step()
+    expected = lost.state
+
+    assert way == "step"
+    replacement = Rank(make, 2, [])
+    replacement.step()
+    mirror.load_step(paths[slot], replacement.optimizer)
+    replacement.optimizer.step()
+
+    assert all(map(torch.equal, replacement.state, expected))
+
+
+def test_until_the_next_state_is_there_the_step_before_it_can_be_taken_again(paths: list[str]) -> None:
+    lost = Rank(OPTIMIZERS["adam"], 1, paths)
+    lost.step(5)
+    expected = lost.state
+
+    lost.session.mirror.end()
+    lost.board.set(0, CELLS[5 % SLOTS], 0)  # as it is while it is being copied
+    slot, way = lost.way_to(5)
+    assert way == "step"
+    replacement = Rank(OPTIMIZERS["adam"], 2, [])
+    mirror.load_step(paths[slot], replacement.optimizer)  # it has taken no step of its own yet
+    replacement.optimizer.step()
+
+    assert all(map(torch.equal, replacement.state, expected))
+
+
+def test_weights_that_the_script_changes_between_its_steps_are_those_that_the_step_begins_with(
+    paths: list[str],
+) -> None:
+    lost = Rank(OPTIMIZERS["momentum"], 1, paths)
+    for _ in range(5):
+        lost.step()
+        with torch.no_grad():
+            lost.weights[0].clamp_(-0.1, 0.1)
+    lost.backward()
+    lost.record()
+    slot, way = lost.way_to(6)
+    lost.optimizer.step()
+    expected = lost.state
+
+    assert way == "step"
+    replacement = Rank(OPTIMIZERS["momentum"], 2, [])
+    mirror.load_step(paths[slot], replacement.optimizer)
+    replacement.optimizer.step()
+
+    assert all(map(torch.equal, replacement.state, expected))
+
+
+def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -> None:
+    lost = Rank(OPTIMIZERS["momentum"], 1, paths)
+    lost.step(3)
+    lost.session.mirror.end()
+    lost.session.kept_weights.note(3)
+    with torch.no_grad():
+        lost.weights[1].mul_(2)
+
+    lost.session.mirror.begin(lost.session, 3)
+
+    assert lost.way_to(3)[1] == "step"
+
+
+def test_a_step_that_communicates_is_not_taken_again_and_the_copy_after_it_is_waited_for(paths: list[str]) -> None:
+    lost = Rank(OPTIMIZERS["momentum"], 1, paths)
+    for _ in range(3):
+        lost.backward()
+        lost.record()
+        lost.session.row[Field.COLLECTIVES] += 1
+        lost.take()
+
+    lost.backward()
+    lost.record()
+
+    assert unpack(lost.board.get(0, CELLS[3 % SLOTS])).gives(3) == "state"
+    assert lost.way_to(4)[1] == ""
+
+
+def test_what_cannot_be_mirrored_is_reported_once_and_training_continues(paths: list[str]) -> None:
+    rank = Rank(OPTIMIZERS["momentum"], 1, paths)
+    rank.optimizer.state[rank.weights[0]]["newest"] = [torch.zeros(3)]
+
+    rank.step(3)
+
+    (report,) = rank.channel.sent
+    assert isinstance(report, from_rank.StateMirrored)
+    assert "keeps state in lists" in report.why_not
+    assert rank.way_to(1)[1] == ""

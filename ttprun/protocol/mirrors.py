@@ -1,0 +1,45 @@
+"""What a rank's mirror holds, as a number on the board: one for each of its two slots. Begin with `Held`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SLOTS = 2
+_HAS_STATE = 1
+_HAS_STEP = 2
+
+
+class Held(NamedTuple):
+    """The content of one slot.
+
+    boundary   of which it holds the state; 0: it holds nothing
+    has_state  the state after that boundary's step is complete
+    has_step   what the next step needs is complete, too: the state that it begins with, and the gradients
+    """
+
+    boundary: int
+    has_state: bool
+    has_step: bool
+
+    def pack(self) -> int:
+        """The board's cell."""
+        return self.boundary << 2 | self.has_state * _HAS_STATE | self.has_step * _HAS_STEP
+
+    def gives(self, boundary: int) -> str:
+        """How the state of a boundary comes from it: "state", by taking the "step" again, or "" if it does not."""
+        if self.has_state and self.boundary == boundary:
+            return "state"
+        return "step" if self.has_step and self.boundary + 1 == boundary else ""
+
+
+NOTHING = Held(0, False, False)
+
+
+def unpack(cell: int) -> Held:
+    """The content that a cell of the board stands for."""
+    return Held(cell >> 2, bool(cell & _HAS_STATE), bool(cell & _HAS_STEP))
+
+
+def slot_of(boundary: int) -> int:
+    """The slot for the state of a boundary: its neighbours are in the other one."""
+    return boundary % SLOTS
