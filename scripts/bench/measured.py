@@ -65,6 +65,7 @@ class Steps:
             return
         cpu_s = time.process_time() - self.cpu_before_s
         found = {"median_step_s": statistics.median(self.step_s), "cpu_step_s": cpu_s / self.block}
+        found |= memory_bytes()
         with open(self.turns / f"rank{self.rank}.jsonl", "a") as file:
             file.write(json.dumps(found) + "\n")
         turn = self.turns / str((step + 1) // self.block)

@@ -13,6 +13,10 @@ machine disturb the processor time of a step less than its wall time. Begin with
 
 A framework's loop with steps of about 50 ms: both launchers in one run, in turns of --block steps; see turns.py.
 
+    python scripts/bench/overhead.py --layout fsdp fsdp+buddy hsdp tp
+
+The same with sharded parameters, and what a rank's memory peaks at (hsdp with --ranks 4); see layouts.py.
+
     python scripts/bench/overhead.py --held samples rows table
 
 The same with a small model and a dataset of more than a million samples in memory; see held_data.py.
@@ -47,7 +51,7 @@ from runs import (
     spread,
     told,
 )
-from turns import FRAMEWORKS, HELD, HELD_SCRIPT, measure_pairs
+from turns import FRAMEWORKS, HELD, HELD_SCRIPT, LAYOUT_SCRIPT, LAYOUTS, measure_pairs
 
 MIB = 1 << 20
 ALLOWED_BYTES = 64 * MIB  # beside the gradients' size
@@ -245,8 +249,12 @@ def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> l
 def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str, Any]:
     """Pairs of blocks with the loop of a framework, or with a large dataset; prints ratios. Raises BenchmarkError."""
     script, arguments = (FRAMEWORKS[name], ()) if name in FRAMEWORKS else (HELD_SCRIPT, (f"--held={name}",))
+    layout, _, ours = name.partition("+")
+    if layout in LAYOUTS:
+        script, arguments = LAYOUT_SCRIPT, (f"--layout={layout}",)
     found: dict[str, Any] = {"loop": name}
-    pairs = list(measure_pairs(script, options.ranks, options.blocks, options.block, root / name, arguments))
+    of_ttprun = (f"--{ours}",) if ours else ()
+    pairs = list(measure_pairs(script, options.ranks, options.blocks, options.block, root / name, arguments, of_ttprun))
     rows = [[f"{name}, {len(pairs)} pairs of {options.block} steps: median (quartiles)", *LAUNCHERS, "ratio", "more"]]
     for label, figure in (("median step, ms", "step_s"), ("processor time of a step, ms", "cpu_step_s")):
         theirs, ours = ([getattr(pair[launcher], figure) for pair in pairs] for launcher in LAUNCHERS)
@@ -255,6 +263,13 @@ def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str
         found[figure] = {TORCHRUN: theirs, TTPRUN: ours, "ratio": ratio, "more": more}
         cells = [scaled(quartiles(each), 1e3, 2) for each in (theirs, ours)]
         rows.append([label, *cells, told(ratio, 3), scaled(more, 1e3, 2)])
+    for label, figure in (
+        ("peak memory of a rank, MiB", "peak_bytes"),
+        ("  shared memory files in it, MiB", "memory_file_bytes"),
+    ):
+        before, under = (max(getattr(pair[launcher], figure) for pair in pairs) for launcher in LAUNCHERS)
+        found[figure] = {TORCHRUN: before, TTPRUN: under}
+        rows.append([label, f"{before / MIB:.1f}", f"{under / MIB:.1f}", "", f"{(under - before) / MIB:.1f}"])
     print()
     print_table(rows)
     return found
@@ -278,6 +293,13 @@ def main() -> int:
     parser.add_argument("--measured", type=float, default=10.0, help="seconds of steps to measure (default 10)")
     parser.add_argument("--framework", nargs="+", default=[], choices=list(FRAMEWORKS), help="loops of these instead")
     parser.add_argument("--held", nargs="+", default=[], choices=HELD, help="datasets of this kind instead")
+    parser.add_argument(
+        "--layout",
+        nargs="+",
+        default=[],
+        choices=[*LAYOUTS, *(f"{one}+buddy" for one in LAYOUTS)],
+        help="sharded models",
+    )
     parser.add_argument("--blocks", type=positive, default=30, help="pairs of blocks with these (default 30)")
     parser.add_argument("--block", type=positive, default=40, help="steps of a block (default 40)")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -290,8 +312,8 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="ttprun-bench-") as scratch:
             root = options.folder or Path(scratch)
-            if options.framework or options.held:
-                summaries = [measure_loop(name, options, root) for name in options.framework + options.held]
+            if loops := options.framework + options.held + options.layout:
+                summaries = [measure_loop(name, options, root) for name in loops]
             else:
                 measurements = measure_all(options, sizes, root)
                 summaries = [summarize(size, measurements) for size in sizes]

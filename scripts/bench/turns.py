@@ -24,6 +24,9 @@ FRAMEWORKS = {
 }
 HELD_SCRIPT = FOLDER / "held_data.py"
 HELD = ("samples", "texts", "rows", "table", "paths", "memmap", "arrow")
+LAYOUTS = ("fsdp", "hsdp", "tp")
+LAYOUT_SCRIPT = FOLDER / "layouts.py"
+FIGURES = ("median_step_s", "cpu_step_s", "peak_bytes", "memory_file_bytes")
 BLOCK_LIMIT_S = 300.0
 STANDBY_LIMIT_S = 300.0
 LOOK_AGAIN_S = 0.01
@@ -31,25 +34,39 @@ LOOK_AGAIN_S = 0.01
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps of one job, means over its ranks: a step's median time, and its processor time."""
+    """Some steps of one job, means over its ranks: a step's median time, its processor time, and peak memory.
+
+    memory_file_bytes   shared memory that a rank has touched; it is in the peak, too
+    """
 
     step_s: float
     cpu_step_s: float
+    peak_bytes: float
+    memory_file_bytes: float
 
 
 def measure_pairs(
-    script: Path, ranks: int, blocks: int, block: int, folder: Path, arguments: tuple[str, ...] = ()
+    script: Path,
+    ranks: int,
+    blocks: int,
+    block: int,
+    folder: Path,
+    arguments: tuple[str, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Iterator[dict[str, Block]]:
     """By launcher, one block of each; after a first pair that is left out. Raises BenchmarkError.
 
     blocks, block   pairs to measure, and steps of a block
+    options         of ttprun
     """
     with ExitStack() as stack:
         runs = {}
         for launcher in LAUNCHERS:
             (folder / launcher).mkdir(parents=True)
             of_script = [f"--turns={folder / launcher}", f"--block={block}", f"--steps={(blocks + 1) * block}"]
-            run = Run(launcher, ranks, folder / f"run-{launcher}", arguments=[*of_script, *arguments], script=script)
+            of_launcher = options if launcher == TTPRUN else ()
+            where = folder / f"run-{launcher}"
+            run = Run(launcher, ranks, where, of_launcher, [*of_script, *arguments], script)
             runs[launcher] = stack.enter_context(run)
             read_block(run, folder / launcher, 0)
         wait_for_standby(runs[TTPRUN])
@@ -71,7 +88,7 @@ def read_block(run: Run, turns: Path, number: int) -> Block:
         lines = [lines_of(turns / f"rank{rank}.jsonl") for rank in range(run.ranks)]
         if all(len(of_rank) > number for of_rank in lines):
             found = [json.loads(of_rank[number]) for of_rank in lines]
-            return Block(*(mean(one[name] for one in found) for name in ("median_step_s", "cpu_step_s")))
+            return Block(*(mean(one[name] for one in found) for name in FIGURES))
         if run.process.poll() is not None:
             raise BenchmarkError(f"{run.launcher} ended in block {number}; {run.last_words()}")
         if time.monotonic() > give_up_at_s:

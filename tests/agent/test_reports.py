@@ -79,7 +79,8 @@ def node(tmp_path: Path) -> FakeNode:
 def reports(node: FakeNode) -> Reports:
     """Its ranks have held the same weights at boundary 1."""
     nobody: Any = None
-    comparisons = Comparisons(node, SimpleNamespace(is_off=True), nobody)  # type: ignore[arg-type]
+    mirrors = SimpleNamespace(is_on=False)
+    comparisons = Comparisons(node, SimpleNamespace(is_off=True), nobody, mirrors)  # type: ignore[arg-type]
     comparisons.begin_group()
     found = part(Reports, node, comparisons=comparisons, injections=NoFaults())
     found.begin_group()
