@@ -21,6 +21,7 @@ from tests.rank.collectives import (
     all_reduce_future,
     all_to_all_single,
     barriers,
+    batched_send_and_receive,
     broadcast,
     functional_all,
     gather,
@@ -29,6 +30,7 @@ from tests.rank.collectives import (
     plain,
     reduce_scatter_tensor,
     scatter,
+    send_and_receive,
 )
 from tests.rank.training import losses_and_weights
 from tests.rank.worlds import FakeAgent, run_world, say, wait_for
@@ -87,6 +89,8 @@ HANGING: dict[str, Callable[[int], Any]] = {
     "functional collectives": functional_all,
     "objects": objects,
     "barrier": barriers,
+    "send and receive": send_and_receive,
+    "batched send and receive": batched_send_and_receive,
 }
 CUT_STYLES = ("plain", "small buckets", "views", "half hook")
 EXPECTED_AFTER_HANGING: dict[str, Any] = {

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.rank.processes import run_alone
-from ttprun.rank.comm.journal import Entry, Journal
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.work import ManagedWork
 
 

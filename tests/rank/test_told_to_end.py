@@ -11,7 +11,8 @@ import torch
 
 from tests.rank.fakes import make_session
 from ttprun.protocol.to_rank import EndAsked
-from ttprun.rank.comm.journal import EndedError, Entry
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import EndedError
 from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.replay.recovery import Recovery
 from ttprun.rank.session import Session

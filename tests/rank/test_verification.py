@@ -14,7 +14,8 @@ from ttprun.protocol import channel, from_rank
 from ttprun.rank.checks import verification
 from ttprun.rank.checks.reduced_gradients import find_nan
 from ttprun.rank.checks.verification import Verifier, look_for_nan, nan_in
-from ttprun.rank.comm.journal import Entry, Journal
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import Journal
 from ttprun.rank.weights import holdings
 
 OPTIMIZER = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)

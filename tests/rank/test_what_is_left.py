@@ -19,7 +19,7 @@ from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap import patches, reset
-from ttprun.rank.comm.journal import Entry
+from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.results import SELDOM, Answers, Results
 from ttprun.rank.effects import append_dedup, os_entropy, output
 from ttprun.rank.position import whose

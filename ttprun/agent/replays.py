@@ -85,7 +85,8 @@ class Replays(Repairs):
             expected = expected_of(rank, list(journals.values()))
             is_here = seats[rank].is_here  # else the agent of its node knows
             skip_lines = self._node.lines_since(seats[rank], action.boundary) if is_here else (0, 0)
-            seats[rank].send(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines))
+            received = received_of(rank, list(journals.values()))
+            seats[rank].send(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines, received))
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
@@ -114,6 +115,12 @@ def expected_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str,
             if rank in group.ranks and len(group.issued) > len(expected.get(name, [])):
                 expected[name] = group.issued
     return expected
+
+
+def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str, list[str]]:
+    """By lane, the digests of the messages to or from `rank` that their receivers have."""
+    found = (item for journal in journals for item in journal.items())
+    return {lane: group.received for lane, group in found if group.received and rank in group.ranks}
 
 
 def givers_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:

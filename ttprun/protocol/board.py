@@ -119,6 +119,8 @@ OPERATION_NAMES = (
     "alltoall_base",
     "all_to_all_single",
     "barrier",
+    "send",
+    "recv",
 )
 
 

@@ -202,16 +202,18 @@ class RowChanged:
 
 @dataclass(frozen=True)
 class GroupJournal:
-    """What a rank has issued in one process group since the newest boundary.
+    """What a rank has issued in one process group since the newest boundary, or between two ranks of it.
 
-    ranks    members of the group
-    issued   signature of each collective: op, shapes and dtypes; oldest first
-    results  indices in `issued` of those of which only the result is left
+    ranks     members of the group; of messages: sender, receiver
+    issued    signature of each collective: op, shapes and dtypes; oldest first
+    results   indices in `issued` of those of which only the result is left
+    received  digests of the messages that the rank has received, oldest first
     """
 
     ranks: list[int]
     issued: list[str]
     results: list[int] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

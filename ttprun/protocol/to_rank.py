@@ -286,6 +286,7 @@ class Resume:
 
     expected    by group, the signatures of the collectives that a replacement must issue
     given       (group, number of a collective, the rank that broadcasts its result)
+    received    by lane, digests of the messages that a living receiver has: these are not sent again
     skip_lines  as in Replay
     """
 
@@ -294,6 +295,7 @@ class Resume:
     expected: dict[str, list[str]] = field(default_factory=dict)
     given: list[tuple[str, int, int]] = field(default_factory=list)
     skip_lines: tuple[int, int] = (0, 0)
+    received: dict[str, list[str]] = field(default_factory=dict)
 
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.

@@ -91,10 +91,11 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
             files.mute_all()
             session.replay = Adapted(session, boundary, adapt)
             session.replay.begin()
-        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines):
+        case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines, received=received):
             output.skip_lines(*skip_lines)
             append_dedup.resume_from(session.recorder, boundary)
             session.expected = Expected(session.channel, session.generation, expected)
+            session.journal.received = received
             session.proof = Proof.of(session, boundary)
     session.recovery = Recovery(session)
     session.recovery.start()

@@ -63,7 +63,7 @@ class Proof:
         which += f" ({what})" if what else ""
         if lost == noted:
             self._equal[kind] += 1
-        elif kind == INPUT and _is_measured(tensors):
+        elif kind == INPUT and is_measured(tensors):
             self._not_proved.append(
                 f"{which} differs from the lost rank's; it is small and not a gradient: perhaps a measured time"
             )
@@ -160,7 +160,7 @@ def wrap_backward(original: Any) -> Any:
     return backward
 
 
-def _is_measured(tensors: Sequence[torch.Tensor]) -> bool:
+def is_measured(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a collective's input may be a measurement (a time, memory in use) or a pickled object, not a gradient.
 
     These differ between two runs, and training does not depend on them.

@@ -14,7 +14,8 @@ import torch
 from ttprun.rank.weights.tensor_bytes import elements_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.journal import Entry, Journal
+    from ttprun.rank.comm.entry import Entry
+    from ttprun.rank.comm.journal import Journal
 
 WHOLE_EVERY = 16  # boundaries
 MOST_OPERATIONS = 16  # of a step, unless all are checked

@@ -13,7 +13,7 @@ from ttprun.protocol import from_rank
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.comm.journal import Entry
+    from ttprun.rank.comm.entry import Entry
 
 _KILL_LIMIT_S = 60.0
 
@@ -35,7 +35,7 @@ class Expected:
 
     def check(self, entry: Entry) -> None:
         """Compare a collective that is about to be issued. Raises MismatchError, after reporting it to the agent."""
-        left = self._left.get(entry.group.group_name)
+        left = self._left.get(entry.lane)
         if not left:
             return
         expected = left.pop()
@@ -46,7 +46,7 @@ class Expected:
                 f"the replacement issues '{entry.signature.strip()}' where the survivors have '{expected.strip()}'",
             )
         if not left:
-            del self._left[entry.group.group_name]
+            del self._left[entry.lane]
             self._report_if_done()
 
     def _report_if_done(self) -> None:

@@ -31,7 +31,8 @@ from ttprun.rank.weights.tensor_bytes import bytes_of, elements_of
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
-    from ttprun.rank.comm.journal import Entry, Journal
+    from ttprun.rank.comm.entry import Entry
+    from ttprun.rank.comm.journal import Journal
 
 PROOF_STEPS = 2  # steps after a recovery, before each of which all ranks report their hashes
 _KILL_LIMIT_S = 60.0

@@ -30,7 +30,7 @@ from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.journal import Entry
+    from ttprun.rank.comm.entry import Entry
 
 # Smaller buckets are copied: that takes less time than to note their content.
 FROM_BYTES = 256 << 10

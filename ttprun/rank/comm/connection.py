@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup
 
 from ttprun.protocol import from_rank
-from ttprun.rank.comm import reduce_scatter
+from ttprun.rank.comm import lanes, reduce_scatter
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
@@ -178,6 +178,7 @@ class Connection:
         self.native: Any = ProcessGroup(rank, size)  # type: ignore[call-arg]
         self.native._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.native._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self.backend)
+        self._lanes = lanes.Lanes(op_limit)
         self._rank, self._size = rank, size
         self.generation = generation
         # A broken socket has lost its addresses, but must be found to be cut: gloo may wait on it for ever.
@@ -194,6 +195,8 @@ class Connection:
         """Issue an operation; returns its work."""
         if op in reduce_scatter.OPERATIONS and args[1].is_cpu:
             return reduce_scatter.ReduceScatter(self.native, self._rank, self._size, args)
+        if op in lanes.OPERATIONS:
+            return self._lanes.issue(self.native, op, args)
         return getattr(self.native, op)(*args)
 
     def abort(self) -> None:
@@ -204,6 +207,7 @@ class Connection:
 
     def close(self) -> None:
         """Destroy the backend with its threads; blocks until its operations have ended."""
+        self._lanes.end()
         self.backend = self.native = None
 
     def __del__(self) -> None:
@@ -212,6 +216,8 @@ class Connection:
         gloo's callbacks hold a reference to the group, which the script may have destroyed meanwhile. The backend's
         destructor joins its threads: on one of them that aborts the process.
         """
+        if (known := self.__dict__.get("_lanes")) is not None:
+            known.end()
         if not isinstance(threading.current_thread(), threading._DummyThread):
             return
         held = [self.__dict__.pop(name, None) for name in ("backend", "native")]  # which the other thread drops

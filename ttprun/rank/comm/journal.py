@@ -1,4 +1,4 @@
-"""The journal: the collectives of the current step, with their inputs.
+"""The journal: the collectives and messages of the current step, with their inputs.
 
 When a rank is lost, the collectives since the newest boundary are issued again with its replacement. gloo reduces in
 place, so inputs are copied before an operation is issued, unless they can be computed again (buckets.py); the copies go
@@ -10,21 +10,17 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.rank import fail_open
-from ttprun.rank.comm.operations import signature_of
+from ttprun.rank.comm.entry import Entry
 from ttprun.rank.weights.tensor_bytes import size_of
-
-if TYPE_CHECKING:
-    from ttprun.rank.comm.buckets import Held
-    from ttprun.rank.comm.process_group import ManagedGroup
 
 Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
@@ -46,69 +42,6 @@ class EndedError(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("the job is being ended: its pending collectives will not complete")
-
-
-class Entry:
-    """One collective of one group.
-
-    op, args    the backend's method and its arguments (the user's tensors)
-    outputs     the tensors that the operation writes
-    saved       (user's tensor, copy made before the operation was issued)
-    held        its input if that needs no copy, else None
-    inner       the backend's work in the current generation; None while the rank is frozen
-    error       without its traceback, whose frames would keep a dead backend until a garbage collection
-    failed      the work whose future has failed with `error`
-    future      what the script or DDP waits for, None if nothing does
-    promise     completes `future` with the outputs or an exception
-    place       where in the script it was called, if its result is small enough to be kept
-    size_bytes  of the inputs and outputs that it keeps alive
-    nan         "3 of 8 elements" if an input has NaN, else ""
-    """
-
-    # Class attributes, as most entries never change these.
-    saved: Sequence[tuple[Tensor, Tensor]] = ()
-    held: Held | None = None
-    inner: Any = None
-    future: torch.futures.Future[Any] | None = None
-    promise: Any = None
-    size_bytes = 0
-    is_done = False
-    error: BaseException | None = None
-    failed: Any = None
-    place = ""
-    nan = ""
-
-    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
-        self.group = group
-        self.op = op
-        self.args = args
-        self.outputs = outputs
-
-    def make_future(self) -> torch.futures.Future[Any]:
-        """The future of the outputs.
-
-        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
-        """
-        self.promise = torch._C.Future([])  # torch.futures.Future without type annotations
-        self.future = self.promise.then(_value_or_raise)
-        return self.future
-
-    def settle(self, result: list[Tensor] | BaseException | None) -> None:
-        """Complete the future, if there is one: with the outputs, or with an error."""
-        if self.promise is not None and not self.promise.done():
-            self.promise.set_result(result)
-
-    @property
-    def signature(self) -> str:
-        """What must agree between ranks."""
-        return signature_of(self.op, self.args)
-
-
-def _value_or_raise(promise: Any) -> Any:
-    result = promise.value()
-    if isinstance(result, BaseException):
-        raise result
-    return result
 
 
 def _is_over(entry: Entry) -> bool:
@@ -145,6 +78,7 @@ class Journal:
     diagnose       what an operation's error says about the device or the connection
     givers         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
                    instead of the collective
+    received       lane -> digests of the messages since the boundary that living ranks had received at the newest fault
     is_ended       this process has been ordered to end, and no recovery will come
     """
 
@@ -153,6 +87,8 @@ class Journal:
         self.news = threading.Condition(self.lock)
         self.entries: list[Entry] = []
         self.givers: dict[tuple[str, int], int] = {}
+        self.received: Mapping[str, Sequence[str]] = {}
+        self._numbers: Counter[str] = Counter()  # of messages, by lane
         self.is_frozen = False
         self.is_ended = False
         self.report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
@@ -203,12 +139,14 @@ class Journal:
         """Every rank has recorded the boundary: nothing older will be issued again."""
         with self.lock:
             for entry in self.entries:
-                if entry.saved:
+                if entry.saved and entry.is_done:  # a message may still be pending
                     self._recycle(entry)
                 entry.held = None
                 entry.args = ()
             self.entries.clear()
             self.givers.clear()
+            self.received = {}
+            self._numbers.clear()
             self.held_bytes = 0
             self._steps += 1
             if self._steps % _TRIM_EVERY == 0:
@@ -228,15 +166,25 @@ class Journal:
         entry.saved = ()
 
     def of_group(self, name: str) -> list[Entry]:
-        """The entries of one group, oldest first."""
+        """The collectives of one group, oldest first."""
         with self.lock:
-            return [entry for entry in self.entries if entry.group.group_name == name]
+            return [entry for entry in self.entries if entry.lane == name]
+
+    def number_of(self, message: Entry) -> int:
+        """Count a new message."""
+        with self.lock:
+            self._numbers[message.lane] += 1
+            return self._numbers[message.lane] - 1
+
+    def has_arrived(self, entry: Entry) -> bool:
+        """Whether this is a message that a living rank had received at the newest fault: it is not sent again."""
+        return bool(self.received) and entry.number < len(self.received.get(entry.lane, ()))
 
     def giver_of(self, entry: Entry) -> int | None:
         """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""
         if not self.givers:
             return None
-        name = entry.group.group_name
+        name = entry.lane
         number = next((number for number, known in enumerate(self.of_group(name)) if known is entry), None)
         return None if number is None else self.givers.get((name, number))
 
@@ -263,8 +211,10 @@ class Journal:
             entry.inner = inner
             self.news.notify_all()
 
-    def wait(self, entry: Entry) -> None:
+    def wait(self, entry: Entry, may_stop: Callable[[], bool] = lambda: False) -> None:
         """Block until the entry has completed, through any number of recoveries.
+
+        may_stop   asked now and then: whether to return though it has not
 
         Raises the backend's error if no recovery comes within PATIENCE_S, and at once if it is a device error that a
         new connection cannot solve.
@@ -283,6 +233,8 @@ class Journal:
                 diagnosis = self.diagnose(error)
                 is_of_device = entry.group.links.are_on_device and diagnosis.is_known
                 if not (inner.is_completed() or is_of_device):
+                    if may_stop():
+                        return
                     continue
                 if has_succeeded(inner) and not is_of_device:  # it has completed since the wait timed out
                     entry.group.complete(entry, inner)

@@ -25,10 +25,11 @@ from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES
 from ttprun.rank import fail_open, moments
 from ttprun.rank.checks import proof
-from ttprun.rank.comm import held_works
+from ttprun.rank.comm import held_works, messages
 from ttprun.rank.comm.buckets import Buckets
 from ttprun.rank.comm.connection import Exchange
-from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError, Entry
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError
 from ttprun.rank.comm.links import Links
 from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
 from ttprun.rank.comm.reissue import call_or_take
@@ -49,6 +50,7 @@ INTERNAL_NAME = "ttprun"  # not "gloo": C++ would look for a native gloo backend
 class ManagedGroup(ProcessGroup):
     """A process group whose connection can be replaced without the script noticing.
 
+    session        of this process
     ranks          global ranks of the members
     rank           of this process among them
     op_limit       the time-out that the script asked for
@@ -73,7 +75,7 @@ class ManagedGroup(ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.ranks = ranks
         self.backends = backends
-        self._session = session
+        self.session = session
         self._name = name
         # A script may destroy its groups and make new ones: torch reuses the names then, maybe for other ranks.
         of_these = f"{name} of {','.join(map(str, ranks))}"
@@ -121,8 +123,8 @@ class ManagedGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """The script has destroyed the group."""
-        if self._session.groups.get(self._name) is self:
-            del self._session.groups[self._name]
+        if self.session.groups.get(self._name) is self:
+            del self.session.groups[self._name]
         self.links.forget()
 
     def abort(self) -> None:
@@ -139,12 +141,12 @@ class ManagedGroup(ProcessGroup):
 
     def is_protected(self) -> bool:
         """Whether a recovery would issue this group's operations again."""
-        return not self._session.unprotected
+        return not self.session.unprotected
 
     def connect_if_new(self) -> None:
         """Connect a group that was made after a recovery. Raises RuntimeError if a member is away."""
-        if not self.links.all and self._session.groups.get(self._name) is self:
-            away = sorted(self._session.away & {*self.ranks})
+        if not self.links.all and self.session.groups.get(self._name) is self:
+            away = sorted(self.session.away & {*self.ranks})
             if away:
                 raise RuntimeError(
                     f"process group {self._name!r} includes rank {', '.join(map(str, away))}, which is away: use a "
@@ -178,7 +180,7 @@ class ManagedGroup(ProcessGroup):
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Work:
         """Write a collective to the journal and issue it; every collective comes here."""
-        session = self._session
+        session = self.session
         journal = session.journal
         inputs_at, outputs_at = OPERATIONS[op]
         outputs = [] if outputs_at is None else tensors_in(args[outputs_at])
@@ -218,6 +220,19 @@ class ManagedGroup(ProcessGroup):
             session.give_up_protection(f"the script's {op} takes sparse tensors: only all_reduce of these is repaired")
         if inputs and not unusual:
             proof.note(session, INPUT, self._name, inputs, entry.op)
+        is_kept = self.enter(entry, inputs)
+        if is_kept and session.verifier.looks_before:
+            self.buckets.look_for_nan(entry)
+        moments.reached("collective")
+        return ManagedWork(journal, entry)
+
+    def enter(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
+        """Write an operation to the journal, if it can be repaired, and issue it; returns whether it is kept.
+
+        While the journal is frozen, the recovery's thread issues it.
+        """
+        session = self.session
+        journal = session.journal
         with journal.lock:
             is_kept = session.is_repairable() and self._keep(entry, inputs)
             if journal.is_frozen:  # another thread issues it, on another stream
@@ -228,17 +243,16 @@ class ManagedGroup(ProcessGroup):
                 entry.inner = self._begin(entry)
             elif journal.is_ended:
                 raise EndedError
-        if is_kept and session.verifier.looks_before:
-            self.buckets.look_for_nan(entry)
-        moments.reached("collective")
-        return ManagedWork(journal, entry)
+            if is_kept:
+                entry.note_copy()
+        return is_kept
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
         if not self.links.are_on_device and self.buckets.hold(entry):
             return True
-        if not self._session.journal.save(entry, inputs):
-            self._session.give_up_protection("the journal of one step has reached journal_limit_mib")
+        if not self.session.journal.save(entry, inputs):
+            self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
             return False
         self.buckets.compare(entry)
         return True
@@ -246,13 +260,11 @@ class ManagedGroup(ProcessGroup):
     def _is_repaired(self, device_type: str) -> bool:
         """Whether operations on tensors of this device are repaired."""
         name = self.backends.get(device_type)
-        return self._session.framework is not None or (
-            name is not None and device_type in TRANSPORTS[name].device_types
-        )
+        return self.session.framework is not None or (name is not None and device_type in TRANSPORTS[name].device_types)
 
     def _issue_unprotected(self, op: str, args: tuple[Any, ...], device: torch.device) -> Work:
         """Leave tensors on a device to gloo alone: its works and futures know the device's streams, ours do not."""
-        self._session.give_up_protection(
+        self.session.give_up_protection(
             f"collectives of tensors on {device.type} are not repaired with the backend {self.backend_name!r}"
         )
         if (connection := self.links.by_gloo) is not None:
@@ -263,14 +275,14 @@ class ManagedGroup(ProcessGroup):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
-            if not self._session.journal.givers:
+            if not (self.session.journal.givers or self.session.journal.received):
                 return self.call(entry.op, entry.args)
-            return call_or_take(self._session, entry, entry.args)
+            return call_or_take(self.session, entry, entry.args)
         except Exception as error:
-            diagnosis = self._session.diagnose(error)
-            if diagnosis.is_known and diagnosis.can_wait and self._session.is_repairable():
+            diagnosis = self.session.diagnose(error)
+            if diagnosis.is_known and diagnosis.can_wait and self.session.is_repairable():
                 return Refused(error)
-            self._session.journal.drop(entry)
+            self.session.journal.drop(entry)
             raise
 
     def call(self, op: str, args: tuple[Any, ...]) -> Any:
@@ -293,7 +305,7 @@ class ManagedGroup(ProcessGroup):
             try:
                 finished.value()
             except Exception as error:
-                self._session.journal.note_failure(entry, inner, error)
+                self.session.journal.note_failure(entry, inner, error)
                 return
             self.complete(entry, inner)
 
@@ -301,13 +313,15 @@ class ManagedGroup(ProcessGroup):
 
     def complete(self, entry: Entry, inner: Any) -> None:
         """The operation has completed; ignored if `inner` is not its newest work."""
-        with self._session.journal.lock:
+        with self.session.journal.lock:
             if entry.is_done or entry.inner is not inner:
                 return
+            entry.note_result()
             entry.is_done = True
         if entry.place:
-            self._session.results.keep(entry)
+            self.session.results.keep(entry)
         entry.settle(entry.outputs)
+        entry.release()
 
 
 def _operation(op: str) -> Callable[..., Work]:
@@ -319,17 +333,12 @@ def _operation(op: str) -> Callable[..., Work]:
     return call
 
 
-def _point_to_point(op: str) -> Callable[..., Work]:
-    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
-        if self._session.framework is not None:
-            entry = Entry(self, op, args + tuple(kwargs.values()), [] if op == "send" else list(args[0]))
-            return self._session.framework.issue(entry)
-        self._session.give_up_protection(f"the script uses {op}: point-to-point operations are not repaired")
-        if self._session.replay is not None:
-            raise RuntimeError(f"{op} cannot be replayed")
-        work: Work = self.links.that_carries(args).issue(op, (*args, *kwargs.values()))
-        return work
+def _point_to_point(op: str) -> Callable[..., Any]:
+    def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
+        given = (self, op, (*args, *kwargs.values()))
+        return fail_open.run(op, messages.issue, ManagedGroup._call, given, {})
 
+    call.__name__ = op
     return call
 
 

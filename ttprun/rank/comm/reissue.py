@@ -1,4 +1,4 @@
-"""Issue the journal's collectives again in a new generation."""
+"""Issue the journal's operations again in a new generation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ttprun.rank.comm.journal import Entry
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.messages import Message
 from ttprun.rank.comm.operations import OPERATIONS, tensors_in, with_tensors_replaced
+from ttprun.rank.comm.work import Delivered
 from ttprun.rank.session import Session
 from ttprun.rank.weights.replicated import NotRepairableError
 
@@ -23,6 +25,8 @@ def issue_again(session: Session, entry: Entry) -> Any:
 
     Raises NotRepairableError if its inputs are lost.
     """
+    if isinstance(entry, Message):
+        return call_or_take(session, entry, entry.args_again())
     giver = session.journal.giver_of(entry)
     if not entry.is_done:
         if giver is None:
@@ -40,7 +44,12 @@ def issue_again(session: Session, entry: Entry) -> Any:
 
 
 def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
-    """Issue an operation with these arguments, or a broadcast from the rank that has its result."""
+    """Issue an operation with these arguments, or a broadcast from the rank that has its result.
+
+    A message that has arrived is not issued at all.
+    """
+    if session.journal.has_arrived(entry):
+        return Delivered()
     giver = session.journal.giver_of(entry)
     if giver is None:
         return entry.group.call(entry.op, args)

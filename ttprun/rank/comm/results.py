@@ -19,7 +19,7 @@ import torch
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
-    from ttprun.rank.comm.journal import Entry
+    from ttprun.rank.comm.entry import Entry
     from ttprun.rank.records.recorder import Recorder
 
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
@@ -108,6 +108,10 @@ def as_result(packed: list[Any]) -> Result:
 def as_if_alone(entry: Entry) -> None:
     """Fill a collective's outputs as if all ranks had this one's inputs."""
     op, args = entry.op, entry.args
+    if op == "recv":  # zeros are valid indices, and no NaNs
+        for output in entry.outputs:
+            output.detach().zero_()
+        return
     if not entry.outputs or args[0] is args[-1] or op in ("allreduce", "allreduce_coalesced", "broadcast", "reduce"):
         return
     with torch.no_grad():

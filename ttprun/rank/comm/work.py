@@ -1,4 +1,4 @@
-"""What an operation returns to the script; and the backend's work of an operation that was refused."""
+"""What an operation returns to the script; and works of operations that the backend never had, or has refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch._C._distributed_c10d import Work
 
 from ttprun.protocol.board import Phase
 from ttprun.rank import fail_open
-from ttprun.rank.comm.journal import EndedError, Entry, Journal, has_succeeded
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import EndedError, Journal, has_succeeded
 from ttprun.rank.session import current
 
 
@@ -43,9 +44,12 @@ class ManagedWork(Work):
             entry.inner.wait()
 
     def is_completed(self) -> bool:
-        """Whether the collective has completed."""
+        """Whether the collective has completed; if so, the script may use its tensors."""
         entry = self._entry
-        return entry.is_done or (entry.inner is not None and has_succeeded(entry.inner))
+        inner = entry.inner
+        if not entry.is_done and inner is not None and has_succeeded(inner):
+            entry.group.complete(entry, inner)
+        return entry.is_done
 
     def is_success(self) -> bool:
         """As is_completed(): an operation that failed is issued again in the next generation."""
@@ -88,6 +92,23 @@ def wrap_extract_tensors(original: Any) -> Any:
         return original(value)
 
     return extract
+
+
+class Delivered:
+    """Like a completed work of the backend: a message that has arrived already."""
+
+    def wait(self, *limit: Any) -> bool:
+        """As Work.wait."""
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A completed future."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
 
 class Refused:

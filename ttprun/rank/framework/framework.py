@@ -17,7 +17,8 @@ from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.rank import moments
-from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import REPORT_AFTER_S
 from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.framework import randomness
 from ttprun.rank.framework.codes import Action, ReportState

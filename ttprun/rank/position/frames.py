@@ -10,6 +10,8 @@ import sys
 from types import FrameType
 from typing import Any
 
+import xxhash
+
 from ttprun.rank.position.whose import records_frames
 
 # Types whose values are recorded as they are.
@@ -43,6 +45,21 @@ def location_key() -> str:
             parts.append(f"{filename}:{frame.f_lineno}")
         frame = frame.f_back
     return "|".join(parts)
+
+
+def calls_key() -> str:
+    """As `location_key`, and which calls inside libraries lead from there to here.
+
+    A library's own loop issues operations at several places for one line of the script.
+    """
+    calls, users = [], 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        calls.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+        if records_frames(frame.f_code.co_filename):
+            users = len(calls)
+        frame = frame.f_back
+    return f"{location_key()} {xxhash.xxh3_64_hexdigest(' '.join(calls[:users]).encode())}"
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:

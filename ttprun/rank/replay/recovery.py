@@ -28,7 +28,8 @@ from ttprun.rank.checks.proof import Proof
 from ttprun.rank.checks.replay_guard import Expected
 from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import GenerationOverError
-from ttprun.rank.comm.journal import REPORT_AFTER_S, Entry, has_ended
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.session import Session
@@ -295,11 +296,13 @@ class Recovery:
                 self._check_overtaken()
 
     def _signatures(self) -> dict[str, GroupJournal]:
-        """By group: its ranks, its operations since the boundary, and which of them have only a result left."""
+        """By group and lane: ranks, operations since the boundary, and what of them need not be issued again."""
         found: dict[str, GroupJournal] = {}
         with self._session.journal.lock:
             for entry in self._session.journal.entries:
-                group = found.setdefault(entry.group.group_name, GroupJournal(list(entry.group.ranks), []))
+                group = found.setdefault(entry.lane, GroupJournal(list(entry.members), []))
+                if entry.digest and len(group.received) == len(group.issued):
+                    group.received.append(entry.digest)
                 if entry.held is not None and entry.is_done and entry.held.is_kept:
                     group.results.append(len(group.issued))
                 group.issued.append(entry.signature)
@@ -367,7 +370,7 @@ class Recovery:
         if session.replay is not None:
             self._go_live(order)
             return
-        session.journal.givers = givers_of(order)
+        session.journal.givers, session.journal.received = givers_of(order), order.received
         groups = self._groups()
         did = "rebuilt" if any(group.links.has_new_peers for group in groups) else "resumed"
         on_device.resume_communicators(groups)
@@ -440,7 +443,7 @@ class Recovery:
         session.channel.send(from_rank.Rebuilt(session.generation))
         on_device.report_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, order.expected)
-        session.journal.givers = givers_of(order)
+        session.journal.givers, session.journal.received = givers_of(order), order.received
         session.verifier.prove_from(replay.boundary)
         if replay.is_alone:
             session.proof = Proof.of(session, replay.boundary)

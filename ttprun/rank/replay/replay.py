@@ -41,7 +41,7 @@ from ttprun.rank.weights import gradients, mirror, optimizer_registry
 if TYPE_CHECKING:
     import torch
 
-    from ttprun.rank.comm.journal import Entry
+    from ttprun.rank.comm.entry import Entry
 
 STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it reaches the place where it begins
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself

@@ -27,7 +27,7 @@ from ttprun.rank.process import random_state
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
-from ttprun.rank.step import closures, for_standbys, hindrances
+from ttprun.rank.step import closures, for_standbys, hindrances, pending
 from ttprun.rank.step.commit_barrier import commit
 from ttprun.rank.weights import gradients, open_boundaries, optimizer_registry, replicated, sharded
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -116,9 +116,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     if not session.groups:
         hindrances.look_without_group(session)
     if session.is_recorded():
-        for entry in session.journal.unfinished():
-            session.touch(Phase.WAITING)
-            session.journal.wait(entry)
+        pending.wait_for_all(session, session.applied + 1)
         if session.journal.givers:
             _check_given_results(session)
         if session.proof is not None:

@@ -1,0 +1,35 @@
+"""Pipelines: the ranks of a stage replace each other, and what was sent and received is neither lost nor doubled."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+
+BY_HAND = "pipeline_by_hand.py"  # 16 steps
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "step", "phase"),
+    [
+        ("blocking", 1, 9, "backward"),
+        ("blocking", 0, 5, "collective"),
+        ("async", 2, 7, "collective"),
+        ("async", 3, 4, "forward"),
+        ("batched", 1, 6, "collective"),
+        ("batched", 0, 12, "in_step"),
+        ("sized", 3, 8, "collective"),
+        ("sized", 0, 1, "forward"),
+        ("blocking", 2, 0, "forward"),
+        ("async", 1, 15, "after_step"),
+    ],
+)
+def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, how: str, rank: int, step: int, phase: str
+) -> None:
+    arguments = ["--how", how]
+
+    run = run_ttprun(BY_HAND, 4, script_args=arguments, faults=[f"kill:rank={rank},step={step},phase={phase}"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(BY_HAND, 4, arguments))

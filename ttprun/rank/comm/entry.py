@@ -1,0 +1,103 @@
+"""One operation of the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ttprun.rank.comm.operations import signature_of
+
+if TYPE_CHECKING:
+    from ttprun.rank.comm.buckets import Held
+    from ttprun.rank.comm.process_group import ManagedGroup
+
+Tensor = torch.Tensor
+
+
+class Entry:
+    """One collective of one group; `messages.py` has a kind of its own.
+
+    op, args    the backend's method and its arguments (the user's tensors)
+    outputs     the tensors that the operation writes
+    saved       (user's tensor, copy made before the operation was issued)
+    held        its input if that needs no copy, else None
+    inner       the backend's work in the current generation; None while the rank is frozen
+    error       without its traceback, whose frames would keep a dead backend until a garbage collection
+    failed      the work whose future has failed with `error`
+    future      what the script or DDP waits for, None if nothing does
+    promise     completes `future` with the outputs or an exception
+    place       where in the script it was called, if its result is small enough to be kept
+    size_bytes  of the inputs and outputs that it keeps alive
+    nan         "3 of 8 elements" if an input has NaN, else ""
+    number      of a message among those of its lane since the boundary
+    digest      of what was received with a message
+    """
+
+    # Class attributes, as most entries never change these.
+    saved: Sequence[tuple[Tensor, Tensor]] = ()
+    held: Held | None = None
+    inner: Any = None
+    future: torch.futures.Future[Any] | None = None
+    promise: Any = None
+    size_bytes = 0
+    is_done = False
+    error: BaseException | None = None
+    failed: Any = None
+    place = ""
+    nan = ""
+    number = 0
+    digest = ""
+
+    def __init__(self, group: ManagedGroup, op: str, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        self.group = group
+        self.op = op
+        self.args = args
+        self.outputs = outputs
+
+    def make_future(self) -> torch.futures.Future[Any]:
+        """The future of the outputs.
+
+        Not the promise itself: torch's Python futures keep an exception as a value, which crashes DDP's C++ code.
+        """
+        self.promise = torch._C.Future([])  # torch.futures.Future without type annotations
+        self.future = self.promise.then(_value_or_raise)
+        return self.future
+
+    def settle(self, result: list[Tensor] | BaseException | None) -> None:
+        """Complete the future, if there is one: with the outputs, or with an error."""
+        if self.promise is not None and not self.promise.done():
+            self.promise.set_result(result)
+
+    @property
+    def signature(self) -> str:
+        """What must agree between ranks."""
+        return signature_of(self.op, self.args)
+
+    @property
+    def lane(self) -> str:
+        """Name of the sequence of operations that must agree between ranks: the group's own."""
+        name: str = self.group.group_name
+        return name
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks between which they must agree."""
+        return self.group.ranks
+
+    def note_copy(self) -> None:
+        """It has been issued, and its inputs are copied."""
+
+    def note_result(self) -> None:
+        """It has completed; the script does not know yet."""
+
+    def release(self) -> None:
+        """The script knows that it has completed."""
+
+
+def _value_or_raise(promise: Any) -> Any:
+    result = promise.value()
+    if isinstance(result, BaseException):
+        raise result
+    return result

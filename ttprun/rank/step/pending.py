@@ -1,0 +1,64 @@
+"""Before a step, wait for the operations that the script has issued and not waited for.
+
+A message whose other end belongs to a later step would never come: the other rank waits before its step for this one's
+record. Protection ends then, and the script goes on as under torchrun.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ttprun.protocol.board import Field, Phase
+from ttprun.rank.comm.messages import Message
+from ttprun.rank.session import Session
+
+_ARRIVES_WITHIN_S = 1.0  # what the other end has completed
+
+
+def wait_for_all(session: Session, boundary: int) -> None:
+    """Wait until all entries of the journal have completed; returns early when protection ends."""
+    for entry in session.journal.unfinished():
+        if isinstance(entry, Message):
+            session.touch(Phase.COMMITTING)
+            session.journal.wait(entry, _Patience(session, entry, boundary).is_over)
+        else:
+            session.touch(Phase.WAITING)
+            session.journal.wait(entry)
+
+
+class _Patience:
+    """How long a message is waited for, once the other end's rank has come to the same step."""
+
+    def __init__(self, session: Session, message: Message, boundary: int) -> None:
+        self._session = session
+        self._message = message
+        self._boundary = boundary
+        self._since_s: float | None = None
+        sender, receiver = message.members
+        self._other = receiver if message.op == "send" else sender
+
+    def is_over(self) -> bool:
+        """Asked now and then while the message has not completed; if so, protection has ended."""
+        session = self._session
+        limit_s = self._limit_s()
+        if limit_s is None or session.is_holding:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = time.monotonic()
+        elif time.monotonic() - self._since_s > limit_s:
+            what = "to" if self._message.op == "send" else "from"
+            session.give_up_protection(
+                f"the script's {self._message.op} {what} rank {self._other} is still pending at optimizer step "
+                f"{self._boundary}, which rank {self._other} has reached too: messages are repaired if they are sent "
+                "and received in the same step"
+            )
+        return bool(session.unprotected)
+
+    def _limit_s(self) -> float | None:
+        """How long the message may take from now on; None: the other rank may not have issued its end yet."""
+        session, other = self._session, self._other
+        if other == session.rank or session.board.get(other, Field.RECORDED) >= self._boundary:
+            return _ARRIVES_WITHIN_S
+        is_there = session.board.get(other, Field.PHASE) == Phase.COMMITTING
+        is_same_step = session.board.get(other, Field.APPLIED) == self._boundary - 1
+        return session.options.commit_timeout_s if is_there and is_same_step else None
