@@ -94,10 +94,14 @@ class Node:
         for seat in self.here:
             os.close(seat.record_fd)
             os.close(seat.stack_fd)
+            if seat.copies_fd >= 0:
+                os.close(seat.copies_fd)
         if self.board_fd >= 0:
             os.close(self.board_fd)
         self.board_fd, self._board = Board.create(world_size)
         own = [Seat(rank, local, None, Recorder.create(self._slot_bytes), stacks.create()) for rank, local in ranks]
+        for seat in own if self.peers.address else ():
+            seat.copies_fd = Recorder.create(self._slot_bytes)
         first = self.peers.node * self.peers.ranks_per_node
         before = [self._seat_elsewhere(rank) for rank in range(first)]
         after = [self._seat_elsewhere(rank) for rank in range(first + len(ranks), world_size)]

@@ -31,6 +31,7 @@ class Seat:
     marks           of a rank on another node: boundary -> what replicas have alike in their records of it, hashed
     noted_ns        of a rank on another node: its times on the board, on that node's clock
     record_fd       memfd of its recorder
+    copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
     reported_in         newest generation in which it has reported something to the others, mostly its port
@@ -76,6 +77,7 @@ class Seat:
     divergence: str = ""
     lost_boundary: int = 0
     is_here: bool = True
+    copies_fd: int = -1
     keeps_evidence: bool = True
     seen: tuple[str, float] = ("", 0.0)
     marks: dict[int, str] = field(default_factory=dict)

@@ -79,6 +79,8 @@ class Watch:
             prints_traceback=bool(handler.start["stderr"]),
         )
         fds, environment = [node.board_fd, seat.record_fd, seat.stack_fd], {}
+        if node.peers.address:
+            fds.append(seat.copies_fd)
         if isinstance(handler, StandbyHandler):
             environment = with_agent(os.environ | handler.start["env"], str(node.run.path))
             fds += handler.outputs()

@@ -54,6 +54,7 @@ class Field:
     CROSSED = 32  # of a node's first rank: what all nodes have recorded (`ttprun.rank.step.crossing`)
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
     MIRROR_1 = 34  # and in the second one
+    COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.

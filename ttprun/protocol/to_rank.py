@@ -69,6 +69,8 @@ class Fault:
 class Welcome:
     """The first message to a process: its identity. With it come the descriptors of board, recorder and stack file.
 
+    On several nodes that of the recorder for another rank's records follows; to a standby, then those of its outputs.
+
     is_replacement  the process replaces a lost one, and waits for `Replay` or `Resume` before it runs the script
     address         of this node for connections of the ranks; "": all ranks are on one node
     had_torch       the replaced process had imported torch
@@ -90,6 +92,11 @@ class Welcome:
     arguments: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def descriptors(self) -> int:
+        """How many come with it, without those of outputs."""
+        return 4 if self.address else 3
 
 
 @dataclass(frozen=True)

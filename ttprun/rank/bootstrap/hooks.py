@@ -155,7 +155,7 @@ def make_session(presence: Presence) -> Session:
         generation=presence.generation,
     )
     if welcome.address:
-        session.crossing = crossing.Crossing(session)
+        session.crossing = crossing.Crossing(session, presence.fds[3])
     journal.diagnose = session.diagnose
     journal.report_broken = lambda entry, after_s: session.report_broken(
         session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)

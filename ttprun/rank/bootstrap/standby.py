@@ -75,7 +75,7 @@ def main() -> None:
                     raise SystemExit(f"ttprun: a standby cannot use this message of the agent: {message}")
     except EOFError:
         os._exit(0)  # without the packages' exit handlers
-    for output, target in zip(fds[3:], (1, 2), strict=False):
+    for output, target in zip(fds[welcome.descriptors :], (1, 2), strict=False):
         os.dup2(output, target)
         os.close(output)
     os.environ.clear()
@@ -88,7 +88,7 @@ def main() -> None:
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)
     preload.again.run()
-    install.enter(channel, welcome, fds[:3], "" if is_module else script)
+    install.enter(channel, welcome, fds[: welcome.descriptors], "" if is_module else script)
     run(arguments, is_followed)
 
 

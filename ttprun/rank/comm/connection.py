@@ -249,6 +249,12 @@ class Connection:
         return self._listeners.get(port)
 
 
+def listen(address: str) -> socket.socket:
+    """A listener of our own, which is not taken for one of gloo's that is being made on another thread."""
+    with Connection._making:
+        return socket.create_server((address, 0), backlog=2)
+
+
 def _keep_for_ever(value: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 

@@ -15,6 +15,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ class Recorder:
         self._view = memoryview(self._map)
         self._cells = self._view[:HEADER_BYTES].cast("q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._changed: deque[tuple[int, int]] | None = None  # (offset, bytes) of what was written since `take_changes`
+        self._worker_heads: dict[int, bytes] = {}
         evidence_at = HEADER_BYTES + (SLOTS + 1) * slot_bytes
         self.evidence = Evidence(self._view[evidence_at : evidence_at + REGION_BYTES])
         self._log_start = evidence_at + REGION_BYTES
@@ -119,6 +122,8 @@ class Recorder:
         cells[cell + 1] = head_bytes
         cells[cell + 2] = blob_bytes
         cells[cell] = boundary
+        if self._changed is not None:
+            self._changed += ((start, head_bytes + blob_bytes), (cell * 8, _SLOT_CELLS * 8))
 
     def read(self, boundary: int) -> tuple[bytes, bytes] | None:
         """Copies of (head, blobs) of a boundary's record, None if it is not there."""
@@ -153,6 +158,50 @@ class Recorder:
             "workers": list(self._written_parts(start - WORKER_BYTES, start)),
             "appended": bytes(self._view[start : start + APPENDED_BYTES]) if self.appended_keys() else b"",
         }
+
+    @property
+    def newest(self) -> int:
+        """The newest boundary of which there is a record; NO_BOUNDARY if there is none."""
+        return max(self._cells[slot * _SLOT_CELLS] for slot in range(SLOTS))
+
+    def take_changes(self, all_of_it: bool) -> list[tuple[int, bytes]]:
+        """(offset, bytes) of what was written since the last call, but for the evidence.
+
+        all_of_it   of all that was ever written; from now on it is noted what is written
+
+        A copy in which they are written at these offsets holds the same.
+        """
+        if all_of_it or self._changed is None:
+            self._changed, self._worker_heads = deque(), {}
+            end = self.size_bytes(self._slot_bytes)
+            evidence_at = self._log_start - REGION_BYTES
+            list(self._workers_parts())  # they are known from now on
+            return [*self._written_parts(0, evidence_at), *self._parts_from(self._log_start, end)]
+        parts = list(self._workers_parts())
+        while self._changed:
+            at, size = self._changed.popleft()
+            parts.append((at, bytes(self._view[at : at + size])))
+        return parts
+
+    def _parts_from(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+        return ((start + offset, part) for offset, part in self._written_parts(start, end))
+
+    def _workers_parts(self) -> Iterator[tuple[int, bytes]]:
+        """What DataLoader workers, which are processes of their own, have written since this was called last."""
+        start = at = self._log_start + LOG_BYTES
+        while at < start + WORKER_BYTES:
+            try:
+                at = os.lseek(self._fd, at, os.SEEK_DATA)
+            except OSError:  # ENXIO: nothing follows
+                return
+            at -= (at - start) % WORKER_ENTRY_BYTES
+            if at >= start + WORKER_BYTES:
+                return
+            head = bytes(self._view[at : at + _WORKER.size])
+            if head != self._worker_heads.get(at):
+                self._worker_heads[at] = head
+                yield at, bytes(self._view[at : at + _WORKER.size + _WORKER.unpack(head)[-1]])
+            at += WORKER_ENTRY_BYTES
 
     def _written_parts(self, start: int, end: int) -> Iterator[tuple[int, bytes]]:
         """(offset from `start`, bytes) of what was written in a part; reading the rest would allocate memory."""
@@ -190,6 +239,8 @@ class Recorder:
         _ENTRY.pack_into(self._map, at, len(entry))
         self._map[at + _ENTRY.size : at + need] = entry
         _LOG.pack_into(self._map, _LOG_AT, used + need)
+        if self._changed is not None:
+            self._changed += ((at, need), (_LOG_AT, _LOG.size))
         return True
 
     def read_log(self) -> Iterator[bytes]:
@@ -246,6 +297,8 @@ class Recorder:
         at = self._appended_at(key)
         if at is not None:
             _APPENDED.pack_into(self._map, at, key, *counts)
+            if self._changed is not None:
+                self._changed.append((at, _APPENDED.size))
 
     def appended_keys(self) -> list[int]:
         """The paths that have counts."""

@@ -1,9 +1,10 @@
-"""The commit over nodes: the first ranks of all nodes agree on what the ranks of their nodes have recorded.
+"""The commit over nodes: all ranks have recorded the boundary, and each record has a copy on another node.
 
-Inside a node the board says who has recorded what. Between nodes the first ranks reduce the lowest boundary over a
-small gloo group of their own, whose cost grows with the logarithm of the number of nodes, and write the result to the
-board of their node (CROSSED). It holds in one generation only: after a recovery all nodes cross anew, since a
-replacement records anew. Begin with `Crossing.wait`.
+Inside a node the board says who has recorded what, and of which boundary it keeps a copy of another node's record
+(COPIED, see `copies.py`). Of two nodes each knows by that what the other has recorded. Of more, the first ranks reduce
+the lowest boundary over a small gloo group of their own, whose cost grows with the logarithm of the number of nodes.
+The first rank writes the result to the board of its node (CROSSED). Both hold in one generation only: after a recovery
+all nodes cross anew, since a replacement records anew. Begin with `Crossing.wait`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ttprun.protocol.board import FINISHED, Field
 from ttprun.rank.comm.connection import Connection, GenerationOverError, GivenUpError
 from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
 from ttprun.rank.session import Session
+from ttprun.rank.step.copies import Copies
 
 _NO_LIMIT = timedelta(days=365)  # a rank may evaluate for hours while the others wait before their step
 _STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
@@ -31,8 +33,10 @@ _GROUP = "ttprun's first ranks of all nodes"
 class Crossing:
     """This rank's part in it: the first rank of its node reduces, the others wait for what it writes."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, copies_fd: int) -> None:
+        """`copies_fd`: memfd for the records of a rank of another node."""
         self._session = session
+        self._copies = Copies(session, copies_fd)
         here = len(session.rows_here)
         self._firsts = range(0, session.world_size, here)
         self._first = session.rows_here.start
@@ -57,18 +61,34 @@ class Crossing:
         """
         session = self._session
         generation = session.generation
+        at = (generation << _BOUNDARY_BITS) + boundary
         while not (self.is_past(boundary) or may_stop() or session.generation != generation):
-            if session.rank != self._first:
-                seen = session.board.get(self._first, Field.CROSSED)
-                if not self.is_past(boundary):
-                    session.board.wait_for_change(self._first, Field.CROSSED, seen, look_again_s)
-                continue
             try:
-                self._reduce(generation, boundary, may_stop, look_again_s)
+                if session.board.get(session.rank, Field.COPIED) != at:
+                    if self._copies.keep_up(generation, boundary, may_stop, look_again_s):
+                        session.board.announce(session.rank, Field.COPIED, at)
+                elif session.rank != self._first:
+                    self._wait_for(self._first, Field.CROSSED, at, look_again_s)
+                elif (late := self._late(at)) is not None:
+                    self._wait_for(late, Field.COPIED, at, look_again_s)
+                elif len(self._firsts) == 2:
+                    session.board.announce(self._first, Field.CROSSED, at)
+                else:
+                    self._reduce(generation, boundary, may_stop, look_again_s)
             except (GenerationOverError, GivenUpError):
                 return
             except (RuntimeError, OSError) as error:  # a connection of this generation is broken
-                self._await_next(generation, error, may_stop)
+                self._await_next(generation, boundary, error, may_stop)
+
+    def _late(self, at: int) -> int | None:
+        """A rank of this node that does not keep its copy yet."""
+        return next((row for row in self._session.rows_here if self._session.board.get(row, Field.COPIED) < at), None)
+
+    def _wait_for(self, row: int, field: int, at: int, look_again_s: float) -> None:
+        board = self._session.board
+        seen = board.get(row, field)
+        if seen < at:
+            board.wait_for_change(row, field, seen, look_again_s)
 
     def _reduce(self, generation: int, boundary: int, may_stop: Callable[[], bool], look_again_s: float) -> None:
         connection = self._connected_in(generation, may_stop, look_again_s)
@@ -106,11 +126,11 @@ class Crossing:
         self._connection = Connection(exchange, generation, _GROUP, number, len(self._firsts), _NO_LIMIT)
         return self._connection
 
-    def _await_next(self, generation: int, error: Exception, may_stop: Callable[[], bool]) -> None:
+    def _await_next(self, generation: int, boundary: int, error: Exception, may_stop: Callable[[], bool]) -> None:
         """Wait for the recovery that must follow; report the broken connection if none comes by itself."""
         session = self._session
         began_s = time.monotonic()
-        while session.generation == generation and not may_stop():
+        while session.generation == generation and not (may_stop() or self.is_past(boundary)):
             if time.monotonic() - began_s > REPORT_AFTER_S and self._reported_in != generation:
                 self._reported_in = generation
                 session.report_broken(generation, f"the commit between nodes: {error}", REPORT_AFTER_S)
@@ -118,7 +138,8 @@ class Crossing:
                 session.changed.wait(REPORT_AFTER_S / 4)
 
     def cut(self) -> None:
-        """A recovery begins: a reduction that is under way fails. The recovery thread calls this."""
+        """A recovery begins: what is under way fails. The recovery thread calls this."""
+        self._copies.cut()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
