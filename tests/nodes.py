@@ -84,14 +84,16 @@ class Nodes:
         """What a command is preceded by to run on a node. Its own pid is that of the command."""
         return ["nsenter", f"--net=/run/netns/{self.names[number]}", "env", f"GLOO_SOCKET_IFNAME={_INTERFACE}"]
 
-    def rendezvous(self, number: int) -> list[str]:
+    def rendezvous(self, number: int, size: str = "") -> list[str]:
         """The options with which the launcher of a node finds the others: the first node has the store.
+
+        size   --nnodes; "": all of them
 
         Host names do not tell namespaces apart, so c10d must be told who is the host.
         """
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:29400", "--rdzv-id", "nodes"]
         host = ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", self.addresses[number]]
-        return ["--nnodes", str(len(self.names)), *meet, *host]
+        return ["--nnodes", size or str(len(self.names)), *meet, *host]
 
     def pids(self, number: int) -> list[int]:
         """Pids of all processes of a node."""

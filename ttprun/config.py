@@ -82,6 +82,9 @@ class Config(BaseModel):
     transfer_timeout_s: Seconds = Field(300, description="seconds for a replacement to receive its state")
     resume_timeout_s: Seconds = Field(120, description="seconds to rebuild connections and issue collectives again")
     persist_timeout_s: Seconds = Field(600, description="seconds to write a checkpoint when the job ends")
+    node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        30, description="seconds to wait for a spare, or for a lost node to come back; 0: only a spare that waits"
+    )
     save_dir: str | None = Field(
         None, min_length=1, description="directory for checkpoints; default: checkpoints/ in the run directory"
     )

@@ -6,6 +6,7 @@ import json
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -122,6 +123,28 @@ def test_whoever_does_not_know_the_token_is_hung_up_on_and_disturbs_nobody(meet_
 
     assert stranger.result(LIMIT_S) == b""
     assert isinstance(leader, Peers)
+
+
+def test_strangers_who_say_nothing_hold_up_nobody(meet_all: Meet) -> None:
+    store = Store()
+    strangers: list[socket.socket] = []
+
+    def knock() -> None:
+        store.wait(["ttprun/leader"], timedelta(seconds=LIMIT_S))
+        where = json.loads(store.get("ttprun/leader"))
+        strangers.extend(socket.create_connection((where["address"], where["port"]), LIMIT_S) for _ in range(5))
+        meet_all(store, place(1))
+
+    knocking = threading.Thread(target=knock, daemon=True)
+    began_s = time.monotonic()
+    knocking.start()
+    (leader,) = meet_all(store, place(0))
+    knocking.join(LIMIT_S)
+
+    assert time.monotonic() - began_s < 2.0
+    assert isinstance(leader, Peers)
+    for sock in strangers:
+        sock.close()
 
 
 def test_if_a_node_does_not_come_all_know_that_they_have_not_met(

@@ -132,5 +132,5 @@ def test_who_is_gone_is_an_error_for_both_its_neighbours(ring: list[Rank]) -> No
     ring[1].copies.cut()
 
     record(ring[2], 2)
-    with pytest.raises(OSError, match="closed|reset|pipe"):
+    with pytest.raises(OSError, match=r"closed|reset|pipe"):
         ring[2].keep_up(2, may_stop=lambda: False)

@@ -10,23 +10,27 @@ from __future__ import annotations
 import importlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.failures import Failure
-from ttprun.agent.meeting import NotMetError, Place, meet
+from ttprun.agent.meeting import NotMetError, Place, Taken, meet, wait_for_seats
 from ttprun.agent.peers import Peers
 from ttprun.agent.processes import RankHandler
+from ttprun.agent.room import Hallway
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
 from ttprun.torch_versions import GRACE_S
 
 logger = logging.getLogger("ttprun")
+_NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
+_LOOK_AGAIN_S = 0.3
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
 
@@ -35,6 +39,7 @@ class ReplacingAgent(LocalElasticAgent):
 
     supervisor, signals   set on the class before torch makes its agent
     address, alike        as in `meeting.Place`; the same holds for them in a job on several nodes
+    nodes                 that train
     has_started_ranks     at least one group of ranks was started
     """
 
@@ -42,19 +47,27 @@ class ReplacingAgent(LocalElasticAgent):
     signals: Signals
     address = ""
     alike: Mapping[str, str] = MappingProxyType({})
+    nodes = 1
     has_started_ranks = False
     _groups_started = 0
+    _has_entered = False
+    _taken: Taken | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         supervisor = self.supervisor
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
+        taken = self._taken
         try:
-            peers = self._meet(worker_group)
+            peers = self._meet(worker_group) if taken is None else taken.peers
         except NotMetError as error:
             logger.warning("nothing is repaired, as under torchrun: %s", error)
             self._judge = super()._monitor_workers  # type: ignore[method-assign]
             return dict(super()._start_workers(worker_group))
         supervisor.begin_group(ranks, self._replace_handler, peers)
+        if taken is not None:
+            supervisor.take_over(taken.records)
+        if peers is not None:  # who comes later waits for seats, and that is no reason to start all ranks again
+            worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
         supervisor.parts.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
@@ -69,8 +82,66 @@ class ReplacingAgent(LocalElasticAgent):
         group: Any = worker_group
         if group.group_world_size <= 1:
             return None
-        place = Place(group.group_rank, group.group_world_size, len(group.workers), self.address, self.alike)
-        return meet(group.store, place)
+        master = f"{group.master_addr} {group.master_port}"
+        place = Place(group.group_rank, group.group_world_size, len(group.workers), self.address, self.alike, master)
+        peers = meet(group.store, place)
+        hallway = self._hallway(worker_group)
+        if peers.room is not None and hallway is not None:
+            hallway.announce(peers.room.door.where)
+        return peers
+
+    # Seats of a lost node.
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for seats instead."""
+        self._taken = None if self._has_entered or not self.alike else self._wait_for_seats(worker_group)
+        self._has_entered = True
+        if self._taken is None:
+            super()._rendezvous(worker_group)
+            return
+        group: Any = worker_group
+        peers = self._taken.peers
+        size, first = peers.size * peers.ranks_per_node, peers.node * peers.ranks_per_node
+        everywhere = {"world_size": size, "role_world_size": size}
+        numbers = range(peers.ranks_per_node)
+        group.workers = [Worker(one, global_rank=first + one, role_rank=first + one, **everywhere) for one in numbers]
+        group.group_rank, group.group_world_size = peers.node, peers.size
+        group.master_addr, port = self._taken.master.split()
+        group.master_port = int(port)
+        self._store = group.store = group.spec.rdzv_handler._store
+
+    def _hallway(self, worker_group: WorkerGroup) -> Hallway | None:
+        """None: this kind of rendezvous has no store that all its groups share."""
+        handler: Any = worker_group.spec.rdzv_handler
+        store = getattr(handler, "_store", None)
+        return None if store is None else Hallway(store, handler.get_run_id())
+
+    def _wait_for_seats(self, worker_group: WorkerGroup) -> Taken | None:
+        """Seats of a lost node; None: the job has room for one more node, or nobody runs it."""
+        hallway = self._hallway(worker_group)
+        if hallway is None or hallway.arrive() <= self.nodes:
+            return None
+        tried: set[str] = set()
+        ends_s = time.monotonic() + _NO_JOB_LIMIT_S
+        while time.monotonic() < ends_s:
+            where = hallway.announced()
+            if where is None or where["token"] in tried:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            tried.add(where["token"])
+            logger.warning("the job has all its nodes: this one waits to take the place of one that is lost")
+            taken = wait_for_seats(where, self.address, self.alike)
+            if isinstance(taken, Taken):
+                return taken
+            if taken is not None and taken.kind != "restart":
+                raise SystemExit(0)
+            ends_s = time.monotonic() + _NO_JOB_LIMIT_S
+        return None
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other agents; over nodes all have ended together, and the store may be lost."""
+        if not self.supervisor.node.peers.names:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _make_handler(self, **start: Any) -> RankHandler:
         node = self.supervisor.node

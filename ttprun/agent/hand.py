@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttprun import recovery
-from ttprun.agent import marks, rows
+from ttprun.agent import copied, marks, rows
 from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.orders import Orders
@@ -126,7 +126,10 @@ class Hand:
                 self._tell(order)
             case nodes.Spawn(rank=rank, generation=generation):
                 self._note_generation(generation)
-                self.orders.spawn_rank(recovery.SpawnRank(rank, generation))
+                self._spawn(rank, generation)
+            case nodes.GiveRecords(ranks=ranks):
+                for rank in ranks:
+                    node.peers.to_leader(nodes.Records(rank, copied.give(node, rank)))
             case nodes.Kill(rank=rank, reason=reason):
                 if not order.keeps_evidence:
                     node.recorder_of(node.seats[rank]).evidence.clear()
@@ -145,6 +148,14 @@ class Hand:
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
             case _:
                 node.log("message_refused", reason=f"{type(order).__name__} is no order")
+
+    def _spawn(self, rank: int, generation: int) -> None:
+        seat = self.node.seats[rank]
+        if seat.awaits_order:  # its first process has been started with this node's
+            seat.awaits_order = False
+            self.watch.welcome(seat, is_replacement=True)
+        else:
+            self.orders.spawn_rank(recovery.SpawnRank(rank, generation))
 
     def _note_generation(self, generation: int) -> None:
         self.node.job = replace(self.node.job, generation=generation)

@@ -66,14 +66,19 @@ def launch(
         code, reason = _run(launch_config, entrypoint, args, None)
         write_last_status(run, code, reason)
         return code
+    spares = launch_config.max_nodes - launch_config.min_nodes
+    launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
     if is_on_several:
         config = config.for_several_nodes()
         _prepare_meeting(config, launch_config, entrypoint, args)
         logger.warning(
-            "%d nodes: a lost rank is replaced on its node; a lost node or a broken link between nodes restarts all "
-            "ranks (--max-restarts %d); no checkpoints are written; tried with gloo on CPUs, never with NCCL or HCCL",
+            "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
+            "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no checkpoints are written; "
+            "tried with gloo on CPUs, never with NCCL or HCCL",
             launch_config.max_nodes,
+            spares,
+            config.node_wait_s,
             launch_config.max_restarts,
         )
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
@@ -90,8 +95,8 @@ def launch(
 
 def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool) -> str:
     """Why no rank of a job on several nodes is repaired; "" if they are."""
-    if launch_config.min_nodes != launch_config.max_nodes:
-        return "on several nodes their number must be fixed (--nnodes 2, not 1:2)"
+    if launch_config.min_nodes == 1:
+        return "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)"
     return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
 
 
@@ -108,6 +113,7 @@ def _prepare_meeting(
             "name it (--local-addr), and the ranks' interface if it is another one (GLOO_SOCKET_IFNAME)",
         ) from None
     words = command_of({"args": args})
+    ReplacingAgent.nodes = launch_config.max_nodes
     ReplacingAgent.alike = {
         "ttprun": __version__,
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),

@@ -17,6 +17,7 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.reports import Reports
+from ttprun.agent.spares import Spares
 from ttprun.protocol import channel, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
@@ -33,6 +34,7 @@ class Leader:
     node: Node
     own_states: OwnStates
     reports: Reports
+    spares: Spares
     _next_s: float = field(default=0.0, init=False)
 
     def begin(self) -> None:
@@ -45,6 +47,7 @@ class Leader:
         if now < self._next_s:
             return
         self._next_s = now + _EVERY_S
+        self.spares.look()
         node, peers = self.node, self.node.peers
         for number in peers.hands():
             others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
@@ -52,12 +55,18 @@ class Leader:
         for number in peers.silent():
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
 
+    def welcome(self, address: str) -> None:
+        """A node waits for seats."""
+        self.node.log("node_waits", address=address)
+        self.spares.fill()
+
     def lose(self, number: int, why: str) -> None:
         """A node is gone with all of its ranks."""
         node, peers = self.node, self.node.peers
         if node.verdict is not None:
             return
         peers.hang_up(number, node.selector)
+        self.spares.forget(number)
         seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
         for seat in seats:
             seat.is_lost, seat.pid = True, 0
@@ -106,6 +115,8 @@ class Leader:
             case nodes.Differs(rank=rank, generation=generation, reason=reason):
                 found = recovery.MismatchFound(at_s=time.monotonic(), rank=rank, generation=generation, reason=reason)
                 node.advance(found)
+            case nodes.Records(rank=rank, part=part):
+                self.spares.take_records(rank, part)
             case nodes.EndAsked(reason=reason):
                 node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
             case Refused(reason=reason):

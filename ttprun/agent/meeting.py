@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import os
-import secrets
+import selectors
 import socket
 import struct
 import time
@@ -21,13 +20,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, get_args
 
-from ttprun.agent.peers import Peers
+from ttprun.agent.peers import Peers, ready
+from ttprun.agent.room import Door, Room, keep_alive
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
 _HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
+_ROOM_LIMIT_S = 10.0  # to be let in
 _LOOK_AGAIN_S = 0.5
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
 _KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
@@ -47,6 +48,7 @@ class Place:
     ranks    local ranks
     address  by which the others reach it
     alike    what must be the same on all nodes, by its name for people
+    master   address and port for the script's environment
     """
 
     number: int
@@ -54,6 +56,7 @@ class Place:
     ranks: int
     address: str
     alike: Mapping[str, str]
+    master: str = ""
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -68,47 +71,40 @@ def meet(store: Any, place: Place) -> Peers:
 
 
 def _lead(store: Any, place: Place) -> Peers:
-    token = secrets.token_hex(16)
     found: dict[int, tuple[Channel, nodes.Hello]] = {}
     ends_s = time.monotonic() + LIMIT_S
-    with socket.create_server((place.address, 0), backlog=place.size) as listener:
-        where = {"address": place.address, "port": listener.getsockname()[1], "token": token}
-        store.set(_LEADER, json.dumps(where))
+    door = Door(place.address, _KNOWN)
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undone:
+        undone.callback(door.close)
+
+        def came(link: Channel, hello: nodes.Hello) -> None:
+            if 0 < hello.node < place.size:
+                found[hello.node] = link, hello
+
+        door.open(selector, came)
+        store.set(_LEADER, json.dumps(door.where))
         while len(found) < place.size - 1:
-            listener.settimeout(max(0.01, ends_s - time.monotonic()))
-            try:
-                sock, _ = listener.accept()
-            except TimeoutError:
+            for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
+                key.data()
+            if time.monotonic() >= ends_s:
                 why = f"{place.size - 1 - len(found)} of {place.size} agents did not connect within {LIMIT_S:.0f} s"
                 store.set(_OFF, why)
                 for link, _ in found.values():
                     link.close()
-                raise NotMetError(why) from None
-            hello = _hello_of(sock, token)
-            if hello is not None:
-                found[hello[1].node] = hello
-    reason, cure = _why_unfit(place, [hello for _, hello in found.values()])
-    for link, _ in found.values():
-        link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
-    if reason:
+                raise NotMetError(why)
+        door.shut()  # from now on those are let in who wait for seats
+        reason, cure = _why_unfit(place, [hello for _, hello in found.values()])
         for link, _ in found.values():
-            link.close()
-        raise ConfigError(reason, cure)
+            link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
+        if reason:
+            for link, _ in found.values():
+                link.close()
+            raise ConfigError(reason, cure)
+        undone.pop_all()
     names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
-    links = {number: _ready(link) for number, (link, _) in found.items()}
-    return Peers(place.number, address_for_ranks(place.address), place.ranks, links, names, place.size)
-
-
-def _hello_of(sock: socket.socket, token: str) -> tuple[Channel, nodes.Hello] | None:
-    """Who has connected; None, and hung up on, if it is no hand of this group."""
-    link = Channel(sock, _KNOWN)
-    sock.settimeout(_LOOK_AGAIN_S * 4)
-    with contextlib.suppress(OSError, EOFError):
-        hello: Any = link.receive_with_fds()[0]
-        if isinstance(hello, nodes.Hello) and hmac.compare_digest(hello.token.encode(), token.encode()):
-            return link, hello
-    link.close()
-    return None
+    links = {number: ready(link) for number, (link, _) in found.items()}
+    own, room = address_for_ranks(place.address), Room(door, place.alike)
+    return Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
 
 
 def _why_unfit(place: Place, others: list[nodes.Hello]) -> tuple[str, str]:
@@ -159,15 +155,65 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
         link.close()
         raise OSError(f"an answer that is none: {answer}")
     names = {0: where["address"], place.number: place.address}
-    return Peers(place.number, address_for_ranks(place.address), place.ranks, {0: _ready(link)}, names, place.size)
+    return Peers(place.number, address_for_ranks(place.address), place.ranks, {0: ready(link)}, names, place.size)
 
 
-def _ready(link: Channel) -> Channel:
-    """A connection as the supervisor's selector wants it: nobody waits for it."""
-    link.sock.settimeout(None)
-    link.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    link.waits = False
-    return link
+@dataclass(frozen=True)
+class Taken:
+    """Seats of a lost node, which this one takes.
+
+    records   of each of its ranks, packed
+    """
+
+    peers: Peers
+    master: str
+    records: Mapping[int, str]
+
+
+def wait_for_seats(where: Mapping[str, Any], address: str, alike: Mapping[str, str]) -> Taken | nodes.Concluded | None:
+    """Wait in the room of a group until seats become free.
+
+    where     the room is, as it was announced
+    address   of this node
+
+    returns   how the group has ended, if it did so first; None: nobody leads it any more
+
+    Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
+    does not fit the others.
+    """
+    try:
+        sock = socket.create_connection((where["address"], where["port"]), timeout=_ROOM_LIMIT_S)
+    except OSError:
+        return None
+    link = Channel(sock, _KNOWN)
+    keep_alive(sock)
+    seats: nodes.Seats | None = None
+    records: dict[int, str] = {}
+    try:
+        link.send(nodes.Hello(where["token"], -1, address, dict(alike)))
+        while seats is None or len(records) < seats.ranks:
+            message: Any = link.receive_with_fds()[0]
+            match message:
+                case nodes.Accepted():
+                    sock.settimeout(None)
+                case nodes.Rejected(reason=reason, cure=cure):
+                    raise ConfigError(reason, cure)
+                case nodes.Concluded():
+                    link.close()
+                    return message
+                case nodes.Seats():
+                    seats = message
+                case nodes.Records(rank=rank, part=part):
+                    records[rank] = part
+    except (OSError, EOFError):
+        link.close()
+        return None
+    except BaseException:
+        link.close()
+        raise
+    own = address_for_ranks(address)
+    peers = Peers(seats.node, own, seats.ranks, {0: ready(link)}, seats.names, seats.size)
+    return Taken(peers, seats.master, records)
 
 
 def own_address(named: str | None, endpoint: str) -> str:

@@ -122,7 +122,7 @@ class Node:
         self.is_settled.set()
         if self.peers.is_leading:
             code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
-            self.peers.to_hands(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code))
+            self.peers.conclude(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code))
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""
@@ -174,6 +174,10 @@ class Node:
     def recorder_of(self, seat: Seat) -> Recorder:
         """A rank's records."""
         return Recorder(seat.record_fd, self._slot_bytes)
+
+    def copies_in(self, seat: Seat) -> Recorder:
+        """The records of a rank of another node, as far as this one keeps a copy."""
+        return Recorder(seat.copies_fd, self._slot_bytes)
 
     def new_recorder(self, seat: Seat) -> Recorder:
         """Void a rank's records, and give it room for others."""

@@ -18,6 +18,7 @@ from ttprun.agent.node import Node
 from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.rewinds import Rewinds
+from ttprun.agent.spares import Spares
 from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.verdict import Verdict
@@ -44,6 +45,7 @@ class Orders:
     lookout: Lookout
     repairs: Repairs
     rewinds: Rewinds
+    spares: Spares
     standbys: Standbys
     standby_watch: StandbyWatch
     watch: Watch
@@ -114,7 +116,7 @@ class Orders:
         """
         seat = self.node.seats[action.rank]
         if not seat.is_here:
-            self._spawn_elsewhere(action)
+            self.spares.spawn(action)
             return
         is_on_its_way = self.standbys.is_on_its_way
         if is_on_its_way:
@@ -133,14 +135,6 @@ class Orders:
         self.replace_handler(seat.local_rank, handler)
         seat.sit(handler)
         self.watch.welcome(seat, is_replacement=True)
-
-    def _spawn_elsewhere(self, action: recovery.SpawnRank) -> None:
-        peers = self.node.peers
-        if peers.is_connected(peers.node_of(action.rank)):
-            peers.to_node_of(action.rank, nodes.Spawn(action.rank, action.generation))
-            return
-        reason = f"{peers.name_of(peers.node_of(action.rank))} is lost, and no other takes its place"
-        self.node.advance(recovery.SpawnFailed(at_s=time.monotonic(), rank=action.rank, reason=reason))
 
     def _start(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""

@@ -26,6 +26,7 @@ from ttprun.agent.resume import Resumption
 from ttprun.agent.rewinds import Rewinds
 from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.snapshots import Snapshots
+from ttprun.agent.spares import Spares
 from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.standing import Standing
@@ -82,8 +83,10 @@ class Parts:
         self.watch = Watch(
             node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
         )
+        self.spares = Spares(node)
         self.orders = Orders(
             node,
+            spares=self.spares,
             checkpoints=self.checkpoints,
             incidents=incidents,
             lookout=self.lookout,
@@ -94,7 +97,7 @@ class Parts:
             watch=self.watch,
             set_deadline=set_deadline,
         )
-        self.leader = Leader(node, self.own_states, self.reports)
+        self.leader = Leader(node, self.own_states, self.reports, self.spares)
         self.hand = Hand(node, self.orders, self.standby_watch, self.watch)
         self.reports.forward = self.hand.forward
         self._node = node
@@ -103,6 +106,7 @@ class Parts:
 
     def begin_group(self) -> None:
         """All ranks are new."""
+        self.spares.begin_group()
         self.lookout.begin_group()
         self.snapshots.begin_group()
         self.own_states.begin_group()

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import selectors
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ttprun.agent.room import Room
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
 
 SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
+_UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
 _FLUSH_LIMIT_S = 2.0
+Take = Callable[[int, Any], None]
+Lose = Callable[[int, str], None]
 
 
 class Peers:
@@ -40,8 +45,14 @@ class Peers:
         links: Mapping[int, Channel] | None = None,
         names: Mapping[int, str] | None = None,
         size: int = 1,
+        room: Room | None = None,
+        master: str = "",
     ) -> None:
-        """`links`: on the leader those of all hands, on a hand that of the leader (number 0)."""
+        """`links`: on the leader those of all hands, on a hand that of the leader (number 0).
+
+        room     of launchers that wait for seats; on the leader
+        master   see `nodes.Seats`
+        """
         self.node = node
         self.address = address
         self.ranks_per_node = ranks_per_node
@@ -50,6 +61,10 @@ class Peers:
         self._links = dict(links or {})
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
         self.is_hand = node > 0
+        self.room = room
+        self._listen: Callable[[int], None] = lambda node: None
+        self._master = master
+        self._last_word: nodes.Concluded | None = None
 
     @property
     def is_leading(self) -> bool:
@@ -59,24 +74,30 @@ class Peers:
     def watch(
         self,
         selector: selectors.BaseSelector,
-        take: Callable[[int, Any], None],
-        lose: Callable[[int, str], None],
+        take: Take,
+        lose: Lose,
+        came: Callable[[str], None] = lambda address: None,
     ) -> None:
         """Listen to all peers from now on.
 
         take   called with a node and its message
         lose   called with a node whose connection has ended, and why
+        came   called with the address of a node that waits for seats
         """
-        for node, link in self._links.items():
-            selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
+        self._listen = lambda node: self._listen_to(node, selector, take, lose)
+        for node in list(self._links):
+            self._listen(node)
+        if self.room is not None:
+            self.room.watch(selector, came)
+
+    def _listen_to(self, node: int, selector: selectors.BaseSelector, take: Take, lose: Lose) -> None:
+        link = self._links[node]
+        selector.register(link.sock, selectors.EVENT_READ, self._reader(selector, node, link, take, lose))
+        for message in link.read_kept():
+            take(node, message)
 
     def _reader(
-        self,
-        selector: selectors.BaseSelector,
-        node: int,
-        link: Channel,
-        take: Callable[[int, Any], None],
-        lose: Callable[[int, str], None],
+        self, selector: selectors.BaseSelector, node: int, link: Channel, take: Take, lose: Lose
     ) -> Callable[[], None]:
         def read() -> None:
             try:
@@ -105,6 +126,27 @@ class Peers:
     def is_connected(self, node: int) -> bool:
         """The agent of this node is there."""
         return node == self.node or node in self._links
+
+    def seat(self, node: int) -> str | None:
+        """Give the seats of a lost node to the launcher that has waited longest.
+
+        returns   the address of its node; None if nobody waits
+        """
+        found = None if self.room is None else self.room.take()
+        if found is None:
+            return None
+        link, address = found
+        self._links[node] = ready(link)
+        self.names[node] = address
+        self._heard_s[node] = time.monotonic()
+        self.send(node, nodes.Seats(node, self.size, self.ranks_per_node, self.names, self._master))
+        self._listen(node)
+        return address
+
+    def conclude(self, last_word: nodes.Concluded) -> None:
+        """The group has come to its end; whoever waits hears it when this agent hangs up."""
+        self._last_word = last_word
+        self.to_hands(last_word)
 
     def silent(self) -> list[int]:
         """Nodes that have not been heard for too long."""
@@ -161,6 +203,18 @@ class Peers:
                 link.finish()
             link.close()
         self._links.clear()
+        if self.room is not None:
+            self.room.close(self._last_word)
+
+
+def ready(link: Channel) -> Channel:
+    """A connection as the supervisor's selector wants it: nobody waits for it."""
+    sock = link.sock
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNACKNOWLEDGED_LIMIT_S * 1000))
+    link.waits = False
+    return link
 
 
 class RemoteChannel:

@@ -32,6 +32,7 @@ class Seat:
     noted_ns        of a rank on another node: its times on the board, on that node's clock
     record_fd       memfd of its recorder
     copies_fd       memfd of the recorder in which it keeps the records of a rank of another node; -1: on one node
+    awaits_order    its first process waits until the leader wants it: this node has taken a lost one's seats
     stack_fd        memfd into which it writes its Python stack when it is asked, or crashes
     main_thread     ident of its main thread
     reported_in         newest generation in which it has reported something to the others, mostly its port
@@ -78,6 +79,7 @@ class Seat:
     lost_boundary: int = 0
     is_here: bool = True
     copies_fd: int = -1
+    awaits_order: bool = False
     keeps_evidence: bool = True
     seen: tuple[str, float] = ("", 0.0)
     marks: dict[int, str] = field(default_factory=dict)

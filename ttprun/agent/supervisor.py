@@ -13,9 +13,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ttprun import recovery
+from ttprun.agent import copied
 from ttprun.agent.control import ControlSocket
 from ttprun.agent.lookout import EVERY_S as LOOK_EVERY_S
 from ttprun.agent.node import Node
@@ -89,6 +90,13 @@ class Supervisor:
         self.parts.begin_group()
         self.parts.orders.replace_handler = replace_handler
 
+    def take_over(self, records: Mapping[int, str]) -> None:
+        """The seats of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
+        for seat in self.node.here:
+            seat.awaits_order = True
+            if records.get(seat.rank):
+                copied.restore(self.node, seat, records[seat.rank])
+
     def sit(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""
         self.node.here[local_rank].sit(handler)
@@ -124,7 +132,7 @@ class Supervisor:
             self.parts.leader.begin()
             for seat in node.here:
                 self.parts.watch.welcome(seat, is_replacement=is_resumed)
-            node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand)
+            node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
         except Exception as error:
             self._is_paused = True  # nobody decides any more
             if is_resumed:  # then nobody would order them where to resume

@@ -170,12 +170,13 @@ def launch_arguments(
 def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
     """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
     now = timestamp()
-    is_repaired = "replace" in config.rungs and launch.min_nodes == launch.max_nodes
+    nodes = launch.min_nodes if launch.min_nodes > 1 else launch.max_nodes  # the others are spares
+    is_repaired = "replace" in config.rungs and (launch.min_nodes > 1 or nodes == 1)
     status = RunStatus(
         run_id=config.run_id or directory.path.name,
         state="starting",
         generation=0,
-        world_size=launch.nproc_per_node * launch.max_nodes,
+        world_size=launch.nproc_per_node * nodes,
         agent_pid=os.getpid(),
         started_at=now,
         updated_at=now,

@@ -102,6 +102,11 @@ class Channel:
         *lines, self._unread = (self._unread + data).split(b"\n")
         return [self._read(line) for line in lines]
 
+    def read_kept(self) -> list[Message]:
+        """The complete messages that have come with one that was read before."""
+        *lines, self._unread = self._unread.split(b"\n")
+        return [self._read(line) for line in lines]
+
     def messages(self) -> Iterator[Message]:
         """All messages until the other end closes; blocks in between."""
         *lines, self._unread = self._unread.split(b"\n")

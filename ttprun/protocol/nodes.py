@@ -37,7 +37,7 @@ class Hello:
     """A hand has connected.
 
     token     of the group, from the rendezvous store
-    node      its number in the group
+    node      its number in the group; -1: it waits for seats of a lost node
     address   of the node
     alike     what must be the same on all nodes, by its name for people
     """
@@ -70,6 +70,39 @@ class Begin:
     """Welcome the ranks, in this generation."""
 
     generation: int
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Take the seats of a lost node; the records of each of its ranks follow, and then Spawn.
+
+    node     its number
+    size     nodes of the group
+    ranks    local ranks
+    names    addresses of the nodes, by number
+    master   address and port for the script's environment
+    """
+
+    node: int
+    size: int
+    ranks: int
+    names: dict[int, str]
+    master: str
+
+
+@dataclass(frozen=True)
+class GiveRecords:
+    """Send what this node keeps of the records of these lost ranks."""
+
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a lost rank has recorded, packed (`agent/copied.py`); "" if there is no copy."""
+
+    rank: int
+    part: str
 
 
 # Reports of a hand.
@@ -229,5 +262,20 @@ class Concluded:
     exit_code: int
 
 
-OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked
-OfLeader = Accepted | Rejected | Begin | Tell | Spawn | Kill | Replay | VoidBeyond | Recovered | Concluded | Rows
+OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | Records
+OfLeader = (
+    Accepted
+    | Rejected
+    | Begin
+    | Tell
+    | Spawn
+    | Kill
+    | Replay
+    | VoidBeyond
+    | Recovered
+    | Concluded
+    | Rows
+    | Seats
+    | GiveRecords
+    | Records
+)

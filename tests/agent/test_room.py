@@ -1,0 +1,158 @@
+"""The room in which launchers wait for the seats of a lost node: real sockets, no ranks."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from ttprun.agent import meeting
+from ttprun.agent.meeting import Taken, wait_for_seats
+from ttprun.agent.peers import Peers
+from ttprun.agent.room import Door, Hallway, Room
+from ttprun.errors import ConfigError
+from ttprun.protocol import nodes
+
+ALIKE = {"ttprun": "1.0", "the script": "abc"}
+LIMIT_S = 10.0
+
+
+class Lead:
+    """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
+
+    def __init__(self) -> None:
+        door = Door("127.0.0.1", meeting._KNOWN)
+        self.where, room = door.where, Room(door, ALIKE)
+        names = {0: "127.0.0.1", 1: "10.0.0.2"}
+        self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, room, "10.0.0.1 29500")
+        self.selector = selectors.DefaultSelector()
+        self.came: list[str] = []
+        self.peers.watch(self.selector, lambda node, message: None, lambda node, why: None, self.came.append)
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        ends_s = time.monotonic() + LIMIT_S
+        while not is_done():
+            assert time.monotonic() < ends_s
+            for key, _ in self.selector.select(0.05):
+                key.data()
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    found = Lead()
+    yield found
+    found.peers.close(found.selector)
+    found.selector.close()
+
+
+@pytest.fixture
+def wait() -> Iterator[Callable[..., Future[Any]]]:
+    pool = ThreadPoolExecutor(4)
+    yield lambda where, alike=ALIKE: pool.submit(wait_for_seats, where, "127.0.0.1", alike)
+    pool.shutdown()
+
+
+Wait = Callable[..., "Future[Any]"]
+
+
+def test_who_waits_gets_the_seats_of_a_lost_node_with_the_records_of_its_ranks(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+
+    address = lead.peers.seat(1)
+    for rank in (2, 3):
+        lead.peers.send(1, nodes.Records(rank, f"of rank {rank}"))
+    taken = waiting.result(LIMIT_S)
+
+    assert address == "127.0.0.1"
+    assert isinstance(taken, Taken)
+    assert taken.records == {2: "of rank 2", 3: "of rank 3"}
+    assert (taken.peers.node, taken.peers.size, taken.peers.ranks_per_node) == (1, 2, 2)
+    assert taken.master == "10.0.0.1 29500"
+    assert lead.peers.is_connected(1)
+    taken.peers.close(selectors.DefaultSelector())
+
+
+def test_nobody_gets_seats_if_nobody_waits(lead: Lead) -> None:
+    assert lead.peers.seat(1) is None
+    assert not lead.peers.is_connected(1)
+
+
+def test_who_runs_another_script_is_turned_away_with_what_differs(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where, ALIKE | {"the script": "xyz"})
+    lead.run(waiting.done)
+
+    error = waiting.exception()
+    assert isinstance(error, ConfigError)
+    assert "differ in the script" in str(error)
+    assert len(lead.peers.room or ()) == 0
+
+
+def test_strangers_are_hung_up_on_and_silent_ones_hold_up_nobody(lead: Lead, wait: Wait) -> None:
+    place = (lead.where["address"], lead.where["port"])
+    silent = [socket.create_connection(place) for _ in range(20)]
+    guessing = wait(lead.where | {"token": "guessed"})
+    waiting = wait(lead.where)
+
+    lead.run(lambda: bool(lead.came) and guessing.done())
+
+    assert guessing.result() is None
+    assert len(lead.peers.room or ()) == 1
+    lead.peers.close(lead.selector)
+    assert waiting.result(LIMIT_S) is None
+    for sock in silent:
+        sock.close()
+
+
+def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None:
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+
+    lead.peers.conclude(nodes.Concluded("done", "", True, 0))
+    lead.peers.close(lead.selector)
+
+    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+
+
+def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where_to_wait() -> None:
+    store = FakeStore()
+    hallway = Hallway(store, "job 7")
+
+    before = hallway.announced()
+    numbers = [Hallway(store, "job 7").arrive() for _ in range(3)]
+    hallway.announce({"address": "10.0.0.1", "port": 1, "token": "t"})
+
+    assert before is None
+    assert numbers == [1, 2, 3]
+    assert Hallway(store, "job 8").arrive() == 1
+    assert hallway.announced() == {"address": "10.0.0.1", "port": 1, "token": "t"}
+    assert Hallway(store, "job 8").announced() is None
+
+
+class FakeStore:
+    """What is used of a rendezvous store."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            number = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(number).encode()
+            return number
+
+    def set(self, key: str, value: str) -> None:
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)

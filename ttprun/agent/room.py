@@ -1,0 +1,207 @@
+"""Where launchers wait that have no seats in the group: hot spares, and nodes that come back.
+
+The agent that leads listens as long as the group lives, and names the place in the rendezvous store. Who waits is a
+connection and the address of a node; nothing is sent before seats become free. Begin with `Room.watch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import selectors
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
+
+_ROOM, _ARRIVALS = "ttprun/room", "ttprun/arrivals"
+_BACKLOG = 1024
+_NEWCOMERS = 16  # that have not said who they are; the oldest gives way to another
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+
+
+Came = Callable[[Channel, nodes.Hello], None]
+
+
+class Door:
+    """A listener that lets in who knows the token; who is silent holds up nobody.
+
+    where    its address, port and token
+    known    classes of the messages that agents send, by name
+    """
+
+    def __init__(self, address: str, known: Mapping[str, type]) -> None:
+        self._listener = socket.create_server((address, 0), backlog=_BACKLOG)
+        self._token = secrets.token_hex(16)
+        self._known = known
+        self._newcomers: list[Channel] = []
+        self._selector: selectors.BaseSelector | None = None
+        self._came: Came = lambda link, hello: None
+        self.where = {"address": address, "port": self._listener.getsockname()[1], "token": self._token}
+
+    def open(self, selector: selectors.BaseSelector, came: Came) -> None:
+        """Let them in by this selector from now on.
+
+        came   called with each connection, which is not in the selector any more, and its first message
+        """
+        self.shut()
+        self._selector, self._came = selector, came
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, self._let_in)
+
+    def _let_in(self) -> None:
+        assert self._selector is not None
+        with contextlib.suppress(OSError):
+            sock, _ = self._listener.accept()
+            keep_alive(sock)
+            link = Channel(sock, self._known)
+            self._newcomers.append(link)
+            self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(link))
+            if len(self._newcomers) > _NEWCOMERS:
+                self._hang_up(self._newcomers[0])
+
+    def _read(self, link: Channel) -> None:
+        try:
+            messages: list[Any] = link.read_available()
+        except (EOFError, OSError):
+            self._hang_up(link)
+            return
+        if not messages:
+            return
+        hello = messages[0]
+        is_ours = isinstance(hello, nodes.Hello) and hmac.compare_digest(hello.token.encode(), self._token.encode())
+        if not is_ours:
+            self._hang_up(link)
+            return
+        self._forget(link)
+        self._came(link, hello)
+
+    def _hang_up(self, link: Channel) -> None:
+        self._forget(link)
+        link.close()
+
+    def _forget(self, link: Channel) -> None:
+        assert self._selector is not None
+        self._newcomers = [other for other in self._newcomers if other is not link]
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.sock)
+
+    def shut(self) -> None:
+        """Nobody is let in until it is opened again."""
+        if self._selector is not None:
+            for link in list(self._newcomers):
+                self._hang_up(link)
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._listener)
+            self._selector = None
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.shut()
+        self._listener.close()
+
+
+class Room:
+    """The room of one group.
+
+    door     which its agents have come through before
+    alike    what must be the same on all nodes, by its name for people
+    """
+
+    def __init__(self, door: Door, alike: Mapping[str, str]) -> None:
+        self.door = door
+        self._alike = dict(alike)
+        self._waiting: list[tuple[Channel, str]] = []
+        self._selector: selectors.BaseSelector | None = None
+
+    def watch(self, selector: selectors.BaseSelector, came: Callable[[str], None]) -> None:
+        """Let launchers in from now on.
+
+        came   called with the address of each that waits
+        """
+        self._selector = selector
+
+        def let_in(link: Channel, hello: nodes.Hello) -> None:
+            differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
+            if differs:
+                reason = f"the job and this node ({hello.address}) differ in {differs[0]}"
+                link.send(nodes.Rejected(reason, "start the same on every node"))
+                link.close()
+                return
+            self._waiting.append((link, hello.address))
+            selector.register(link.sock, selectors.EVENT_READ, lambda: self._leave(link))
+            link.send(nodes.Accepted())
+            came(hello.address)
+
+        self.door.open(selector, let_in)
+
+    def _leave(self, link: Channel) -> None:
+        """Who waits says nothing, so it has gone."""
+        self._forget(link)
+        link.close()
+
+    def _forget(self, link: Channel) -> None:
+        assert self._selector is not None
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(link.sock)
+        self._waiting = [one for one in self._waiting if one[0] is not link]
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def take(self) -> tuple[Channel, str] | None:
+        """The launcher that has waited longest, and the address of its node; None if there is none."""
+        if not self._waiting:
+            return None
+        link, address = self._waiting[0]
+        self._forget(link)
+        return link, address
+
+    def close(self, last_word: nodes.Concluded | None) -> None:
+        """The group has ended: whoever waits is told how, and waits for another group, or for none."""
+        for link, _ in list(self._waiting):
+            if last_word is not None:
+                link.send(last_word)
+            self._leave(link)
+        self.door.close()
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Have the kernel notice that the other end cannot be reached any more."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Hallway:
+    """Where launchers learn of a job that runs: keys in the rendezvous store that all its groups share.
+
+    store    of the rendezvous
+    run_id   of the job (--rdzv-id)
+    """
+
+    def __init__(self, store: Any, run_id: str) -> None:
+        self._store = store
+        self._run_id = run_id
+
+    def arrive(self) -> int:
+        """This launcher is there; returns how many have come before it and with it. Raises what the store does."""
+        number: int = self._store.add(f"{_ARRIVALS}/{self._run_id}", 1)
+        return number
+
+    def announce(self, where: Mapping[str, Any]) -> None:
+        """Name the room of a group that starts."""
+        self._store.set(f"{_ROOM}/{self._run_id}", json.dumps(dict(where)))
+
+    def announced(self) -> dict[str, Any] | None:
+        """Where the newest room is, if any was announced."""
+        key = f"{_ROOM}/{self._run_id}"
+        with contextlib.suppress(Exception):  # torch's stores raise errors of their own
+            if self._store.check([key]):
+                where: dict[str, Any] = json.loads(self._store.get(key))
+                return where
+        return None
