@@ -50,6 +50,7 @@ class FakeNode:
         self.handlers = [FakeHandler() for _ in range(N_RANKS)]
         self.seats = [Seat(rank, rank, handler, record_fd=-1) for rank, handler in enumerate(self.handlers)]  # type: ignore[arg-type]
         self.job = recovery.new_job(recovery.Settings(world_size=N_RANKS))
+        self.here = self.seats
         for seat in self.seats:
             seat.pid, seat.is_present = 100 + seat.rank, True
             self.advance(recovery.RankStarted(at_s=0.0, rank=seat.rank, pid=seat.pid))

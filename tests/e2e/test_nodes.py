@@ -184,14 +184,55 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
-def start_gated(nodes: Nodes, number: int, folder: Path) -> Launch:
-    """A launcher with one rank, two of which train; its rank waits before step 12 until the gate is open."""
+def test_a_lost_node_that_comes_back_takes_its_seats_again_and_no_step_is_lost(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with Nodes(2) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, ranks=2, size="2") for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+
+        nodes.kill(1)
+        nodes.join(1)
+        again = start_gated(nodes, 1, tmp_path / "again", ranks=2, size="2", gate=tmp_path)
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[0], again])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [2, 3])]
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_same_weights(runs, undisturbed(GATED, 4))
+
+
+def test_one_of_three_nodes_is_lost_and_the_others_wait_for_a_spare(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with Nodes(4) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, size="3:4") for number in range(3)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+
+        nodes.kill(1)
+        (tmp_path / "gate").touch()
+        spare = start_gated(nodes, 3, tmp_path, size="3:4")
+        leader, runs = finished([launches[0], launches[2], spare])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_same_weights(runs, undisturbed(GATED, 3))
+
+
+def start_gated(
+    nodes: Nodes, number: int, folder: Path, ranks: int = 1, size: str = "2:3", gate: Path | None = None
+) -> Launch:
+    """A launcher whose ranks wait before step 12 until the gate is open.
+
+    gate   the folder of the gate and of what is written, if it is another one
+    """
+    shared = gate or folder
     return start_ttprun(
         GATED,
-        1,
+        ranks,
         folder / str(number),
-        options=nodes.rendezvous(number, "2:3"),
-        script_args=["--gate", str(folder / "gate")],
-        out=folder / "out",
+        options=[*nodes.rendezvous(number, size), "--node-wait-s", "60"],
+        script_args=["--gate", str(shared / "gate")],
+        out=shared / "out",
         within=nodes.inside(number),
     )

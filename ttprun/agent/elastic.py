@@ -121,6 +121,7 @@ class ReplacingAgent(LocalElasticAgent):
         hallway = self._hallway(worker_group)
         if hallway is None or hallway.arrive() <= self.nodes:
             return None
+        self.supervisor.prepare_standbys()
         tried: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         while time.monotonic() < ends_s:
@@ -145,7 +146,10 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _make_handler(self, **start: Any) -> RankHandler:
         node = self.supervisor.node
-        handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
+        if self._taken is not None:
+            handler = self.supervisor.start_from_standby(start)
+        else:
+            handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
         self.supervisor.sit(start["local_rank_id"], handler)
         return handler
 

@@ -7,6 +7,7 @@ Processes, standbys, records and logs are each node's own; what is decided comes
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +56,8 @@ class Hand:
         reason = f"the connection to {self.node.peers.name_of(number)}, which leads, is lost: {why}"
         self.node.log("node_lost", node=number, reason=reason)
         logger.warning("%s; all ranks start again if a restart is left (--max-restarts)", reason)
+        failure = Failure(self.node.here[0].rank, 0, -signal.SIGTERM, reason)
+        self.node.first_failure.note(failure, is_new_incident=True)
         self.node.conclude(Verdict("restart", reason))
 
     # Reports.
@@ -124,6 +127,8 @@ class Hand:
                     self.watch.welcome(seat, is_replacement=False)
             case nodes.Tell():
                 self._tell(order)
+            case nodes.News():
+                self._pass_on(order)
             case nodes.Spawn(rank=rank, generation=generation):
                 self._note_generation(generation)
                 self._spawn(rank, generation)
@@ -172,6 +177,15 @@ class Hand:
             node.log("message_refused", reason=message.reason)
             return
         seat.handler.channel.send(message)
+
+    def _pass_on(self, news: nodes.News) -> None:
+        message = decode(news.line.encode(), channel.KNOWN)
+        if not isinstance(message, from_rank.Put):
+            self.node.log("message_refused", reason=f"{type(message).__name__} is no news")
+            return
+        for seat in self.node.here:
+            if seat.rank != news.rank:
+                seat.send_news(message)
 
     def _replay(self, order: nodes.Replay) -> None:
         node = self.node

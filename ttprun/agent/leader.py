@@ -25,6 +25,7 @@ from ttprun.protocol.codec import Refused, decode
 logger = logging.getLogger("ttprun")
 
 _EVERY_S = 0.25
+_ROWS_EVERY_S = 1.0  # what ranks of other nodes wait for is sent at once
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Leader:
     reports: Reports
     spares: Spares
     _next_s: float = field(default=0.0, init=False)
+    _rows_next_s: float = field(default=0.0, init=False)
 
     def begin(self) -> None:
         """The ranks are to be welcomed, on all nodes."""
@@ -49,7 +51,8 @@ class Leader:
         self._next_s = now + _EVERY_S
         self.spares.look()
         node, peers = self.node, self.node.peers
-        for number in peers.hands():
+        for number in peers.hands() if now >= self._rows_next_s else ():
+            self._rows_next_s = now + _ROWS_EVERY_S
             others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
             peers.send(number, rows.rows_of(node, others))
         for number in peers.silent():

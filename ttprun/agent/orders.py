@@ -126,7 +126,7 @@ class Orders:
             return
         seat.spawn = None
         try:
-            handler = self._start(seat.handler.start)
+            handler = self.start_process(seat.handler.start)
         except OSError as error:
             self.node.log("spawn_failed", rank=seat.rank, reason=str(error))
             event = recovery.SpawnFailed(at_s=time.monotonic(), rank=seat.rank, reason=str(error))
@@ -136,7 +136,7 @@ class Orders:
         seat.sit(handler)
         self.watch.welcome(seat, is_replacement=True)
 
-    def _start(self, start: dict[str, Any]) -> RankHandler:
+    def start_process(self, start: dict[str, Any]) -> RankHandler:
         """Start a process, or take one that stands by. Raises OSError."""
         standby = self.standbys.take()
         if standby is None:

@@ -26,10 +26,10 @@ from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.chaos.injections import Injections
-from ttprun.protocol import from_rank, mindio
+from ttprun.protocol import from_rank, mindio, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
-from ttprun.protocol.codec import Refused
+from ttprun.protocol.codec import Refused, encode
 from ttprun.protocol.snapshots import Dumped, SnapshotSize, SnapshotTaken
 from ttprun.recovery.journals import find_difference
 
@@ -270,9 +270,11 @@ class Reports:
         seat.reported_in = put.generation
         present = self.node.job.generation
         self._news = [news for news in [*self._news, (seat.rank, put)] if news[1].generation >= present]
-        for other in self.node.seats:
+        for other in self.node.here:
             if other is not seat:
                 other.send_news(put)
+        if self.node.peers.is_leading:
+            self.node.peers.to_hands(nodes.News(seat.rank, encode(put).decode().rstrip("\n")))
 
     def _on_frozen(self, seat: Seat, message: from_rank.Frozen) -> None:
         """A survivor has quiesced at a boundary."""

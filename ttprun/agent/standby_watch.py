@@ -31,6 +31,14 @@ class StandbyWatch:
         except OSError as error:
             self._node.log("standby_failed", reason=str(error))
 
+    def prepare(self) -> None:
+        """This node has no ranks yet, but may have some at any moment: a spare."""
+        self._standbys.may_start = True
+        try:
+            self._standbys.refill(self._watch, {})
+        except OSError as error:
+            self._node.log("standby_failed", reason=str(error))
+
     def start(self) -> None:
         """The ranks have done their first step, or are not about to: the standbys' imports no longer disturb them.
 

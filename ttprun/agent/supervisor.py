@@ -14,6 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 from ttprun import recovery
 from ttprun.agent import copied
@@ -34,6 +36,7 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
+_START_LIMIT_S = 60.0
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
 
@@ -96,6 +99,23 @@ class Supervisor:
             seat.awaits_order = True
             if records.get(seat.rank):
                 copied.restore(self.node, seat, records[seat.rank])
+
+    def prepare_standbys(self) -> None:
+        """This node waits for seats: have a process ready for them."""
+        self.node.call(self.parts.standby_watch.prepare)
+
+    def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
+        """The first process of a rank whose seat was a lost node's: a standby, or a new one. Raises OSError."""
+        started: Future[RankHandler] = Future()
+
+        def start_it() -> None:
+            try:
+                started.set_result(self.parts.orders.start_process(start))
+            except OSError as error:
+                started.set_exception(error)
+
+        self.node.call(start_it)
+        return started.result(_START_LIMIT_S)
 
     def sit(self, local_rank: int, handler: RankHandler) -> None:
         """The first process of a rank has been started."""

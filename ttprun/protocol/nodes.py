@@ -203,6 +203,17 @@ class Tell:
 
 
 @dataclass(frozen=True)
+class News:
+    """Forward what a rank reports to all others, to the ranks of this node.
+
+    rank   who has reported it
+    """
+
+    rank: int
+    line: str
+
+
+@dataclass(frozen=True)
 class Spawn:
     """Give a lost rank a process; the answer is Started or NotStarted."""
 
@@ -268,6 +279,7 @@ OfLeader = (
     | Rejected
     | Begin
     | Tell
+    | News
     | Spawn
     | Kill
     | Replay
