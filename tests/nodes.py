@@ -84,15 +84,16 @@ class Nodes:
         """What a command is preceded by to run on a node. Its own pid is that of the command."""
         return ["nsenter", f"--net=/run/netns/{self.names[number]}", "env", f"GLOO_SOCKET_IFNAME={_INTERFACE}"]
 
-    def rendezvous(self, number: int, size: str = "") -> list[str]:
-        """The options with which the launcher of a node finds the others: the first node has the store.
+    def rendezvous(self, number: int, size: str = "", host: int = 0) -> list[str]:
+        """The options with which the launcher of a node finds the others.
 
         size   --nnodes; "": all of them
+        host   the node that has the store
 
         Host names do not tell namespaces apart, so c10d must be told who is the host.
         """
-        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[0]}:29400", "--rdzv-id", "nodes"]
-        host = ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", self.addresses[number]]
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{self.addresses[host]}:29400", "--rdzv-id", "nodes"]
+        host = ["--rdzv-conf", f"is_host={int(number == host)}", "--local-addr", self.addresses[number]]
         return ["--nnodes", size or str(len(self.names)), *meet, *host]
 
     def pids(self, number: int) -> list[int]:
@@ -103,6 +104,10 @@ class Nodes:
     def kill(self, number: int) -> None:
         """A node is lost: SIGKILL to all of its processes at once, and its link goes down."""
         self.cut(number)
+        self.end_processes(number)
+
+    def end_processes(self, number: int) -> None:
+        """SIGKILL to all processes of a node at once; its kernel lives, and closes their connections."""
         for _ in range(3):  # also what was being started meanwhile
             for pid in self.pids(number):
                 with contextlib.suppress(ProcessLookupError):

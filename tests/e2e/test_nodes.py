@@ -175,7 +175,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
         spare = start_gated(nodes, 2, tmp_path)
         launches[0].wait_for_event("node_waits")
 
-        nodes.cut(1) if is_cut else nodes.kill(1)
+        nodes.cut(1) if is_cut else nodes.end_processes(1)
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[0], spare])
 
@@ -219,8 +219,32 @@ def test_one_of_three_nodes_is_lost_and_the_others_wait_for_a_spare(undisturbed:
     assert_same_weights(runs, undisturbed(GATED, 3))
 
 
+def test_the_node_that_has_the_rendezvous_store_but_does_not_lead_is_replaced_as_well(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with Nodes(3) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, host=1) for number in (1, 0)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        spare = start_gated(nodes, 2, tmp_path, host=1)
+        launches[1].wait_for_event("node_waits")
+
+        nodes.end_processes(1)
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[1], spare])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
+    assert_same_weights(runs, undisturbed(GATED, 2))
+
+
 def start_gated(
-    nodes: Nodes, number: int, folder: Path, ranks: int = 1, size: str = "2:3", gate: Path | None = None
+    nodes: Nodes,
+    number: int,
+    folder: Path,
+    ranks: int = 1,
+    size: str = "2:3",
+    gate: Path | None = None,
+    host: int = 0,
 ) -> Launch:
     """A launcher whose ranks wait before step 12 until the gate is open.
 
@@ -231,7 +255,7 @@ def start_gated(
         GATED,
         ranks,
         folder / str(number),
-        options=[*nodes.rendezvous(number, size), "--node-wait-s", "60"],
+        options=[*nodes.rendezvous(number, size, host), "--node-wait-s", "60"],
         script_args=["--gate", str(shared / "gate")],
         out=shared / "out",
         within=nodes.inside(number),
