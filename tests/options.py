@@ -20,7 +20,6 @@ OPTIONS = Options(
     mindio=False,
     retry_on=[],
     device_errors={},
-    simulates_npu=False,
     nan_limit_s=None,
     user_paths=[],
     follow=[],

@@ -140,11 +140,6 @@ def test_a_wrong_option_is_named_as_it_was_written() -> None:
         resolve([], {}, {"follow": ["trainer."]})
 
 
-def test_a_simulated_npu_has_no_part_in_recoveries_by_callbacks() -> None:
-    with pytest.raises(ConfigError, match=r"^simulate_npu cannot be combined .* \(mindio\); leave one of them out$"):
-        resolve([], {}, {"simulate_npu": "yes", "mindio": "yes"})
-
-
 def test_faults_must_be_allowed_by_some_source() -> None:
     with pytest.raises(ConfigError, match=r"^fault 'kill:rank=1' is not allowed in this run; add --allow-faults$"):
         resolve([], {}, {"faults": ["kill:rank=1"]})

@@ -71,9 +71,6 @@ class Config(BaseModel):
     device_errors: dict[str, str] = Field(
         {}, description="additional device errors: regular expression found in 'Type: message' -> name of a fault"
     )
-    simulate_npu: bool = Field(
-        False, description="give each rank a simulated NPU, to rehearse how a device takes part in recoveries"
-    )
     max_incidents_per_hour: int | None = Field(
         None, ge=1, description="incidents of one kind within an hour after which the job ends with exit code 93"
     )
@@ -266,10 +263,6 @@ def resolve(files: Sequence[Source], environment: Mapping[str, str], options: Ma
         config = config.model_copy(update=limits)
     if config.faults and not config.allow_faults:
         raise ConfigError(f"fault '{config.faults[0]}' is not allowed in this run", "add --allow-faults")
-    if config.simulate_npu and config.mindio:
-        raise ConfigError(
-            "simulate_npu cannot be combined with recovery by callbacks (mindio)", "leave one of them out"
-        )
     return config
 
 

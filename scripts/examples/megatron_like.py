@@ -3,13 +3,13 @@
     ttprun --mindio --nproc-per-node 4 scripts/examples/megatron_like.py --out /tmp/megatron
     ttprun --mindio --nproc-per-node 4 --allow-faults --fault kill:rank=1,step=20,phase=backward \\
         scripts/examples/megatron_like.py --out /tmp/megatron                        # recover: the rank is replaced
-    ... scripts/examples/megatron_like.py --uce 20:1:high                            # retry: in the same process
+    ... scripts/examples/megatron_like.py --device npu --break 20:1:high             # retry: in the same process
     ttprun --mindio --rungs persist ... --fault kill:rank=1,step=20 ...              # dump; resume with --load
     ... scripts/examples/megatron_like.py --hot-switch 20:1          # a healthy rank gets a new process, as planned
     ttprun --mindio --rungs resize ... --fault kill:rank=3,step=20 ... --upgrade 40    # the others continue; then all
 
-Two tensor-parallel times two data-parallel ranks (or more) on gloo. The device is simulated: `--uce` makes its memory
-fail, and really ruins what was there.
+Two tensor-parallel times two data-parallel ranks (or more), on the CPU over gloo or on NPUs over hccl. `--break` makes
+memory or a link of the simulated NPU (tests/simulated_npu) fail.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ from mindio_ttp.framework_ttp import (
     tft_start_updating_os,
 )
 
-from ttprun.device import registry
+from ttprun.device import accelerator, registry
 from ttprun.device.interface import MemoryCheck
-from ttprun.device.sim import SimulatedNpu
 
 RET_OK, RET_ERROR, RET_NO_REBUILD = 0, 1, 2
 LATEST = "latest_checkpointed_iteration.txt"
@@ -74,14 +73,12 @@ class State:
     def __init__(self, options: argparse.Namespace, layers: Layers, is_joining: bool) -> None:
         self.options, self.layers, self.is_joining = options, layers, is_joining
         self.iteration = self.consumed = 0
-        self.device = SimulatedNpu()
-        registry.simulate(self.device)
-        self.uce = None if is_joining else options.uce  # another process has another device
+        self.broken = None if is_joining else options.broken  # another process has another device
         self.build()
 
     def build(self) -> None:
         """Model and optimizer in new memory."""
-        self.model = Gpt(self.layers)
+        self.model = Gpt(self.layers).to(self.options.device)
         self.optimizer = Optimizer(self.model, self.layers)
         self.schedule = Schedule(self.options.steps)
 
@@ -96,9 +93,8 @@ def train(state: State) -> None:
     while state.iteration < state.options.steps:
         optimizer, batch, gradients = state.optimizer, next(data), []
         for part in layers.parts:
-            loss = state.model(batch_of(batch, part))
             fail_if_due(state)
-            state.device.module.npu.operate(optimizer.tensors())
+            loss = state.model(batch_of(batch, part).to(state.options.device))
             state.model.zero_grad()
             loss.backward()
             gradients.append(optimizer.flat_gradients())
@@ -135,19 +131,18 @@ def save_periodically(state: State) -> None:
 
 
 def fail_if_due(state: State) -> None:
-    """Have memory of the simulated device fail, once, and spoil what lay there."""
-    if state.uce is None or state.uce[:2] != (state.iteration, state.layers.rank):
+    """Have memory or a link of the simulated NPU fail, once."""
+    if state.broken is None or state.broken[:2] != (state.iteration, state.layers.rank):
         return
-    kind, state.uce = state.uce[2], None
-    if kind == "high":
-        for tensor in state.optimizer.tensors():
-            tensor.fill_(float("nan"))
-            state.device.module.npu.fail_memory(tensor)
-    elif kind == "low":
-        state.device.module.npu.fail_memory(torch.zeros(4))  # nothing holds it
-    else:
-        state.device.module.npu.fail_memory_of_library()
-    state.device.module.npu.operate()
+    from torch_npu import breaking  # the simulated one alone has this
+
+    kind, state.broken = state.broken[2], None
+    if kind == "link":
+        breaking.fail_next_collective()
+        return
+    failed = state.optimizer.main if kind == "high" else torch.ones(4, device="npu")
+    breaking.fail_memory(failed)
+    failed.add_(0)  # read
 
 
 # The callbacks, in the order of a recovery. args[0] is the train function's own argument.
@@ -155,19 +150,19 @@ def fail_if_due(state: State) -> None:
 
 def stop(args: Any, ctx: Any) -> None:
     """End what runs on the device."""
-    args[0].device.stop()
+    registry.current().stop()
 
 
 def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
     """Make the device ready for work; say whether memory that held something was lost."""
-    device = args[0].device
+    device = registry.current()
     found = device.check_memory() if is_uce_error else MemoryCheck.NONE
     if found is MemoryCheck.OUTSIDE_POOL:
         return RET_ERROR
-    if tft_get_repair_type() == "retry":
-        device.rebuild_communicators(None, False)
     device.clean()
     device.restart()
+    if tft_get_repair_type() == "retry":
+        device.rebuild_communicators()
     return RET_NO_REBUILD if found is MemoryCheck.TEMPORARY else RET_OK
 
 
@@ -196,7 +191,8 @@ def repair(
             else:
                 dist.recv(tensor, source, group=group)
     for tensor in state.optimizer.tensors():
-        state.device.mark_safe(tensor)
+        registry.current().mark_safe(tensor)
+    accelerator.synchronize()  # before the group ends, which aborts what has not completed on the device
     dist.destroy_process_group(group)
 
 
@@ -262,7 +258,9 @@ def load(state: State) -> int:
     """Read this rank's shard of the newest checkpoint; returns its step."""
     out = Path(state.options.load or state.options.out)
     step = int((out / LATEST).read_text())
-    saved = torch.load(out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True)
+    saved = torch.load(
+        out / f"iter_{step:07d}" / shard_file(state.layers), weights_only=True, map_location=state.options.device
+    )
     for tensor, found in zip(state.optimizer.tensors(), saved, strict=True):
         tensor.copy_(found)
     return step
@@ -281,7 +279,7 @@ def register(state: State) -> None:
     tft_register_rollback_handler(rollback)
     tft_register_save_ckpt_handler(save_ckpt)
     tft_register_rename_handler(rename)
-    tft_register_stream_sync_handler(lambda: state.device.module.npu.synchronize(0))
+    tft_register_stream_sync_handler(accelerator.synchronize)
     tft_register_zit_downgrade_rebuild_handler(downgrade_rebuild)
     tft_register_zit_upgrade_rebuild_handler(upgrade_rebuild)
     tft_register_zit_upgrade_repair_handler(upgrade_repair)
@@ -296,7 +294,8 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=2)
     parser.add_argument("--save-every", type=int, default=0, help="iterations between two checkpoints; 0: none")
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--uce", type=uce_of, help="STEP:RANK:low|high|fatal: memory of the simulated device fails")
+    parser.add_argument("--device", choices=("cpu", "npu"), default="cpu")
+    parser.add_argument("--break", dest="broken", type=break_of, help="STEP:RANK:low|high|link, on the simulated NPU")
     parser.add_argument("--hot-switch", type=switch_of, help="STEP:RANK[:RANK...]: these get new processes as planned")
     parser.add_argument("--upgrade", type=int, help="STEP after which ranks that have left are called back")
     options = parser.parse_args()
@@ -308,7 +307,9 @@ def main() -> None:
     tft_start_processor("127.0.0.1", 8000)
     if tft_is_reboot_node():
         print(f"rank {rank} has a new process ({tft_get_reboot_type()})", flush=True)
-    dist.init_process_group("gloo")
+    if options.device == "npu":
+        torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if options.device == "cpu" else "hccl")
     layers = Layers(rank, world, options.tensor_parallel, options.dropout)
     layers.make_groups()
     state = State(options, layers, tft_is_reboot_node())
@@ -318,7 +319,7 @@ def main() -> None:
         state.optimizer.gather_weights()
     register(state)
     train(state)
-    weights = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach()
+    weights = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().cpu()
     print(f"rank {rank} sha256 {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}", flush=True)
     if layers.is_first:
         Path(options.out).mkdir(parents=True, exist_ok=True)
@@ -326,11 +327,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def uce_of(text: str) -> tuple[int, int, str]:
+def break_of(text: str) -> tuple[int, int, str]:
     """ "20:1:high" -> (20, 1, "high")"""
     step, rank, kind = text.split(":")
-    if kind not in ("low", "high", "fatal"):
-        raise argparse.ArgumentTypeError(f"'{kind}' is not a kind of fault; use low, high or fatal")
+    if kind not in ("low", "high", "link"):
+        raise argparse.ArgumentTypeError(f"'{kind}' is not a kind of fault; use low, high or link")
     return int(step), int(rank), kind
 
 

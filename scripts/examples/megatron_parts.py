@@ -186,7 +186,7 @@ class Optimizer:
         self.size = math.ceil(self.length / layers.half)
         padded = functional.pad(flat, (0, self.size * layers.half - self.length))
         self.main = padded[layers.shard * self.size :][: self.size].clone()
-        self.exp_avg, self.exp_avg_sq = torch.zeros(self.size), torch.zeros(self.size)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.main), torch.zeros_like(self.main)
 
     def tensors(self) -> list[Tensor]:
         """All that is kept: what a repair sends, and a checkpoint holds."""
@@ -215,7 +215,7 @@ class Optimizer:
     def gather_weights(self) -> None:
         """Write the weights of the model from the shards of this rank's half, or of all that are there."""
         group = self.layers.gather_group
-        found = [torch.empty(self.size) for _ in range(dist.get_world_size(group))]
+        found = [torch.empty_like(self.main) for _ in range(dist.get_world_size(group))]
         dist.all_gather(found, self.main, group=group)
         shards = [found[at] for at in self.layers.gathered]
         with torch.no_grad():

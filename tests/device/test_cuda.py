@@ -224,11 +224,8 @@ def test_communicators_are_aborted_where_there_are_any() -> None:
     groups = FakeGroup(backends[0]), FakeGroup(None), FakeGroup(backends[1])
     device = CudaDevice(FakeTorch(groups), 0)
 
-    device.rebuild_communicators(groups[2])
-    after_one = [backend.is_aborted for backend in backends]
     device.stop()
 
-    assert after_one == [False, True]
     assert [backend.is_aborted for backend in backends] == [True, True]
 
 

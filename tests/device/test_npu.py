@@ -1,4 +1,4 @@
-"""The NPU by way of a simulated torch_npu, in the signatures of three of its releases. No NPU is here."""
+"""The NPU by way of a fake torch_npu, in the signatures of three of its releases. No NPU is here."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.device.fake_npu import RELEASES, TEXTS, FakeNpu, FakeTorchNpu, Queue
 from ttprun.device import npu
 from ttprun.device.errors import DeviceErrors, DeviceFault
 from ttprun.device.interface import DeviceFailedError, DeviceMissingError, MemoryCheck
 from ttprun.device.npu import NpuDevice
-from ttprun.device.sim import RELEASES, TEXTS, Queue, SimulatedNpu, SimulatedTorchNpu
 
 TABLE = DeviceErrors({})
 
 
 @pytest.fixture(params=RELEASES)
-def device(request: pytest.FixtureRequest) -> SimulatedNpu:
-    return SimulatedNpu(request.param)
+def device(request: pytest.FixtureRequest) -> FakeNpu:
+    return FakeNpu(request.param)
 
 
 @pytest.mark.parametrize(
@@ -31,53 +31,53 @@ def device(request: pytest.FixtureRequest) -> SimulatedNpu:
         ("2.13.0", ["device_id", "rebuild_all_resources", "disable_tensor_unsafe_check"]),
     ],
 )
-def test_the_simulation_has_the_signatures_of_its_release(release: str, arguments: list[str]) -> None:
-    module = SimulatedTorchNpu(release)
+def test_the_fake_has_the_signatures_of_its_release(release: str, arguments: list[str]) -> None:
+    module = FakeTorchNpu(release)
 
     assert list(inspect.signature(module.npu.restart_device).parameters) == arguments
     assert list(inspect.signature(module.reinit_process_group).parameters) == ["group", "rebuild_link"]
     assert module.npu.stop_device(0) == (None if release == "2.1.0.post8" else 0)
 
 
-def test_a_simulated_npu_says_so(device: SimulatedNpu) -> None:
+def test_an_npu_says_what_it_is(device: FakeNpu) -> None:
     found = device.identify()
 
-    assert found.kind == "sim"
-    assert "simulated" in found.name
-    assert "simulated" in found.versions["torch_npu"]
+    assert (found.kind, found.index) == ("npu", 0)
+    assert "fake" in found.name
+    assert "fake" in found.versions["torch_npu"]
 
 
-def test_memory_that_a_living_tensor_holds_is_persistent_and_safe_again_once_it_is_marked(device: SimulatedNpu) -> None:
-    weights, simulated = torch.zeros(4), device.module.npu
-    simulated.fail_memory(weights)
+def test_memory_that_a_living_tensor_holds_is_persistent_and_safe_again_once_it_is_marked(device: FakeNpu) -> None:
+    weights, fake = torch.zeros(4), device.module.npu
+    fake.fail_memory(weights)
     with pytest.raises(RuntimeError) as error:
-        simulated.operate([weights])
+        fake.operate([weights])
     device.stop()
     found = device.check_memory()
     device.restart()
     with pytest.raises(RuntimeError, match="There is unsafe data in the input tensor"):
-        simulated.operate([weights])
+        fake.operate([weights])
     device.mark_safe(weights)
-    simulated.operate([weights])
+    fake.operate([weights])
 
     assert TABLE.diagnose(error.value).fault is DeviceFault.MEMORY_PERSISTENT
     assert found is MemoryCheck.PERSISTENT
     assert device.check_memory() is MemoryCheck.NONE
     assert device.health().is_usable
-    assert device.counters() == {"stops": 1, "marked_safe": 1}
+    assert (fake.stops, fake.marked) == (1, 1)
 
 
-def test_memory_that_was_given_back_is_safe_for_whoever_takes_it_next(device: SimulatedNpu) -> None:
-    lost, simulated = torch.zeros(4), device.module.npu
-    simulated.fail_memory(lost)
+def test_memory_that_was_given_back_is_safe_for_whoever_takes_it_next(device: FakeNpu) -> None:
+    lost, fake = torch.zeros(4), device.module.npu
+    fake.fail_memory(lost)
     device.restart()
     same_place = torch.from_numpy(lost.numpy())
     del lost
 
-    simulated.operate([same_place])
+    fake.operate([same_place])
 
 
-def test_memory_that_nothing_holds_any_more_is_temporary(device: SimulatedNpu) -> None:
+def test_memory_that_nothing_holds_any_more_is_temporary(device: FakeNpu) -> None:
     activation = torch.zeros(4)
     device.module.npu.fail_memory(activation)
     del activation
@@ -85,13 +85,13 @@ def test_memory_that_nothing_holds_any_more_is_temporary(device: SimulatedNpu) -
     assert device.check_memory() is MemoryCheck.TEMPORARY
 
 
-def test_memory_of_a_library_is_outside_the_pool(device: SimulatedNpu) -> None:
+def test_memory_of_a_library_is_outside_the_pool(device: FakeNpu) -> None:
     device.module.npu.fail_memory_of_library()
 
     assert device.check_memory() is MemoryCheck.OUTSIDE_POOL
 
 
-def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it(device: SimulatedNpu) -> None:
+def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it(device: FakeNpu) -> None:
     activation = torch.zeros(4)
     device.module.npu.fail_memory(activation, Queue.HBM_ECC_EXIT)
     del activation
@@ -100,7 +100,7 @@ def test_after_an_ecc_error_memory_counts_as_persistent_whoever_held_it(device: 
     assert device.check_memory() is MemoryCheck.PERSISTENT
 
 
-def test_a_device_that_was_stopped_refuses_all_work_until_it_is_restarted(device: SimulatedNpu) -> None:
+def test_a_device_that_was_stopped_refuses_all_work_until_it_is_restarted(device: FakeNpu) -> None:
     device.stop()
     stopped = device.health()
     device.restart()
@@ -110,7 +110,7 @@ def test_a_device_that_was_stopped_refuses_all_work_until_it_is_restarted(device
     assert device.health().is_usable
 
 
-def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: SimulatedNpu) -> None:
+def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: FakeNpu) -> None:
     device.module.npu.lose()
 
     with pytest.raises(DeviceFailedError, match="check_uce_in_memory failed for NPU 0"):
@@ -124,7 +124,7 @@ def test_a_lost_device_fails_in_everything_and_says_what_it_was_asked(device: Si
 
 def test_a_device_that_cannot_be_stopped_says_so_where_its_release_answers_at_all() -> None:
     for release, answers in zip(RELEASES, (False, True, True), strict=True):
-        device = SimulatedNpu(release)
+        device = FakeNpu(release)
         device.module.npu.lose()
         if answers:
             with pytest.raises(DeviceFailedError, match="stop_device answers 1 for NPU 0"):
@@ -133,21 +133,10 @@ def test_a_device_that_cannot_be_stopped_says_so_where_its_release_answers_at_al
             device.stop()
 
 
-def test_links_that_hold_are_resumed_for_all_groups_at_once(device: SimulatedNpu) -> None:
-    device.rebuild_communicators("tp group")
+def test_links_that_hold_are_resumed_for_all_groups_at_once(device: FakeNpu) -> None:
+    device.rebuild_communicators()
 
     assert device.module.npu.rebuilt == [(None, False)]
-
-
-def test_new_links_are_made_group_by_group_where_the_release_can() -> None:
-    for release, groups in zip(RELEASES, ("default group", "tp group", "tp group"), strict=True):
-        device = SimulatedNpu(release)
-        if release == RELEASES[0]:
-            with pytest.raises(DeviceFailedError, match="rebuilds only the default group"):
-                device.rebuild_communicators("tp group", rebuilds_links=True)
-        else:
-            device.rebuild_communicators("tp group", rebuilds_links=True)
-        assert device.module.npu.rebuilt == [(groups, True)]
 
 
 def test_what_a_release_does_not_have_is_named() -> None:
@@ -180,14 +169,14 @@ def test_an_answer_that_nobody_knows_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("queue", list(TEXTS))
-def test_whatever_the_simulation_raises_is_in_the_table(queue: Queue) -> None:
-    device = SimulatedNpu()
+def test_whatever_the_fake_raises_is_in_the_table(queue: Queue) -> None:
+    device = FakeNpu()
     device.module.npu.queue = queue
 
     assert TABLE.diagnose(device.module.npu.error()).is_known
 
 
-def test_the_random_state_of_a_device_is_put_back_as_it_was(device: SimulatedNpu) -> None:
+def test_the_random_state_of_a_device_is_put_back_as_it_was(device: FakeNpu) -> None:
     state = device.rng_state()
     drawn = torch.rand(3)
     device.restore_rng_state(state)

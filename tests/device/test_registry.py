@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +12,6 @@ from ttprun.device import registry
 from ttprun.device.cpu import CpuDevice
 from ttprun.device.interface import MemoryCheck
 from ttprun.device.npu import NpuDevice
-from ttprun.device.sim import SimulatedNpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_simulated_afterwards() -> Iterator[None]:
-    yield
-    registry.simulate(None)
 
 
 def test_without_an_accelerator_it_is_the_processor_which_needs_no_repair() -> None:
@@ -49,13 +41,6 @@ def test_an_npu_that_nobody_has_initialised_is_left_alone(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=absent))
 
     assert isinstance(registry.current(), CpuDevice)
-
-
-def test_a_simulated_device_takes_the_place_of_the_real_one() -> None:
-    simulated = SimulatedNpu()
-    registry.simulate(simulated)
-
-    assert registry.current() is simulated
 
 
 def test_nothing_is_imported_to_find_the_device() -> None:

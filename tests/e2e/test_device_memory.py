@@ -20,7 +20,7 @@ NPU = "npu"
         ("ecc:rank=1,step=0,phase=forward", "replace", "memory-corrupted", [1, 2]),
         ("uce-fatal:rank=0,step=12,phase=before_step", "replace", "memory-outside-pool", [2, 1]),
         ("device-lost:rank=1,step=12,phase=after_step", "replace", "device-lost", [1, 2]),
-        ("link:rank=1,step=12,phase=collective", "replace", "link", [1, 2]),
+        ("link:rank=1,step=12,phase=collective", "rerun", "link", [1, 1]),
     ],
 )
 def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,16 +60,6 @@ def test_a_rank_killed_in_a_frameworks_train_function_is_replaced_and_weights_ar
     assert_survivors_kept_their_pids(result)
     assert result.hashes == weights(PAIR, 2), result.story()
     assert result.exit_code == 0, result.story()
-
-
-def test_a_link_between_devices_that_breaks_in_a_train_function_is_answered_by_retry(
-    run_ttprun: RunTtprun, weights: Undisturbed
-) -> None:
-    result = run_ttprun(PAIR, 2, faults=["link:rank=1,step=12,phase=collective"], options=MINDIO, script_args=STEPS)
-
-    assert_recovered_by(result, ["reconnect"])
-    assert [len(pids) for pids in result.pids.values()] == [1, 1], result.story()
-    assert result.hashes == weights(PAIR, 2), result.story()
 
 
 def test_a_tensor_parallel_rank_is_repaired_from_the_rank_that_holds_its_shard(
@@ -147,22 +137,25 @@ def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_co
 
 
 @pytest.mark.parametrize(
-    ("kind", "rungs", "parts"),
+    ("broken", "rung", "parts"),
     [
-        ("high", ["rerun"], [{"2": ["send"], "0": ["receive in place"]}]),
-        ("low", ["rerun"], [{"0": ["keep"]}]),
-        ("fatal", ["replace"], [{"2": ["send"], "0": ["receive"]}]),
+        ("12:0:high", "rerun", [{"2": ["send"], "0": ["receive in place"]}]),
+        ("12:0:low", "rerun", [{"0": ["keep"]}]),
+        ("12:1:link", "reconnect", []),
     ],
 )
-def test_failed_memory_is_repaired_in_the_same_process_unless_it_is_no_tensors(
-    run_ttprun: RunTtprun, weights: Undisturbed, kind: str, rungs: Sequence[str], parts: list[dict[str, list[str]]]
+def test_a_devices_failed_memory_or_link_is_repaired_in_the_same_process(
+    run_ttprun: RunTtprun, broken: str, rung: str, parts: list[dict[str, list[str]]]
 ) -> None:
-    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*STEPS, "--uce", f"12:0:{kind}"])
+    arguments = [*STEPS, "--device=npu"]
+    undisturbed = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=arguments, device="npu")
 
-    assert_recovered_by(result, rungs)
+    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*arguments, "--break", broken], device="npu")
+
+    assert_recovered_by(result, [rung])
     assert parts_of(result) == parts, result.story()
-    assert {rank: len(pids) for rank, pids in result.pids.items()} == {0: 2 if kind == "fatal" else 1, 1: 1, 2: 1, 3: 1}
-    assert result.hashes == weights(MEGATRON, 4), result.story()
+    assert [len(pids) for pids in result.pids.values()] == [1] * 4, result.story()
+    assert result.hashes == undisturbed.hashes, result.story()
 
 
 def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(

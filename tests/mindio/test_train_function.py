@@ -26,8 +26,7 @@ from mindio_ttp.framework_ttp import (
     tft_wait_next_action,
 )
 
-from ttprun.device import registry
-from ttprun.device.sim import SimulatedNpu
+from tests.device.fake_npu import FakeNpu
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.rank.bootstrap.framework_hooks import wrap_process_group_name
@@ -266,28 +265,28 @@ def test_a_clean_handler_that_does_not_say_that_it_has_cleaned_has_failed(
 
 @pytest.mark.parametrize(("is_held", "code"), [(True, 0), (False, 2)])
 def test_without_a_clean_handler_the_device_is_asked(
-    session: Session, framework: Framework, is_held: bool, code: int
+    session: Session, framework: Framework, monkeypatch: pytest.MonkeyPatch, is_held: bool, code: int
 ) -> None:
-    device = SimulatedNpu()
-    registry.simulate(device)
+    device = FakeNpu()
+    device.install(monkeypatch)
     tensor = torch.zeros(4)
     device.module.npu.fail_memory(tensor if is_held else torch.zeros(4))
 
     framework.handlers.stop()
     found = framework.handlers.clean(True)
-    registry.simulate(None)
 
     assert found == code
 
 
-def test_memory_outside_of_the_pool_cannot_be_cleaned(session: Session, framework: Framework) -> None:
-    device = SimulatedNpu()
-    registry.simulate(device)
+def test_memory_outside_of_the_pool_cannot_be_cleaned(
+    session: Session, framework: Framework, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeNpu()
+    device.install(monkeypatch)
     device.module.npu.fail_memory_of_library()
 
     with pytest.raises(CallbackFailedError):
         framework.handlers.clean(True)
-    registry.simulate(None)
 
 
 def test_a_rank_that_is_not_in_its_train_function_cannot_be_repaired(session: Session, framework: Framework) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ttprun.rank.comm.work import ManagedWork
 class FakeGroup:
     """Notes that an operation has completed."""
 
-    links = SimpleNamespace(are_on_device=False)
     group_name = "world"
 
     def is_protected(self) -> bool:

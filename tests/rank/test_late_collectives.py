@@ -19,8 +19,10 @@ from ttprun.rank.comm.transports import TRANSPORTS, Transport
 from ttprun.rank.comm.transports.late import LateLink
 
 LATE_S = 0.05
-LINK_ERROR = "operator(): simulated NPU function error: HCCS LINK ERROR, error code is 507056"
+BROKEN = "NCCL error: remote process exited\nncclRemoteError: A call failed possibly due to a network error"
+STOPPED = "operator(): simulated NPU function error: HCCS LINK ERROR, error code is 507056"
 _fails_at: list[int] = []  # numbers of this rank's all-reduces that fail
+_fails_with = [BROKEN]
 
 
 class Work:
@@ -37,7 +39,7 @@ class Work:
             self._below.wait()
             time.sleep(LATE_S)
             if self._fails:
-                raise RuntimeError(LINK_ERROR)
+                raise RuntimeError(_fails_with[0])
             for output, copy in zip(self._outputs, self._copies, strict=True):
                 output.copy_(copy)
         except RuntimeError as error:
@@ -88,7 +90,7 @@ class Backend(dist.ProcessGroup):
 
 
 def begin(rank: int, place: str, fails_at: list[int]) -> None:
-    _fails_at[:] = fails_at if rank == 0 else []
+    _fails_at[:] = fails_at if rank == 0 or _fails_with[0] == STOPPED else []
 
     def make(seat: Any) -> LateLink:
         return LateLink(seat, "cpu", lambda store, seat: Backend(store, seat.rank, seat.size))
@@ -146,3 +148,18 @@ def test_a_late_failure_of_ddps_bucket_reaches_no_gradient(tmp_path: Any) -> Non
     found = run_world(step_with_ddp, str(tmp_path / "store"), [3], scenario=reconnect, is_begun=False)
 
     assert found == expected
+
+
+def step_until_an_error(rank: int, place: str, fails_at: list[int]) -> str:
+    _fails_with[0] = STOPPED
+    try:
+        step_with_ddp(rank, place, fails_at)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return "no error"
+
+
+def test_an_error_that_stops_a_devices_queue_ends_the_scripts_run_since_work_is_lost_with_it(tmp_path: Any) -> None:
+    found = run_world(step_until_an_error, str(tmp_path / "store"), [3], is_begun=False, limit_s=10.0)
+
+    assert ["HCCS LINK ERROR" in error for error in found] == [True, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ LIMIT_S = 5.0
 class FakeGroup:
     """One whose operations a recovery would take up."""
 
-    links = SimpleNamespace(are_on_device=False)
     group_name = "world"
 
     def is_protected(self) -> bool:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.device.fake_npu import FakeNpu, Queue
 from tests.options import OPTIONS
 from tests.rank.fakes import become, make_session
-from ttprun.device import registry
 from ttprun.device.errors import DeviceErrors, DeviceFault, diagnosis_of
 from ttprun.device.interface import DeviceFailedError
-from ttprun.device.sim import Queue, SimulatedNpu
 from ttprun.device.updates import UpdateTimes, now_us
 from ttprun.protocol.to_rank import Options
 from ttprun.rank.bootstrap import rerun
@@ -70,16 +69,15 @@ class FakePresence:
 
 
 @pytest.fixture
-def device() -> Iterator[SimulatedNpu]:
-    simulated = SimulatedNpu()
-    registry.simulate(simulated)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNpu]:
+    fake = FakeNpu()
+    fake.install(monkeypatch)
     line: Any = Notes()
     session = make_session(channel=line, groups={"": object()})
     session.options = replace(OPTIONS, retry_on=["out of memory"])
     become(session)
-    yield simulated
+    yield fake
     become(None)
-    registry.simulate(None)
 
 
 def asked(error: Exception) -> tuple[bool, str, bool, list[str]]:
@@ -89,7 +87,7 @@ def asked(error: Exception) -> tuple[bool, str, bool, list[str]]:
     return session is not None, diagnosis.name, device is not None, [note.text for note in presence.channel.sent]
 
 
-def test_a_device_is_stopped_and_says_which_memory_has_failed(device: SimulatedNpu) -> None:
+def test_a_device_is_stopped_and_says_which_memory_has_failed(device: FakeNpu) -> None:
     weights = torch.zeros(4)
     device.module.npu.fail_memory(weights)
 
@@ -99,14 +97,14 @@ def test_a_device_is_stopped_and_says_which_memory_has_failed(device: SimulatedN
     assert device.module.npu.queue is Queue.STOP_EXIT
 
 
-def test_memory_that_nothing_holds_needs_no_rebuild(device: SimulatedNpu) -> None:
+def test_memory_that_nothing_holds_needs_no_rebuild(device: FakeNpu) -> None:
     device.module.npu.fail_memory(torch.zeros(4))
 
     assert asked(RuntimeError("UCE ERROR")) == (True, "memory-temporary", True, [])
 
 
 def test_memory_that_failed_with_an_ecc_error_since_the_newest_step_began_is_repaired_in_the_same_process(
-    device: SimulatedNpu,
+    device: FakeNpu,
 ) -> None:
     session = current()
     assert session is not None
@@ -124,7 +122,7 @@ def test_memory_that_failed_with_an_ecc_error_since_the_newest_step_began_is_rep
     assert device.module.npu.queue is Queue.RUN
 
 
-def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_process(device: SimulatedNpu) -> None:
+def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_process(device: FakeNpu) -> None:
     session = current()
     assert session is not None
     device.module.npu.fail_memory(torch.zeros(4), Queue.HBM_ECC_EXIT)
@@ -153,14 +151,14 @@ def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_tell_their_tim
     assert (during, behind) == ((5, 0), (5, 6))
 
 
-def test_memory_outside_the_pool_costs_the_process(device: SimulatedNpu) -> None:
+def test_memory_outside_the_pool_costs_the_process(device: FakeNpu) -> None:
     device.module.npu.fail_memory_of_library()
 
     reason = "the script is not run again in the same process: its device says memory-outside-pool"
     assert asked(RuntimeError("UCE ERROR")) == (False, "memory-outside-pool", False, [reason])
 
 
-def test_a_device_that_cannot_be_stopped_costs_the_process(device: SimulatedNpu) -> None:
+def test_a_device_that_cannot_be_stopped_costs_the_process(device: FakeNpu) -> None:
     device.module.npu.lose()
 
     kept, fault, _, notes = asked(RuntimeError("UCE ERROR"))
@@ -169,12 +167,12 @@ def test_a_device_that_cannot_be_stopped_costs_the_process(device: SimulatedNpu)
     assert "stop_device answers 1 for NPU 0" in notes[0]
 
 
-def test_an_error_that_is_none_of_the_device_leaves_it_alone(device: SimulatedNpu) -> None:
+def test_an_error_that_is_none_of_the_device_leaves_it_alone(device: FakeNpu) -> None:
     assert asked(RuntimeError("out of memory")) == (True, "", False, [])
     assert device.module.npu.queue is Queue.RUN
 
 
-def test_tensors_that_outlive_the_run_cost_the_process(device: SimulatedNpu) -> None:
+def test_tensors_that_outlive_the_run_cost_the_process(device: FakeNpu) -> None:
     weights = torch.zeros(4)
     device.module.npu.fail_memory(weights)
 

@@ -25,6 +25,11 @@ assert summed.tolist() == [2000.0, 2000.0]
 assert work.is_completed()
 dist.barrier()
 
+# From rank to rank.
+sent = torch.full((3,), 7.0, device="npu")
+dist.send(sent, 1) if rank == 0 else dist.recv(sent.zero_(), 0)
+assert sent.tolist() == [7.0] * 3
+
 # A peer that does not come is waited for; an abort wakes the waiters, and leaves garbage.
 backend = dist.group.WORLD._get_backend(torch.device("npu"))
 if rank == 0:

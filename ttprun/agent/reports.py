@@ -135,9 +135,6 @@ class Reports:
                 node.advance(recovery.MismatchFound(at_s=at_s, rank=rank, generation=generation, reason=reason))
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
-            case from_rank.DeviceReady(counters=counters):
-                fields = {key: value for key, value in vars(message).items() if key != "counters"}
-                node.log("device_ready", rank=rank, **fields, **counters)
             case from_rank.Held():
                 self.comparisons.take(seat, message)
             case from_rank.SteppedAside():

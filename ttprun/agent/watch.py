@@ -74,7 +74,6 @@ class Watch:
             may_rerun="rerun" in rungs,
             retry_on=config.retry_on,
             device_errors=config.device_errors,
-            simulates_npu=config.simulate_npu,
             mindio=config.mindio,
             prints_traceback=bool(handler.start["stderr"]),
         )

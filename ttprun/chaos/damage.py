@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from ttprun.chaos.faults import DEVICE_KINDS, Fault
 from ttprun.protocol import from_rank
-from ttprun.rank import fail_open
 from ttprun.rank.process import held_signals
 
 if TYPE_CHECKING:
@@ -72,18 +71,12 @@ def cause(channel: Channel, armed: Armed, phase: str, step: int, session: Sessio
         if fault.kind == "term":
             held_signals.wait_while_meant_alone(signal.SIGTERM)  # or it would die some steps later
     elif session is not None:
-        meets: Exception | None = None
         try:
-            if fault.kind in DEVICE_KINDS:
-                detail, meets = _break_device(session, fault.kind)
-            else:
-                detail = _break_something(session, fault)
+            detail = _break_device(fault.kind) if fault.kind in DEVICE_KINDS else _break_something(session, fault)
         except Exception as error:  # a fault that could not be caused must not disturb the script
             channel.send(from_rank.FaultFailed(armed.number, str(error)))
         else:
             report(channel, armed, phase, step, detail)
-        if meets is not None:
-            raise fail_open.meant(meets)
 
 
 def report(channel: Channel, armed: Armed, phase: str, step: int, detail: str = "") -> None:
@@ -190,10 +183,10 @@ def _wait_for_agent() -> None:
 # What breaks devices, links or data.
 
 
-def _break_device(session: Session, kind: str) -> tuple[str, RuntimeError | None]:
+def _break_device(kind: str) -> str:
     from ttprun.chaos import broken_device
 
-    return broken_device.break_device(session, kind)
+    return broken_device.break_device(kind)
 
 
 def _break_something(session: Session, fault: Fault) -> str:

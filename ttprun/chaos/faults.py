@@ -36,10 +36,10 @@ KINDS: dict[str, str] = {
     # Data.
     "nan": "one element of a gradient becomes NaN in this rank, before the all-reduce",
     "flip-bit": "one bit of a replicated parameter is flipped in this rank (which one: seed=S)",
-    # Device: simulated, with a real device's error; the tensors that it ruins are the script's own.
-    "uce-low": "simulated device: uncorrectable memory error where no state is kept; gradients are ruined",
+    # Device: the simulated NPU alone, whose memory then fails where the script's own tensors are.
+    "uce-low": "simulated device: uncorrectable memory error where no state is kept",
     "uce-high": "simulated device: the same in the weights and the optimizer's state, all of which are ruined",
-    "uce-fatal": "simulated device: the same in memory that belongs to no tensor; the weights are ruined, too",
+    "uce-fatal": "simulated device: the same in memory that belongs to no tensor",
     "ecc": "simulated device: a multi-bit ECC error, with its time, in the weights and the optimizer's state",
     "link": "simulated device: the next collective meets a broken link between devices",
     "device-lost": "simulated device: it no longer answers",

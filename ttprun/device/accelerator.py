@@ -27,6 +27,19 @@ def in_use() -> tuple[str, Any] | None:
     return None
 
 
+def current_index() -> int | None:
+    """The number of this thread's device; None if no device is in use."""
+    found = in_use()
+    return None if found is None else int(found[1].current_device())
+
+
+def use(index: int | None) -> None:
+    """This thread works on the device of this number; each thread begins with the first one. None: nothing changes."""
+    found = in_use()
+    if found is not None and index is not None:
+        found[1].set_device(index)
+
+
 def synchronize() -> None:
     """Wait until the device of this thread has done all its work. Raises the device's error."""
     found = in_use()

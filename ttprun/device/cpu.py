@@ -33,14 +33,11 @@ class CpuDevice:
     def restart(self) -> None:
         """Nothing was stopped."""
 
-    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
+    def rebuild_communicators(self) -> None:
         """gloo's connections are ttprun's own: see `ttprun.rank.comm.connection`."""
 
     def mark_safe(self, tensor: Any) -> None:
         """No tensor is ever unsafe."""
-
-    def communicator(self) -> None:
-        """gloo does it all."""
 
     def rng_state(self) -> bytes:
         """The processor's generator is recorded by `ttprun.rank.process.random_state`."""

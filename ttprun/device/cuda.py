@@ -79,22 +79,17 @@ class CudaDevice:
         """A context cannot be made anew in the same process: this only says whether it lives."""
         self.check_memory()
 
-    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """Abort NCCL's communicators; the group connects anew when it is used next.
+    def rebuild_communicators(self) -> None:
+        """Abort NCCL's communicators; a group connects anew when it is used next.
 
         Without an abort its kernels, and later work on the stream, may wait for ever.
         """
-        distributed = self._torch.distributed
-        groups = distributed.distributed_c10d._world.pg_map if group is None else (group,)
-        for found in tuple(groups):
+        for found in tuple(self._torch.distributed.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):  # a group without a backend for CUDA
                 found._get_backend(self._torch.device("cuda", self._index)).abort()
 
     def mark_safe(self, tensor: Any) -> None:
         """No tensor is ever unsafe."""
-
-    def communicator(self) -> None:
-        """NCCL's groups are torch's own."""
 
     def rng_state(self) -> bytes:
         """State of the GPU's generator."""

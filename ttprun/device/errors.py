@@ -89,9 +89,10 @@ ROWS: tuple[Row, ...] = (
     # Also raised for an address out of range: it is unknown what has been read and written.
     Row("torch_npu", _acl("SUSPECT MEM ERROR", "suspect device mem error", 507055), _F.MEMORY_CORRUPTED),
     Row("torch_npu", _acl("FORCE STOP", "device task abort", 107022), _F.FORCED_STOP),
-    Row("torch_npu", _acl("HCCL OP RETRY FAILED", "hccl op retry failed", 507904), _F.LINK),
-    Row("torch_npu", _acl("SUSPECT REMOTE ERROR", "suspect remote error", 507057), _F.REMOTE_SUSPECT),
-    Row("torch_npu", _acl("(?:HCCS|UB) LINK ERROR", "(?:link error|device network link error)", 507056), _F.LINK),
+    # These stop the device's queue: what it had still to compute is lost, so no new connection alone is the answer.
+    Row("torch_npu", _acl("HCCL OP RETRY FAILED", "hccl op retry failed", 507904), _F.LINK, rung="rerun"),
+    Row("torch_npu", _acl("SUSPECT REMOTE ERROR", "suspect remote error", 507057), _F.REMOTE_SUSPECT, rung="rerun"),
+    Row("torch_npu", _acl("(?:HCCS|UB) LINK ERROR", "(?:device network )?link error", 507056), _F.LINK, rung="rerun"),
     Row("torch_npu", r"reason=\[lost heartbeat\]|error code is 507010\b", _F.DEVICE_LOST),
     Row("torch_npu", r"reason=\[aicore (?:timeout|exception)\]|error code is 50701[45]\b", _F.DEVICE_LOST),
     Row("torch_npu", r"reason=\[(?:task|stream sync) timeout\]|error code is 107020\b", _F.COLLECTIVE_TIMEOUT),

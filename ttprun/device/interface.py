@@ -6,8 +6,6 @@ restart, rebuild the communicators, mark repaired tensors as safe.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
@@ -49,7 +47,7 @@ def refined(diagnosis: Diagnosis, check: MemoryCheck) -> Diagnosis:
 class Identity:
     """Which device this is.
 
-    kind       "cpu", "cuda", "npu", or "sim" (simulated)
+    kind       "cpu", "cuda" or "npu"
     name       the model, from its driver
     index      number of the device in this process
     versions   of its libraries and driver, "" if unknown
@@ -83,24 +81,6 @@ class MemoryFigures:
     total_bytes: int
 
 
-class Communicator(Protocol):
-    """A device's part in one managed process group, which outlives the group's connections.
-
-    calls   operation -> number of calls
-    """
-
-    calls: Counter[str]
-
-    def issue(self, links: Any, op: str, args: tuple[Any, ...], inputs: Iterable[Any]) -> Any:
-        """Issue an operation; returns the backend's work.
-
-        links   the group's current links: a process group with the operations as its methods
-        inputs  tensors that are read
-
-        Raises RuntimeError, the device's error.
-        """
-
-
 class Device(Protocol):
     """One kind of device. Methods may block until the device answers, seconds at most."""
 
@@ -122,18 +102,14 @@ class Device(Protocol):
     def restart(self) -> None:
         """Make it ready for work after `stop`, without its communicators. Raises DeviceFailedError."""
 
-    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """Make the device's communicators ready after `restart`, in place. Raises DeviceFailedError.
+    def rebuild_communicators(self) -> None:
+        """Make the communicators of torch's own groups ready after `restart`, in place. Raises DeviceFailedError.
 
-        group            a result of `communicator`, or torch's process group; None: all
-        rebuilds_links   make new connections, since the process at an end of them was replaced
+        Groups of ours need none of that: they make new ones in each generation.
         """
 
     def mark_safe(self, tensor: Any) -> None:
         """A tensor in failed memory was written again, and may be used."""
-
-    def communicator(self) -> Communicator | None:
-        """The device's part in a new managed process group; None if it takes no part."""
 
     def rng_state(self) -> bytes:
         """State of the device's random generator, b"" if it has none."""

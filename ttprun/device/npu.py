@@ -1,8 +1,7 @@
 """An Ascend NPU through torch_npu. Never run on one: written from its sources, and tested against a simulation.
 
-torch_npu differs between releases. 2.1: `stop_device` returns None, `reinit_process_group` always rebuilds the default
-group, and returns None. 2.7: the former returns 0 or 1, the latter rebuilds and returns the given group. 2.13:
-`restart_device` has a third argument, which we do not use. Missing functions are not called.
+torch_npu differs between releases. 2.1: `stop_device` returns None. 2.7: it returns 0 or 1. 2.13: `restart_device` has
+a third argument, which we do not use. Missing functions are not called.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 
 from ttprun.device.errors import DeviceErrors, in_one_line
 from ttprun.device.interface import (
-    Communicator,
     DeviceFailedError,
     DeviceMissingError,
     Health,
@@ -105,23 +103,17 @@ class NpuDevice:
         """Repair the memory that failed, and take orders again."""
         self._call("restart_device", self._index)
 
-    def rebuild_communicators(self, group: Any = None, rebuilds_links: bool = False) -> None:
-        """Without new links all groups are resumed at once, whichever is given; with them each is rebuilt by itself."""
+    def rebuild_communicators(self) -> None:
+        """Resume all groups at once, over the links that they have."""
         if self._reinit is None:
             raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} has no reinit_process_group")
-        answer = self._reinit(group=group if rebuilds_links else None, rebuild_link=rebuilds_links)
-        if rebuilds_links and group is not None and answer is None:
-            raise DeviceFailedError(f"torch_npu {self._torch_npu.__version__} rebuilds only the default group")
+        self._reinit(group=None, rebuild_link=False)
 
     def mark_safe(self, tensor: Any) -> None:
         """Without this the use of a tensor whose memory had failed raises "unsafe data in the input tensor"."""
         mark = getattr(getattr(self._npu, "_recovery", None), "update_npu_tensor_to_safe", None)
         if mark is not None:
             mark(tensor)
-
-    def communicator(self) -> Communicator | None:
-        """HCCL's groups are torch's own."""
-        return None
 
     def rng_state(self) -> bytes:
         """State of the NPU's generator."""

@@ -9,15 +9,11 @@ from typing import Any
 from ttprun.device.cpu import CpuDevice
 from ttprun.device.interface import Device
 
-_simulated: Device | None = None
-
 
 def current() -> Device:
     """The device of this process; the CPU in forked children, and if no device was used."""
     torch: Any = sys.modules.get("torch")
     torch_npu: Any = sys.modules.get("torch_npu")
-    if _simulated is not None:
-        return _simulated
     if torch_npu is not None and torch_npu.npu.is_initialized():
         from ttprun.device.npu import NpuDevice
 
@@ -35,9 +31,3 @@ def _gpu(torch: Any, index: int) -> Device:
     from ttprun.device.cuda import CudaDevice
 
     return CudaDevice(torch, index, nvml.load())
-
-
-def simulate(device: Device | None) -> None:
-    """Make this the process's device; None: the real one."""
-    global _simulated
-    _simulated = device

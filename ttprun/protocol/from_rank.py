@@ -317,23 +317,6 @@ class Compared:
     not_proved: list[str]
 
 
-@dataclass(frozen=True)
-class DeviceReady:
-    """The device works again.
-
-    device         its kind
-    communicators  "resumed", "rebuilt" or "made"
-    calls          number of calls of each method of a communicator
-    counters       the device's other counters
-    """
-
-    generation: int
-    device: str
-    communicators: str
-    calls: dict[str, int]
-    counters: dict[str, int] = field(default_factory=dict)
-
-
 # Numbers.
 
 
@@ -420,7 +403,7 @@ Report = (
     | TrainsAlone | Joined | OwnStateKept | StateMirrored
     | ModulesOfTorch | Imported | Ready | Copied
     | Put | RowChanged
-    | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared | DeviceReady
+    | Broken | Frozen | Replayed | StateSent | Repaired | Rebuilt | Reissued | Mismatch | Compared
     | Held | SteppedAside | NanFound
     | FaultStruck | FaultFailed
 )  # fmt: skip

@@ -49,7 +49,6 @@ class Options:
     may_rerun: bool
     retry_on: list[str]
     device_errors: dict[str, Any]
-    simulates_npu: bool
     mindio: bool
     prints_traceback: bool
 

@@ -11,8 +11,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ttprun.chaos import observer, strikes
-from ttprun.device import registry
-from ttprun.device.sim import SimulatedNpu
 from ttprun.elastic_resume.adapted import Adapted
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import Board, Phase
@@ -60,8 +58,6 @@ def install(presence: Presence) -> None:
     trackers.follow()
     framework_patches.follow()
     leave_in_children()
-    if options.simulates_npu:
-        registry.simulate(SimulatedNpu())
     if options.allow_faults:
         moments.listener = observer.ordered(presence.welcome.rank) or strikes
         strikes.begin(presence.welcome.faults, presence.channel)

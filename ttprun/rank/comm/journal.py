@@ -230,17 +230,15 @@ class Journal:
             try:
                 inner.wait(_LOOK_AGAIN)
             except Exception as error:
-                diagnosis = self.diagnose(error)
-                is_of_device = entry.group.links.are_on_device and diagnosis.is_known
-                if not (inner.is_completed() or is_of_device):
+                if not inner.is_completed():
                     if may_stop():
                         return
                     continue
-                if has_succeeded(inner) and not is_of_device:  # it has completed since the wait timed out
+                if has_succeeded(inner):  # it has completed since the wait timed out
                     entry.group.complete(entry, inner)
                     continue
                 failed = inner
-                if self._is_for_script(entry, inner, error, diagnosis):
+                if self._is_for_script(entry, inner, error, self.diagnose(error)):
                     fail_open.meant(error)
                     raise
             else:

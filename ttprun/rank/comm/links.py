@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from ttprun.device import registry
 from ttprun.rank import moments
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.operations import tensors_in
@@ -28,17 +24,14 @@ class Links:
     backends       type of device -> name of the backend for its tensors
     seat           this process's place in the group, in the generation of the links; -1 before the first
     is_joined      all members have connected once; until then the main thread connects
-    has_new_peers  a member's process was replaced since the last connection
     """
 
     def __init__(self, session: Session, seat: Seat, backends: Mapping[str, str]) -> None:
         self.backends = backends
         self.seat = seat
         self.is_joined = False
-        self.has_new_peers = False
         self._session = session
         self._by_type: dict[str, Link] = {}  # by type of device; {} while there is no connection
-        self._communicator = registry.current().communicator()
         self._connecting = threading.Lock()
 
     @property
@@ -97,8 +90,6 @@ class Links:
         return bool(self._by_type) and self.seat.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
-        if self._communicator is not None and self.has_new_peers:
-            registry.current().rebuild_communicators(self._communicator, rebuilds_links=True)
         seat = dataclasses.replace(self.seat, generation=generation)
         made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):
@@ -106,7 +97,6 @@ class Links:
         with self._session.journal.lock:
             self._by_type = {device_type: made[name] for device_type, name in self.backends.items()}
             self.seat = seat
-            self.has_new_peers = False
 
     def rename(self, name: str) -> None:
         """Torch has named the group."""
@@ -119,13 +109,9 @@ class Links:
         for link in self.all:
             link.abort()
 
-    def forget(self, has_new_peers: bool = False) -> None:
-        """Drop broken connections; their operations have all failed or completed.
-
-        has_new_peers   a member's process is replaced
-        """
+    def forget(self) -> None:
+        """Drop broken connections; their operations have all failed or completed."""
         self._by_type = {}
-        self.has_new_peers = self.has_new_peers or has_new_peers
 
     def abandon(self) -> None:
         """Leave the backends alone, as an operation on a broken connection does not end."""
@@ -134,13 +120,9 @@ class Links:
 
     # Using them.
 
-    def issue(self, op: str, args: tuple[Any, ...], inputs: Iterable[torch.Tensor]) -> Any:
-        """Issue an operation on the current connection; returns the backend's work. Raises the backend's error.
-
-        inputs   tensors that are read
-        """
-        link = self.that_carries(args)
-        return link.issue(op, args) if self._communicator is None else self._communicator.issue(link, op, args, inputs)
+    def issue(self, op: str, args: tuple[Any, ...]) -> Any:
+        """Issue an operation on the current connection; returns the backend's work. Raises the backend's error."""
+        return self.that_carries(args).issue(op, args)
 
     def that_carries(self, args: tuple[Any, ...]) -> Link:
         """The connection for an operation's arguments: that of its tensors' device; a barrier goes over a device."""
@@ -155,24 +137,7 @@ class Links:
             raise RuntimeError(f"No backend type associated with device type {device_type}")
         return links[device_type]
 
-    # The device.
-
-    @property
-    def are_on_device(self) -> bool:
-        """Whether the device takes part in the group's operations."""
-        return self._communicator is not None
-
-    @property
-    def calls_on_device(self) -> Counter[str]:
-        """Operation -> how often it was issued on the device by this process."""
-        return Counter() if self._communicator is None else self._communicator.calls
-
-    def move_to_device(self) -> None:
-        """The process's device was simulated, or replaced, after the group was made."""
-        if self._communicator is None:
-            self._communicator = registry.current().communicator()
-
     def device_fault_of(self, error: BaseException | None) -> str:
         """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
-        is_of_device = self.are_on_device or any(TRANSPORTS[name].is_late for name in self.backends.values())
-        return self._session.diagnose(error).name if is_of_device and error is not None else ""
+        is_late = any(TRANSPORTS[name].is_late for name in self.backends.values())
+        return self._session.diagnose(error).name if is_late and error is not None else ""

@@ -128,7 +128,7 @@ def _pass_on(group: ManagedGroup, op: str, args: tuple[Any, ...], tensor: torch.
         session.give_up_protection(f"the script uses {what}, which is not repaired")
     if session.replay is not None:
         raise RuntimeError(f"{op} cannot be replayed")
-    return group.links.issue(op, args, [])
+    return group.links.issue(op, args)
 
 
 def _compare_with_received(session: Session, message: Message, tensor: torch.Tensor) -> None:

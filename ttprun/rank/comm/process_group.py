@@ -249,7 +249,7 @@ class ManagedGroup(ProcessGroup):
 
     def _keep(self, entry: Entry, inputs: list[torch.Tensor]) -> bool:
         """Copy or note the inputs; if journal_limit_mib is reached, protection ends: False."""
-        if not self.links.are_on_device and self.buckets.hold(entry):
+        if self.buckets.hold(entry):
             return True
         if not self.session.journal.save(entry, inputs):
             self.session.give_up_protection("the journal of one step has reached journal_limit_mib")
@@ -290,9 +290,7 @@ class ManagedGroup(ProcessGroup):
         return fail_open.call_original(op, self._call, op, args)
 
     def _call(self, op: str, args: tuple[Any, ...]) -> Any:
-        inputs_at, _ = OPERATIONS[op] if op in OPERATIONS else POINT_TO_POINT[op]
-        inputs = [] if inputs_at is None or self._input_is_ignored(op, args) else tensors_in(args[inputs_at])
-        return self.links.issue(op, args, inputs)
+        return self.links.issue(op, args)
 
     def _input_is_ignored(self, op: str, args: tuple[Any, ...]) -> bool:
         """Whether this rank only receives: a broadcast reads the root's tensors alone."""

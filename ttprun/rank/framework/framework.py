@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from ttprun.device import accelerator
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
@@ -52,6 +53,7 @@ class Framework:
     is_stopping    the main thread is to leave its train function
     settled_in     generation in which all ranks have last agreed on their step
     is_past_setup  the train function has been called; a replacement repeats what the script does before
+    device_index   number of the device on which it works; None: on the CPU
     fault          the state that this rank has reported since it last trained
     repair_type    "retry", "recover", "dump" or "unknow"
     repair_step    step from which all resume; 0: unknown
@@ -71,6 +73,7 @@ class Framework:
         self.settled_in = -1
         self.place = Place.OUTSIDE
         self.is_past_setup = False
+        self.device_index: int | None = None
         self.fault = ReportState.RS_NORMAL
         self.repair_type: mindio.Strategy = "unknow"
         self.repair_step = joins_at or 0
@@ -204,6 +207,7 @@ class Framework:
         session = self._session
         moments.reached("before_step")
         self.admit()
+        accelerator.synchronize()  # a collective that fails late must not feed the update
         boundary = session.applied + 1
         randomness.keep(session, boundary)
         self._pauses.agree(boundary)
@@ -221,10 +225,15 @@ class Framework:
                 raise RuntimeError(f"{FORCE_STOP}. By mindio-ttp BeginUpdating (ttprun)")
 
     def end_updating(self, step: int) -> None:
-        """The optimizer's state is that of `step` now. Raises ValueError if `step` is not after the last one."""
+        """The optimizer's state is that of `step` now.
+
+        Raises ValueError if `step` is not after the last one, and the device's error if it has not carried out the
+        update: it works later than the calls that ask for it, and may have dropped them.
+        """
         session = self._session
         if step <= session.applied:
             raise ValueError(f"tft_end_updating_os: step {step} is not after step {session.applied}")
+        accelerator.synchronize()
         moments.reached_step_end()
         is_first = session.applied == 0
         if step != session.applied + 1:  # the framework has resumed from a checkpoint of its own
@@ -273,6 +282,7 @@ class Framework:
         with session.changed:
             self.place = Place.TRAINING
             self.is_past_setup = True
+            self.device_index = accelerator.current_index()
             session.changed.notify_all()
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 

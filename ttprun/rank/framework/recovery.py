@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ttprun.device import accelerator
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Field
 from ttprun.protocol.channel import Message
@@ -71,6 +72,7 @@ class CallbackRecovery(Recovery):
                 super().take(message)
 
     def _carry_out(self, order: Ordered) -> None:
+        accelerator.use(self._framework.device_index)
         match order:
             case to_rank.Freeze():
                 self._freeze(order)
@@ -126,7 +128,7 @@ class CallbackRecovery(Recovery):
             raise NotRepairableError(why_not)
         with self._calling():
             framework.handlers.stop()
-        self._leave_collectives(has_new_peers=bool(order.lost))
+        self._leave_collectives()
         framework.wait_until_stopped(self._check_overtaken)
         if framework.is_torn:
             raise NotRepairableError("its train function was interrupted during an update of the optimizer")
@@ -143,11 +145,11 @@ class CallbackRecovery(Recovery):
             return "it is not in the function that tft_exception_handler decorates"
         return "" if self._session.applied else "it has not completed an update of the optimizer yet"
 
-    def _leave_collectives(self, has_new_peers: bool = False) -> None:
+    def _leave_collectives(self) -> None:
         """Fail all waits for collectives, and start the names of new groups again."""
         session = self._session
         unfinished = session.journal.unfinished()
-        self._break_connections(has_new_peers)
+        self._break_connections()
         for entry in unfinished:
             if not entry.is_done:
                 entry.settle(RuntimeError(f"{FORCE_STOP}. A recovery has begun (ttprun)"))

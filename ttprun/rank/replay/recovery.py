@@ -212,12 +212,7 @@ class Recovery:
             session.is_holding = True
             session.settle_at = 0
             session.changed.notify_all()
-        groups = self._groups()
-        if any(group.links.are_on_device for group in groups):
-            self._let_step_end()  # a stop would leave its tensors partly updated
-        on_device.stop(groups)
-        self._break_connections(has_new_peers=bool(order.lost))
-        on_device.restart(groups)
+        self._break_connections()
         self._let_step_end()
         self._settle(order)
         on_device.settle()
@@ -238,12 +233,10 @@ class Recovery:
                 session.changed.wait(LOOK_AGAIN_S)
                 self._check_overtaken()
 
-    def _break_connections(self, has_new_peers: bool = False) -> None:
+    def _break_connections(self) -> None:
         """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
 
         Operations between living ranks first get _LET_FINISH_S: one that is cut with messages in flight may never end.
-
-        has_new_peers   the process at the other end is replaced
         """
         session = self._session
         groups = self._groups()
@@ -269,7 +262,7 @@ class Recovery:
         for entry in session.journal.unfinished():
             session.journal.attach(entry, None)
         for group in groups:
-            group.links.forget(has_new_peers)
+            group.links.forget()
 
     def _settle(self, order: to_rank.Freeze) -> None:
         """Bring all survivors to one boundary.
@@ -372,8 +365,6 @@ class Recovery:
             return
         session.journal.givers, session.journal.received = givers_of(order), order.received
         groups = self._groups()
-        did = "rebuilt" if any(group.links.has_new_peers for group in groups) else "resumed"
-        on_device.resume_communicators(groups)
         again = self._issued_again = []
         is_connected = False
         # A replacement connects these before it issues anything, and a backend may connect within an operation.
@@ -391,7 +382,6 @@ class Recovery:
             if entry is None:
                 self._connect_up_to(None)
                 session.channel.send(from_rank.Rebuilt(session.generation))
-                on_device.report_groups(session, groups, did)
                 is_connected = True
                 continue
             if not entry.group.links.are_of(session.generation):
@@ -441,7 +431,6 @@ class Recovery:
             group.links.connect_in(session.generation)
             group.links.is_joined = True
         session.channel.send(from_rank.Rebuilt(session.generation))
-        on_device.report_groups(session, list(session.groups.values()), "made")
         session.expected = Expected(session.channel, session.generation, order.expected)
         session.journal.givers, session.journal.received = givers_of(order), order.received
         session.verifier.prove_from(replay.boundary)

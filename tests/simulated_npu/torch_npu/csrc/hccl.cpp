@@ -3,6 +3,7 @@
 // writes to a tensor after an abort. A peer that is gone is not noticed: the collective goes on waiting, as on the real
 // links, until it is aborted, the device is stopped, or its time is over. Begin with ProcessGroupHCCL::issue.
 #include "hccl.h"
+#include <thread>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -310,12 +311,24 @@ class ProcessGroupHCCL final : public c10d::Backend {
       try {
         ++*link->running;
         auto below = carry(*link->gloo);
-        below->getFuture()->addCallback([end, is_well, running = link->running](c10::ivalue::Future& future) {
-          *is_well = !future.hasError();
-          if (!*is_well) return;  // a peer that is gone is not noticed
+        auto ended = [end, is_well, running = link->running](bool has_succeeded) {
+          *is_well = has_succeeded;
+          if (!has_succeeded) return;  // a peer that is gone is not noticed
           --*running;
           end->set();
-        });
+        };
+        if (c10d::isP2POp(work.retrieveOpType())) {  // gloo's works of these have no future
+          std::thread([below, ended] {
+            bool has_succeeded = false;
+            try {
+              has_succeeded = below->wait();
+            } catch (const std::exception&) {
+            }
+            ended(has_succeeded);
+          }).detach();
+        } else {
+          below->getFuture()->addCallback([ended](c10::ivalue::Future& future) { ended(!future.hasError()); });
+        }
         has_begun = true;
       } catch (const std::exception&) {
       }

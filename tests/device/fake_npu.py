@@ -1,24 +1,26 @@
-"""A simulated Ascend NPU: no device is there, and nothing here shows that ttprun works on one.
+"""A module torch_npu without a device, with the signatures, return codes and error texts of one of three releases.
 
-`SimulatedTorchNpu` takes the place of the module torch_npu, with the signatures, return codes and error texts of one of
-its releases, so that `npu.py` runs as it would on the device; what it does was taken from torch_npu's sources. Tensors
-are the CPU's own: a test that breaks one reports it with `fail_memory`. Begin with `SimulatedNpu`.
+`ttprun/device/npu.py` is tested against it. What it does was taken from torch_npu's sources. Tensors are the CPU's:
+a test that breaks one reports it with `fail_memory`. Whole jobs run on `tests/simulated_npu`, which has memory of its
+own. Begin with `FakeNpu`.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from ttprun.device.npu import NpuDevice
-from ttprun.device.sim_hccl import SimulatedHccl
 from ttprun.device.updates import now_us
 
 RELEASES = ("2.1.0.post8", "2.7.1", "2.13.0")
-_NAME = "simulated Ascend NPU (no hardware)"
+_NAME = "fake Ascend NPU (no hardware)"
 _TOTAL_BYTES = 64 << 30
 
 
@@ -51,12 +53,12 @@ _LOST = ("AclrtSynchronizeStreamWithTimeout", 507010)
 def in_full(text: str, code: int) -> RuntimeError:
     """An error in the full shape of torch_npu's."""
     return RuntimeError(
-        f"operator():simulated NPU function error: {text}, error code is {code}\n"
-        "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed (simulated)"
+        f"operator():fake NPU function error: {text}, error code is {code}\n"
+        "[ERROR] 1970-01-01-00:00:00 (PID:0, Device:0, RankID:-1) ERR00100 PTA call acl api failed (fake)"
     )
 
 
-class SimulatedTorchNpu:
+class FakeTorchNpu:
     """Takes the place of the module torch_npu.
 
     release    one of RELEASES, whose signatures and return codes it has
@@ -64,8 +66,8 @@ class SimulatedTorchNpu:
     """
 
     def __init__(self, release: str = RELEASES[-1], clock_us: Callable[[], int] = now_us) -> None:
-        self.__version__ = f"{release}+simulated"
-        self.version = SimpleNamespace(cann="simulated")
+        self.__version__ = f"{release}+fake"
+        self.version = SimpleNamespace(cann="fake")
         self.npu: Any = {RELEASES[0]: _Npu21, RELEASES[1]: _Npu27, RELEASES[2]: _Npu}[release](clock_us)
 
     def reinit_process_group(self, group: Any = None, rebuild_link: bool = True) -> Any:
@@ -95,7 +97,6 @@ class _Npu:
         self._holders: list[weakref.ref[Any]] = []
         self._outside: list[int] = []
         self._unsafe: dict[int, weakref.ref[Any]] = {}
-        self._communicators: list[weakref.ref[SimulatedHccl]] = []
         self._recovery = SimpleNamespace(update_npu_tensor_to_safe=self._mark_safe)
 
     # What breaks it.
@@ -139,26 +140,20 @@ class _Npu:
         self._unsafe.pop(tensor.data_ptr(), None)
         self.marked += 1
 
-    # Communicators.
-
-    def new_communicator(self) -> SimulatedHccl:
-        """HCCL's part of a process group."""
-        made = SimulatedHccl(self.operate, in_full(*TEXTS[Queue.STOP_EXIT]))
-        self._communicators.append(weakref.ref(made))
-        return made
-
-    def _living_communicators(self) -> list[SimulatedHccl]:
-        return [found for ref in self._communicators if (found := ref()) is not None]
-
     def reinit(self, group: Any, rebuild_link: bool) -> Any:
         """What reinit_process_group of this release does and answers."""
         self.rebuilt.append((group, rebuild_link))
-        for found in self._living_communicators():
-            if not rebuild_link or found is group:
-                found.is_stopped = False
         return (group or "default group") if rebuild_link else None
 
     # torch_npu.npu.
+
+    def is_initialized(self) -> bool:
+        """The process uses it."""
+        return True
+
+    def current_device(self) -> int:
+        """There is one."""
+        return 0
 
     def is_available(self) -> bool:
         """Whether there is a device that answers."""
@@ -178,8 +173,6 @@ class _Npu:
             return 1
         self.stops += 1
         self.queue = Queue.STOP_EXIT
-        for found in self._living_communicators():
-            found.is_stopped = True
         return 0
 
     def restart_device(
@@ -243,24 +236,17 @@ class _Npu21(_Npu27):
         super().reinit("default group" if rebuild_link else None, rebuild_link)
 
 
-class SimulatedNpu(NpuDevice):
-    """The device of `inject-fault uce-low` and the like, of `--simulate-npu`, and of tests: `npu.py` on a simulated
-    torch_npu.
+class FakeNpu(NpuDevice):
+    """`npu.py` on a fake torch_npu.
 
-    module   the simulated torch_npu, to break it
+    module   the fake, to break it
     """
 
-    kind = "sim"
-
     def __init__(self, release: str = RELEASES[-1], clock_us: Callable[[], int] = now_us) -> None:
-        self.module = SimulatedTorchNpu(release, clock_us)
+        self.module = FakeTorchNpu(release, clock_us)
         super().__init__(self.module, 0, self.module.reinit_process_group)
 
-    def counters(self) -> dict[str, int]:
-        """How often it was stopped, and how many tensors were marked as safe."""
-        return {"stops": self.module.npu.stops, "marked_safe": self.module.npu.marked}
-
-    def communicator(self) -> SimulatedHccl:
-        """HCCL's part of a process group that is being made."""
-        communicator: SimulatedHccl = self.module.npu.new_communicator()
-        return communicator
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have this process's device be this one."""
+        monkeypatch.setitem(sys.modules, "torch_npu", self.module)
+        monkeypatch.setattr("torch.distributed.reinit_process_group", self.module.reinit_process_group, raising=False)
