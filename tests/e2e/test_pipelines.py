@@ -33,3 +33,27 @@ def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(BY_HAND, 4, arguments))
+
+
+SCHEDULES = "pipeline_schedules.py"  # 12 steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rank", "step", "phase"),
+    [
+        (["--schedule", "1f1b"], 1, 5, "collective"),
+        (["--schedule", "1f1b"], 2, 7, "backward"),
+        (["--schedule", "gpipe"], 3, 4, "forward"),
+        (["--schedule", "interleaved"], 0, 6, "collective"),
+        (["--schedule", "interleaved"], 3, 4, "forward"),
+        (["--schedule", "1f1b", "--ddp"], 1, 6, "backward"),
+        (["--schedule", "1f1b"], 0, 0, "forward"),
+    ],
+)
+def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, arguments: list[str], rank: int, step: int, phase: str
+) -> None:
+    run = run_ttprun(SCHEDULES, 4, script_args=arguments, faults=[f"kill:rank={rank},step={step},phase={phase}"])
+
+    assert_only_replaced(run)
+    assert_same_outcome(run, undisturbed(SCHEDULES, 4, arguments))
