@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from ttprun.rank.comm.transports import late
 from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
+from ttprun.rank.comm.transports.link import Seat
 
 
 class Operation:
@@ -130,3 +134,15 @@ def test_a_future_of_an_operation_that_fails_late_has_its_error() -> None:
 
     with pytest.raises(RuntimeError, match="ncclRemoteError"):
         work.get_future().wait()
+
+
+def test_the_backend_gets_the_options_that_the_script_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    plugin = SimpleNamespace(extended_api=True, creator_fn=lambda options, of_backend: given.append(of_backend))
+    monkeypatch.setitem(dist.Backend._plugins, "HCCL", plugin)
+    exchange: Any = None
+    seat = Seat(exchange, 0, "key", "world", 0, 1, [0], timedelta(seconds=1), options="a high priority")
+
+    late._registered("hccl")(dist.HashStore(), seat)
+
+    assert given == ["a high priority"]

@@ -108,9 +108,10 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--backend", help="default: hccl on an NPU, else gloo")
     args = parser.parse_args()
 
-    dist.init_process_group("hccl" if args.device == "npu" else "gloo")
+    dist.init_process_group(args.backend or ("hccl" if args.device == "npu" else "gloo"))
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
     if args.device != "cpu":

@@ -167,9 +167,10 @@ def main():
     parser.add_argument("--out", default="out")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--backend", help="default: hccl on an NPU, else gloo")
     args = parser.parse_args()
 
-    dist.init_process_group(backend="hccl" if args.device == "npu" else "gloo")
+    dist.init_process_group(backend=args.backend or ("hccl" if args.device == "npu" else "gloo"))
     rank = dist.get_rank()
     os.makedirs(args.out, exist_ok=True)
     torch.manual_seed(42)

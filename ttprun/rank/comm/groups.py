@@ -28,8 +28,11 @@ LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tri
 _backends_to_make = dict(GLOO_ALONE)  # of the group that is being made
 
 
-def _make(options: Any, _: Any) -> ManagedGroup:
-    """Called by torch to make a group of our internal backend name."""
+def _make(options: Any, of_backend: Any) -> ManagedGroup:
+    """Called by torch to make a group of our internal backend name.
+
+    of_backend   what the script gave as `pg_options`; it is the backend's own
+    """
     session = current()
     assert session is not None
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -41,6 +44,7 @@ def _make(options: Any, _: Any) -> ManagedGroup:
         options.group_rank,
         options.timeout,
         dict(_backends_to_make),
+        of_backend,
     )
 
 

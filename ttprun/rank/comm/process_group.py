@@ -55,6 +55,7 @@ class ManagedGroup(ProcessGroup):
     rank           of this process among them
     op_limit       the time-out that the script asked for
     backends       type of device -> name of the backend for its tensors, as torch would have chosen it
+    options        of the backend, as the script has given them; None: torch's own
     number         groups are numbered in the order in which the script makes them
     is_made        torch has finished making it
     links          its connections
@@ -70,6 +71,7 @@ class ManagedGroup(ProcessGroup):
         rank: int,
         op_limit: timedelta,
         backends: Mapping[str, str] = GLOO_ALONE,
+        options: Any = None,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -88,7 +90,7 @@ class ManagedGroup(ProcessGroup):
         self._description = ""
         self._rank = rank
         self._size = size
-        self.links = Links(session, Seat(exchange, -1, key, name, rank, size, ranks, op_limit), backends)
+        self.links = Links(session, Seat(exchange, -1, key, name, rank, size, ranks, op_limit, options), backends)
         session.groups[name] = self
         living.add(self)
 

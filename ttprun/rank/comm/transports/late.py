@@ -44,7 +44,7 @@ def make_hccl(seat: Seat) -> Link:
 
 def _nccl(store: Any, seat: Seat) -> Any:
     before = {name: os.environ.get(name) for name in NCCL_VARIABLES}
-    options: Any = dist.ProcessGroupNCCL.Options()
+    options: Any = dist.ProcessGroupNCCL.Options() if seat.options is None else seat.options
     options._timeout = seat.op_limit
     options.global_ranks_in_group = list(seat.ranks)
     options.group_name = seat.name
@@ -70,7 +70,7 @@ def _registered(name: str) -> Callable[[Any, Seat], Any]:
         options.store, options.group_rank, options.group_size = store, seat.rank, seat.size
         options.timeout, options.group_id = seat.op_limit, seat.name
         options.global_ranks_in_group = list(seat.ranks)
-        return plugin.creator_fn(options, None)
+        return plugin.creator_fn(options, seat.options)
 
     return make
 

@@ -21,6 +21,7 @@ class Seat:
     rank       of this process in the group, which has `size` members
     ranks      global ranks of the members
     op_limit   the time limit that the script has asked for
+    options    of the backend, as the script has given them (`pg_options`); None: torch's own
     """
 
     exchange: Exchange
@@ -31,6 +32,7 @@ class Seat:
     size: int
     ranks: Sequence[int]
     op_limit: timedelta
+    options: Any = None
 
 
 class Link(Protocol):
