@@ -36,6 +36,7 @@ def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
 
 
 SCHEDULES = "pipeline_schedules.py"  # 12 steps
+THREE_DIMENSIONS = [(5, 3, "collective"), (0, 5, "backward"), (6, 8, "forward")]
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,15 @@ def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
 
     assert_only_replaced(run)
     assert_same_outcome(run, undisturbed(SCHEDULES, 4, arguments))
+
+
+def test_in_three_dimensions_several_ranks_are_replaced_one_after_the_other_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    arguments = ["--tp", "2"]
+    kills = [f"kill:rank={rank},step={step},phase={phase}" for rank, step, phase in THREE_DIMENSIONS]
+
+    run = run_ttprun(SCHEDULES, 8, script_args=arguments, faults=kills)
+
+    assert_only_replaced(run, incidents=len(kills))
+    assert_same_outcome(run, undisturbed(SCHEDULES, 8, arguments))
