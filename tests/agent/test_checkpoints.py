@@ -53,7 +53,7 @@ class AnyCheckpoint:
 
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
-    comparisons = SimpleNamespace(names_of=", ".join)
+    comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
     return Checkpoints(node, CheckpointWriter(node, store, AnyCheckpoint()), comparisons)  # type: ignore[arg-type]
 
 

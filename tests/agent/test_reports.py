@@ -96,7 +96,7 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
         reports.take(
             seat,
             from_rank.Held(
-                boundary, is_full=boundary == 1, held=held, names={}, shards=[], groups=[], why_not_stored=""
+                boundary, is_full=boundary == 1, held=held, names={}, shards={}, groups=[], why_not_stored=""
             ),
         )
 

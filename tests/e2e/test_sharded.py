@@ -151,20 +151,17 @@ def test_a_tensor_parallel_rank_is_replaced_from_its_data_parallel_peer_and_noth
     assert_same_outcome(run, undisturbed(TENSOR_PARALLEL, 4))
 
 
-def test_shards_that_cannot_be_stored_are_reported_in_the_first_steps_with_what_a_fault_will_cost(
+def test_what_is_sharded_by_fsdp_over_tensor_parallelism_comes_back_from_a_snapshot_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    """FSDP2 over tensor parallelism: each shard has one holder, and no snapshot holds it."""
+    """Each part has one holder, and lies in a mesh of some of the ranks, or is cut twice along one dimension."""
     kill, arguments = "kill:rank=1,step=9,phase=backward", ["--fsdp"]
 
-    run = run_ttprun(TENSOR_PARALLEL, 4, script_args=arguments, faults=[kill], options=["--max-restarts", "1"])
+    run = run_ttprun(TENSOR_PARALLEL, 4, script_args=arguments, faults=[kill], options=["--snapshot-every", "5steps"])
 
-    said = "no snapshots are taken, so a fault restarts the group (its parameters are sharded over some of the ranks"
-    assert said in run.output, run.story()
-    assert "go back to the newest snapshot" not in run.output, run.story()
-    assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"restart"}
-    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("restart", "restarted")], run.story()
-    assert run.final == undisturbed(TENSOR_PARALLEL, 4, arguments).final, run.story()
+    assert {rank.loss for rank in read_topology(run.folder / "run" / "topology.json").ranks} == {"snapshot"}
+    assert [(one["rung"], one["outcome"]) for one in run.incidents] == [("rewind", "recovered")], run.story()
+    assert_as_undisturbed(run, undisturbed(TENSOR_PARALLEL, 4, arguments))
 
 
 PREEMPTED = [(13, "forward"), (8, "validation"), (20, "collective"), (3, "after_step"), (9, "in_step")]

@@ -241,21 +241,36 @@ def test_ways_of_sharding_that_are_not_stored_are_refused_with_the_reason() -> N
         part = DeviceMesh("cpu", [0, 1])
         whole = torch.randn(8, 8)
         good = [shard(whole, mesh, [Shard(0)]), shard(whole, square, [Replicate(), Shard(1)]), whole]
-        strided = DTensor.from_local(
-            whole[:2],
-            square,
-            [_StridedShard(0, split_factor=2), Shard(0)],
-            run_check=False,
-            shape=(8, 8),
-            stride=(8, 1),
-        )
+        good += [
+            shard(whole, part, [Shard(0)]),
+            strided(whole[:2], square, [_StridedShard(0, split_factor=2), Shard(0)]),
+        ]
+        pieces = strided(whole[::2], square, [_StridedShard(0, split_factor=4), Replicate()])
 
         assert sharded.why_not_stored(good) == ""
-        assert "in a way that is not stored yet" in sharded.why_not_stored([*good, strided])
-        assert "over some of the ranks" in sharded.why_not_stored([shard(whole, part, [Shard(0)])])
+        assert "not one box each" in sharded.why_not_stored([*good, pieces])
         assert "do not match their mesh" in sharded.why_not_stored(
             [DTensor.from_local(whole[:3], mesh, [Shard(0)], run_check=False, shape=(8, 8), stride=(8, 1))]
         )
+
+
+def strided(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A part of a tensor of 8 x 8."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=(8, 8), stride=(8, 1))
+
+
+@pytest.mark.parametrize("rows", [8, 7, 5, 2])
+@pytest.mark.parametrize("placements", [(_StridedShard(0, split_factor=2), Shard(0)), (Shard(0), Shard(0))], ids=str)
+def test_the_parts_of_what_is_sharded_twice_along_one_dimension_make_the_whole(
+    rows: int, placements: tuple[Placement, ...]
+) -> None:
+    with world(0, 4):
+        mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        whole = DTensor.from_local(torch.empty(0, 3), mesh, placements, run_check=False, shape=(rows, 3), stride=(3, 1))
+
+        boxes = [(offsets[0], sizes[0]) for _, _, offsets, sizes in sharded.held_by_all(whole)]
+
+        assert sorted(row for begin, size in boxes for row in range(begin, begin + size)) == list(range(rows))
 
 
 def test_what_a_rank_holds_of_a_sharded_variable_comes_back_and_another_way_of_sharding_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ttprun.recovery.replicas import KEPT, UNKNOWN, Divergence, Look, Looks, Replicas
+from ttprun.recovery.replicas import KEPT, UNKNOWN, Divergence, Look, Looks, Replicas, why_not_one_whole
 
 
 def after(looks: Looks, boundary: int, weights: str, rest: str = "", is_full: bool = True) -> tuple[Looks, Look]:
@@ -165,3 +165,14 @@ def test_an_older_boundary_that_is_completed_late_is_compared_too() -> None:
     assert look.divergence is None
     assert looks.agreed_at == 100
     assert sorted(looks.reported) == [(200, False)]
+
+
+def test_parts_make_one_whole_if_all_are_cut_alike_and_equal_places_hold_the_same() -> None:
+    two_by_two = [{"w": ("[8]: 2 by S(0)", place)} for place in ("0 of 2", "1 of 2", "0 of 2", "1 of 2")]
+    other_way = [*two_by_two[:2], {"w": ("[8]: 2 by S(1)", "0 of 2")}, {}]
+
+    assert why_not_one_whole({"w": (0, 1, 0, 1)}, two_by_two) == ""
+    assert why_not_one_whole({"w": (0, 1, 2, 3)}, two_by_two) == (
+        "rank 0 and rank 2 hold different parameters w in the same place"
+    )
+    assert why_not_one_whole({"w": (0, 1, 2, 3)}, other_way) == "not all ranks shard w in the same way"

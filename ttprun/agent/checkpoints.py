@@ -72,6 +72,9 @@ class Checkpoints:
         if self._writing is not None:
             self.writer.drop(self._writing.draft)
             self._writing = None
+        if self._comparisons.why_not_stored:
+            self._fail(order, self._comparisons.why_not_stored)
+            return
         try:
             draft = self.writer.begin(order.boundary)
         except ConfigError as error:
@@ -107,7 +110,8 @@ class Checkpoints:
         replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
         parts, missing = self._rank_parts(boundary)
-        missing += what_is_missing(held_of(first.held), writing.order.ranks)
+        held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, writing.order.ranks)]
+        missing += what_is_missing(held_of(first.held), [*writing.order.ranks, *held_still])
         missing += self._held_by_nobody(replicas, writing.order.ranks)
         for share in writing.shares.values():
             writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from ttprun.errors import in_short
 from ttprun.observe.topology import Loss, write_topology
 from ttprun.protocol import from_rank, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
-from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas
+from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 
 logger = logging.getLogger("ttprun")
 
@@ -40,6 +41,8 @@ class Comparisons:
         self._times = times
         self._incidents = incidents
         self._looks = Looks(world_size=1)
+        self.why_not_stored = ""  # why neither snapshots nor checkpoints can hold the shards
+        self._cuts: dict[int, Mapping[str, tuple[str, str]]] = {}  # by rank: of each sharded parameter, which part
         self._names: dict[str, str] = {}  # of parameters, for people
         self._groups: dict[int, list[from_rank.Group]] = {}  # by rank
         self._repaired: tuple[tuple[int, ...], int] = ((), 0)  # ranks, boundary
@@ -65,6 +68,8 @@ class Comparisons:
         before = self._looks
         self._names |= message.names
         self._groups[seat.rank] = message.groups or self._groups.get(seat.rank, [])
+        if message.is_full:
+            self._cuts[seat.rank] = message.shards
         if message.why_not_stored:
             self._times.turn_off(message.why_not_stored)
         self._looks, look = before.note(seat.rank, message.boundary, message.held, message.is_full, message.shards)
@@ -76,6 +81,7 @@ class Comparisons:
             self._refuse_repair(seat, look.boundary, what)
             return
         if look.is_full or look.parted:
+            self._look_at_shards()
             self._note_replicas(self._looks.replicas, look.boundary)
             self._write_topology()
         repaired, repaired_at = self._repaired
@@ -87,6 +93,16 @@ class Comparisons:
         job = self._node.job
         if look.divergence is not None and (job.incident is None or job.phase is recovery.Phase.RESUMING):
             self._answer_divergence(seat, look.divergence)
+
+    def _look_at_shards(self) -> None:
+        """Nothing is stored of parts that do not make one whole."""
+        everyone = range(len(self._node.seats))
+        shards = self._looks.replicas.shards
+        self.why_not_stored = why_not_one_whole(shards, [self._cuts.get(rank, {}) for rank in everyone])
+        for key, name in self._names.items() if self.why_not_stored else ():
+            self.why_not_stored = re.sub(rf"{re.escape(key)}(?!\d)", name, self.why_not_stored)
+        if self.why_not_stored:
+            self._times.turn_off(self.why_not_stored)
 
     def _is_proof(self, look: Look) -> bool:
         """Whether a rank that was repaired a moment ago has parted from those that it was repaired from."""

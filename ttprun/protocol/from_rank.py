@@ -339,7 +339,7 @@ class Held:
     is_full  including gradients and optimizer state
     held     key of each parameter -> digests of its weights and of the rest; "" if not requested
     names    key -> the script's name for it, if known
-    shards   keys of the parameters of which it holds a part, as their meshes declare it
+    shards   key of each parameter of which it holds a part -> how it is cut, and which part, as its mesh declares it
     groups   of which it is a member
     why_not_stored   why neither snapshots nor checkpoints can hold the shards; "" if they can
     """
@@ -348,7 +348,7 @@ class Held:
     is_full: bool
     held: dict[str, tuple[str, str]]
     names: dict[str, str]
-    shards: list[str]
+    shards: dict[str, tuple[str, str]]
     groups: list[Group]
     why_not_stored: str
 

@@ -194,7 +194,7 @@ class Verifier:
             weights, gradient = held.get(key, ("", ""))
             digest = xxhash.xxh3_64_hexdigest(bytes_of(copy))
             held[key] = (weights, digest) if is_gradient else (digest, gradient)
-        self._channel.send(from_rank.Held(boundary, False, held, {}, [], [], ""))
+        self._channel.send(from_rank.Held(boundary, False, held, {}, {}, [], ""))
 
 
 def look_for_nan(entry: Entry) -> None:

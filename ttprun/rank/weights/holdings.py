@@ -92,10 +92,11 @@ def in_full(optimizer: torch.optim.Optimizer | None) -> dict[str, tuple[str, str
     }
 
 
-def shards() -> tuple[list[str], str]:
-    """(keys of the parameters of which this rank holds a part, why these cannot be stored), as their meshes declare."""
+def shards() -> tuple[dict[str, tuple[str, str]], str]:
+    """Of each parameter of which this rank holds a part (how it is cut, which part); and why they cannot be stored."""
     parts = {key: parameter for key, parameter, *_ in replicated.rows() if sharded.place_of(parameter) is not None}
-    return [*parts], sharded.why_not_stored(parts.values())
+    found = {key: (sharded.layout_of(part), sharded.place_of(part) or "") for key, part in parts.items()}
+    return found, sharded.why_not_stored(parts.values())
 
 
 def to_verify(optimizer: torch.optim.Optimizer) -> list[tuple[str, bool, torch.Tensor]]:

@@ -58,30 +58,57 @@ def place_of(tensor: torch.Tensor) -> str | None:
     return f"{list(whole.shape)}: {parts}"
 
 
+def layout_of(tensor: torch.Tensor) -> str:
+    """How the whole is cut, which must be the same in all ranks whose parts make one whole."""
+    whole: Any = tensor
+    cut = [at for at, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    return f"{list(whole.shape)}: {', '.join(f'{whole.device_mesh.size(at)} by {whole.placements[at]}' for at in cut)}"
+
+
 def chunk_of(tensor: torch.Tensor) -> Chunk | None:
     """The part of the whole that this rank holds; None if all ranks hold all of it. See `why_not_stored` first."""
     if place_of(tensor) is None:
         return None
     whole: Any = tensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
-    return Chunk(tuple(whole.shape), tuple(offsets), tuple(sizes))
+    return _box(whole, tuple(whole.device_mesh.shape), whole.device_mesh.get_coordinate())
 
 
 def held_by_all(tensor: torch.Tensor) -> list[list[Any]]:
     """Each rank's part of a sharded tensor, by its mesh: [rank, shape, offsets, sizes]."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
     whole: Any = tensor
     mesh = whole.device_mesh.mesh
     found = []
     for coordinate in itertools.product(*map(range, mesh.shape)):
-        sizes, offsets = _compute_local_shape_and_global_offset(
-            whole.shape, tuple(mesh.shape), list(coordinate), whole.placements
-        )
-        found.append([int(mesh[coordinate]), list(whole.shape), list(offsets), list(sizes)])
+        box = _box(whole, tuple(mesh.shape), list(coordinate))
+        assert box is not None
+        found.append([int(mesh[coordinate]), list(whole.shape), list(box.offsets), list(box.sizes)])
     return found
+
+
+def _box(whole: Any, mesh_shape: tuple[int, ...], coordinate: list[int]) -> Chunk | None:
+    """The part of a place in the mesh; None if it is not one box of the whole.
+
+    Each placement, from left to right, cuts what those before it have left. A _StridedShard takes the pieces that a
+    later Shard of the same dimension makes one box of, as in FSDP2 over tensor parallelism.
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    left: dict[int, torch.Tensor] = {}  # dimension -> indices that this place holds
+    for size, here, placement in zip(mesh_shape, coordinate, whole.placements, strict=True):
+        if placement.is_replicate():
+            continue
+        indices = left.setdefault(placement.dim, torch.arange(whole.shape[placement.dim]))
+        is_strided = isinstance(placement, _StridedShard)
+        cut: Any = _StridedShard(0, split_factor=placement.split_factor) if is_strided else Shard(0)
+        pieces, _ = cut._split_tensor(indices, size, with_padding=False, contiguous=True)
+        left[placement.dim] = pieces[here]
+    offsets, sizes = [0] * whole.dim(), list(whole.shape)
+    for dimension, indices in left.items():
+        sizes[dimension] = len(indices)
+        offsets[dimension] = int(indices[0]) if len(indices) else whole.shape[dimension]
+        if not torch.equal(indices, torch.arange(offsets[dimension], offsets[dimension] + len(indices))):
+            return None
+    return Chunk(tuple(whole.shape), tuple(offsets), tuple(sizes))
 
 
 def are_any(tensors: Iterable[torch.Tensor]) -> bool:
@@ -104,14 +131,14 @@ def why_not_stored(tensors: Iterable[torch.Tensor]) -> str:
     """Why the ranks' parts of these tensors cannot be stored together; "" if they can."""
     for tensor in filter(is_distributed, tensors):
         whole: Any = tensor
-        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.placement_types import Replicate, Shard, _StridedShard
 
-        odd = next((one for one in whole.placements if type(one) not in (Shard, Replicate)), None)
+        odd = next((one for one in whole.placements if type(one) not in (Shard, Replicate, _StridedShard)), None)
         if odd is not None:
             return f"its parameters are sharded over the ranks in a way that is not stored yet ({odd})"
-        if whole.device_mesh.size() != torch.distributed.get_world_size():
-            return "its parameters are sharded over some of the ranks only, which is not stored yet"
         chunk = chunk_of(whole)
+        if chunk is None and place_of(whole) is not None:
+            return f"the parts of its sharded parameters are not one box each ({layout_of(whole)}), which is not stored"
         if tuple(local_of(whole).shape) != (tuple(whole.shape) if chunk is None else chunk.sizes):
             return "the parts of its sharded parameters do not match their mesh"
     return ""
