@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,23 @@ def what_is_said_of_a_work(path: str) -> tuple[bool, bool, str]:
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
     work = ManagedWork(journal, entry)
     return work.is_completed(), work.is_success(), Path(path).read_text()
+
+
+@pytest.mark.parametrize(("op", "sizes"), [("all_gather_single", (8, 4)), ("reduce_scatter_single", (4, 8))])
+def test_of_a_gathered_layer_that_has_completed_the_copy_of_the_input_is_left(op: str, sizes: tuple[int, int]) -> None:
+    journal = Journal(limit_bytes=1 << 20)
+    output, given = (torch.ones(size) for size in sizes)
+    entry = Entry(FakeGroup(), op, (output, given), [output])  # type: ignore[arg-type]
+    journal.entries.append(entry)
+    assert journal.save(entry, [given])
+    before, held = entry.signature, [weakref.ref(output), weakref.ref(given)]
+
+    entry.is_passing = True
+    entry.release()
+    del output, given
+
+    assert (entry.signature, entry.args[0].shape) == (before, (sizes[0],))
+    assert [one() is None for one in held] == [op == "all_gather_single", True]
+    assert torch.equal(entry.saved[0][1], torch.ones(sizes[1]))
+    journal.clear()
+    assert journal.save(entry, [torch.zeros(sizes[1])])  # its buffer is used again

@@ -184,18 +184,18 @@ def test_a_state_that_changes_while_it_is_copied_is_not_used(paths: list[str]) -
     assert lost.way_to(3)[1] == "step"
 
 
-def test_a_step_that_communicates_is_not_taken_again_and_the_copy_after_it_is_waited_for(paths: list[str]) -> None:
-    lost = Rank(OPTIMIZERS["momentum"], 1, paths)
+def test_a_step_that_depends_on_more_is_not_taken_again_and_the_copy_after_it_is_waited_for(paths: list[str]) -> None:
+    lost = Rank(lambda weights: torch.optim.AdamW(weights, lr=0.01, fused=True), 1, paths)
+    lost.optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]  # as a GradScaler does it
+    lost.optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
     for _ in range(3):
-        lost.backward()
-        lost.record()
-        lost.session.row[Field.COLLECTIVES] += 1
-        lost.take()
+        lost.step()
 
+    found = unpack(lost.board.get(0, CELLS[3 % SLOTS]))  # the copy was waited for
     lost.backward()
     lost.record()
 
-    assert unpack(lost.board.get(0, CELLS[3 % SLOTS])).gives(3) == "state"
+    assert found.gives(3) == "state"
     assert lost.way_to(4)[1] == ""
 
 

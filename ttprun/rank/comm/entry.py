@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ttprun.rank.comm.operations import signature_of
+from ttprun.rank.comm.operations import REDUCING, signature_of, tensors_in, with_tensors_replaced
 
 if TYPE_CHECKING:
     from ttprun.rank.comm.buckets import Held
     from ttprun.rank.comm.process_group import ManagedGroup
 
 Tensor = torch.Tensor
+
+
+class _Over:
+    """The work of an operation that has completed, without its tensors."""
+
+    def wait(self, *_: timedelta) -> bool:
+        """It is over."""
+        return True
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        return True
+
+
+_OVER = _Over()
 
 
 class Entry:
@@ -31,6 +47,7 @@ class Entry:
     place       where in the script it was called, if its result is small enough to be kept
     size_bytes  of the inputs and outputs that it keeps alive
     nan         "3 of 8 elements" if an input has NaN, else ""
+    is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
     number      of a message among those of its lane since the boundary
     digest      of what was received with a message
     """
@@ -47,6 +64,7 @@ class Entry:
     failed: Any = None
     place = ""
     nan = ""
+    is_passing = False
     number = 0
     digest = ""
 
@@ -94,6 +112,17 @@ class Entry:
 
     def release(self) -> None:
         """The script knows that it has completed."""
+        if self.is_passing and self.saved:
+            self._drop_tensors()
+
+    def _drop_tensors(self) -> None:
+        """Keep the form of its tensors alone, and the copies of its inputs."""
+        forms = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors_in(self.args)}
+        self.args = with_tensors_replaced(self.args, forms)
+        self.saved = [(forms[id(tensor)], copy) for tensor, copy in self.saved]
+        self.inner = _OVER
+        if self.op not in REDUCING:  # whose small results are looked through for NaN
+            self.outputs = []
 
 
 def _value_or_raise(promise: Any) -> Any:

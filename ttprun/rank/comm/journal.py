@@ -160,9 +160,9 @@ class Journal:
             self.entries = [entry for entry in self.entries if not _is_over(entry)]
 
     def _recycle(self, entry: Entry) -> None:
-        for source, copy in entry.saved:
-            if source.layout is torch.strided:
-                self._spare[source.shape, source.dtype, source.device].append(copy)
+        for _, copy in entry.saved:
+            if copy.layout is torch.strided:
+                self._spare[copy.shape, copy.dtype, copy.device].append(copy)
         entry.saved = ()
 
     def of_group(self, name: str) -> list[Entry]:

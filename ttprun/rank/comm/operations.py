@@ -38,7 +38,8 @@ OPERATIONS = {
     "barrier": (None, None),
 }
 # FSDP2 gathers parameters and reduces gradients by these.
-GATHERING = frozenset({"_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"})
+REDUCING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
+GATHERING = frozenset({"_allgather_base", "all_gather_single"}) | REDUCING
 # The same for point-to-point operations, which are not repaired.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),

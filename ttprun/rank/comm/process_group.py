@@ -199,7 +199,8 @@ class ManagedGroup(ProcessGroup):
             return session.framework.issue(entry, is_skipped)
         is_kept = session.is_repairable()
         is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
-        if is_small and not (op in GATHERING and sharded.is_gathering()):
+        entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
+        if is_small and not entry.is_passing:
             entry.place = location_key()
         if session.replay is not None and session.is_replaying_alone():
             session.replay.answer(entry)

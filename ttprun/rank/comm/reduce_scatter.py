@@ -70,4 +70,5 @@ class ReduceScatter:
         with self._lock, torch.no_grad():
             if not self._is_kept:
                 self._output.copy_(self._part.reshape(self._output.shape))
+                self._part = self._part.new_empty(0)
                 self._is_kept = True

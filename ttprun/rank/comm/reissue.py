@@ -39,7 +39,7 @@ def issue_again(session: Session, entry: Entry) -> Any:
     scratch = {}
     saved = {id(tensor): copy for tensor, copy in _saved_by_tensor(entry)}
     for tensor in tensors_in(entry.args):
-        scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else torch.empty_like(tensor)
+        scratch[id(tensor)] = saved[id(tensor)].clone() if id(tensor) in saved else _empty_like(tensor)
     return call_or_take(session, entry, with_tensors_replaced(entry.args, scratch))
 
 
@@ -63,6 +63,11 @@ def _put_back(entry: Entry) -> None:
         entry.held.put_back()
     for tensor, copy in entry.saved:
         tensor.copy_(copy)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a result that nobody reads; of a tensor that was dropped, on the CPU."""
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else torch.empty_like(tensor)
 
 
 def _saved_by_tensor(entry: Entry) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -6,8 +6,8 @@ gives the state of a boundary at which the survivors may be: that of N as it was
 step again in the replacement, with the lost rank's weights, optimizer state, hyper-parameters, random states and
 gradients. A rank that is killed before the copy is complete, or in the middle of the step, loses nothing either.
 
-A step that communicates, or that depends on more than that, cannot be taken again: then the copy is waited for after
-each step. Begin with `Mirror.begin`, `Mirror.complete` and `load`.
+A step that depends on more than that cannot be taken again: then the copy is waited for after each step. Begin with
+`Mirror.begin`, `Mirror.complete` and `load`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Mirror:
         self._copying: Future[bool] | None = None
         self._why_no_step = ""
         self._has_reported = False
-        self._collectives = 0  # of this rank when the step began
 
     @property
     def is_on(self) -> bool:
@@ -115,8 +114,6 @@ class Mirror:
         if not self.is_on:
             return
         try:
-            if self._collectives != session.row[Field.COLLECTIVES] and self._copying is not None:
-                self._why_no_step = "its optimizer communicates inside its step"
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="ttprun-mirror")
             self._copying = self._thread.submit(self._copy, session, boundary)
@@ -141,7 +138,6 @@ class Mirror:
                 session.channel.send(from_rank.StateMirrored(boundary - 1, size, why_no_step=self._why_no_step))
         except Exception as error:
             self._give_up(session, boundary, error)
-        self._collectives = session.row[Field.COLLECTIVES]
 
     def end(self) -> None:
         """The run of the script is over: no copy is being made any more, and its tensors are dropped."""
