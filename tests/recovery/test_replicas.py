@@ -171,8 +171,11 @@ def test_parts_make_one_whole_if_all_are_cut_alike_and_equal_places_hold_the_sam
     two_by_two = [{"w": ("[8]: 2 by S(0)", place)} for place in ("0 of 2", "1 of 2", "0 of 2", "1 of 2")]
     other_way = [*two_by_two[:2], {"w": ("[8]: 2 by S(1)", "0 of 2")}, {}]
 
-    assert why_not_one_whole({"w": (0, 1, 0, 1)}, two_by_two) == ""
-    assert why_not_one_whole({"w": (0, 1, 2, 3)}, two_by_two) == (
+    assert why_not_one_whole({"w": (0, 1, 0, 1)}, two_by_two, {}) == ""
+    assert why_not_one_whole({"w": (0, 1, 2, 3)}, two_by_two, {}) == (
         "rank 0 and rank 2 hold different parameters w in the same place"
     )
-    assert why_not_one_whole({"w": (0, 1, 2, 3)}, other_way) == "not all ranks shard w in the same way"
+    assert (
+        why_not_one_whole({"w": (0, 1, 2, 3)}, other_way, {"w": "up.weight"})
+        == "not all ranks shard up.weight in the same way"
+    )

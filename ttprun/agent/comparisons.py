@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
@@ -97,10 +96,8 @@ class Comparisons:
     def _look_at_shards(self) -> None:
         """Nothing is stored of parts that do not make one whole."""
         everyone = range(len(self._node.seats))
-        shards = self._looks.replicas.shards
-        self.why_not_stored = why_not_one_whole(shards, [self._cuts.get(rank, {}) for rank in everyone])
-        for key, name in self._names.items() if self.why_not_stored else ():
-            self.why_not_stored = re.sub(rf"{re.escape(key)}(?!\d)", name, self.why_not_stored)
+        cuts = [self._cuts.get(rank, {}) for rank in everyone]
+        self.why_not_stored = why_not_one_whole(self._looks.replicas.shards, cuts, self._names)
         if self.why_not_stored:
             self._times.turn_off(self.why_not_stored)
 

@@ -123,22 +123,24 @@ UNKNOWN = Replicas()
 Cut = Mapping[str, tuple[str, str]]  # key of a parameter -> how it is cut, and which part
 
 
-def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut]) -> str:
+def why_not_one_whole(shards: Mapping[str, tuple[int, ...]], cuts: Sequence[Cut], names: Mapping[str, str]) -> str:
     """Why the ranks' parts of a parameter do not make one whole; "" if they do.
 
     A mesh of some ranks only says nothing of the others: they must cut alike, and hold the same in the same place.
 
     shards   of `Replicas`
     cuts     by rank
+    names    key -> name for people
     """
     for key, owners in shards.items():
+        name = names.get(key, key)
         found = [of_rank.get(key) for of_rank in cuts]
         held: dict[str, int] = {}
         if len({cut and cut[0] for cut in found}) > 1:
-            return f"not all ranks shard {key} in the same way"
+            return f"not all ranks shard {name} in the same way"
         for rank, cut in enumerate(found):
             if cut is not None and held.setdefault(cut[1], owners[rank]) != owners[rank]:
-                return f"rank {held[cut[1]]} and rank {owners[rank]} hold different parameters {key} in the same place"
+                return f"rank {held[cut[1]]} and rank {owners[rank]} hold different parameters {name} in the same place"
     return ""
 
 
