@@ -179,3 +179,13 @@ def test_parts_make_one_whole_if_all_are_cut_alike_and_equal_places_hold_the_sam
         why_not_one_whole({"w": (0, 1, 2, 3)}, other_way, {"w": "up.weight"})
         == "not all ranks shard up.weight in the same way"
     )
+
+
+def test_shards_that_are_mirrored_need_no_snapshots() -> None:
+    shards = {"w": (0, 1, 0, 3)}
+
+    assert [Replicas(shards=shards, mirrored=frozenset(ranks)).needs_snapshots for ranks in ((), (1,), (1, 3))] == [
+        True,
+        True,
+        False,
+    ]

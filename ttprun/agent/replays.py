@@ -46,7 +46,9 @@ class Replays(Repairs):
         reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
         is_mirrored = action.source == action.rank
         mirror = self._mirrors.source_of(seat, action.boundary) if is_mirrored else None
-        if is_mirrored and mirror is None:
+        if is_mirrored and seat.divergence:
+            reason = f"rank {action.rank} has diverged, and its mirror holds the same"
+        elif is_mirrored and mirror is None:
             reason = reason or f"the mirror of rank {action.rank} does not hold its state of step {action.boundary}"
         if reason:
             node.advance(

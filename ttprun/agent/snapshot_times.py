@@ -90,7 +90,7 @@ class SnapshotTimes:
     def _is_only_source(self) -> bool:
         """With `auto`, where a lost rank can only come from a snapshot: then they are taken often."""
         job = self._node.job
-        has_no_peer = job.replicas.has_single_holders
+        has_no_peer = job.replicas.needs_snapshots
         if len(self._node.seats) == 1:  # what it keeps of itself is newer, if it keeps anything
             has_no_peer = not self._node.board.get(LEADER, Field.OWN_STATE)
         return self._interval.is_auto and has_no_peer

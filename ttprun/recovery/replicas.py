@@ -110,6 +110,11 @@ class Replicas:
         return any(len(ranks) == 1 for ranks in self.groups)
 
     @property
+    def needs_snapshots(self) -> bool:
+        """Some rank holds what no other one does, and does not mirror it."""
+        return any(len(ranks) == 1 and ranks[0] not in self.mirrored for ranks in self.groups)
+
+    @property
     def groups(self) -> list[tuple[int, ...]]:
         """The ranks, those that hold the same together."""
         found: dict[tuple[int, ...], list[int]] = {}
