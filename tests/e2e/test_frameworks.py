@@ -204,7 +204,10 @@ def digest_of(path: Path) -> str:
     if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
         content = repr(plain(torch.load(path, weights_only=False))).encode()
     elif path.suffix == ".json":
-        content = json.dumps(without_measures(json.loads(content)), sort_keys=True).encode()
+        held = without_measures(json.loads(content))
+        if path.name == "adapter_config.json":  # of peft, which writes a set in its order: that differs, too
+            held["target_modules"].sort()
+        content = json.dumps(held, sort_keys=True).encode()
     return hashlib.sha256(content).hexdigest()
 
 
