@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -71,6 +72,36 @@ def test_the_modules_to_follow_are_those_of_the_package_with_the_loop_outermost_
 
     assert found == "fit (/lib/framework/loops/fit_loop.py)"
     assert modules == ["framework.trainer", "framework.loops.fit_loop"]
+
+
+# Functions that stand on the stack at a step, outermost first; those with a loop around it are marked.
+COMPOSER = ("composer.trainer.trainer", "composer.trainer.trainer*", "composer.trainer.trainer")
+MMENGINE = (
+    "mmengine.runner.runner", "mmengine.runner.loops*", "mmengine.runner.loops*", "mmengine.model.wrappers.distributed",
+    "mmengine.optim.optimizer.optimizer_wrapper",
+)  # fmt: skip
+DEEPSPEED = ("deepspeed.runtime.engine", "deepspeed.runtime.engine")  # engine.step() in a loop of the script's
+
+
+def _seen_on_a_stack(names: tuple[str, ...]) -> tuple[str, list[str]]:
+    call = look
+    for name in reversed(names):
+        scope: dict[str, Any] = {"__name__": name.rstrip("*")}
+        source = LOOPS["while"] if name.endswith("*") else NO_LOOPS["call"]
+        exec(compile(source, f"/x/site-packages/{name.rstrip('*').replace('.', '/')}.py", "exec"), scope)
+        call = functools.partial(scope["fit"], call)
+    return call()
+
+
+@pytest.mark.parametrize("names", [COMPOSER, MMENGINE, DEEPSPEED], ids=["composer", "mmengine", "deepspeed"])
+def test_a_stack_like_that_of_a_framework_that_was_not_tried_names_the_modules_of_its_loop(
+    names: tuple[str, ...],
+) -> None:
+    found, modules = run_alone(_seen_on_a_stack, names)
+
+    has_loop = any(name.endswith("*") for name in names)
+    assert bool(found) == has_loop
+    assert modules == (list(dict.fromkeys(name.rstrip("*") for name in names)) if has_loop else [])
 
 
 def test_a_library_that_calls_the_scripts_main_function_is_none() -> None:
