@@ -22,6 +22,7 @@ from ttprun.rank.session import Session
 
 _HEAD = struct.Struct("<qq")  # boundary, bytes that follow
 _PART = struct.Struct("<qq")  # offset in the recorder, bytes that follow
+_READ_BYTES = 64 << 10
 _TOKEN_BYTES = 32
 _CONNECT_LIMIT_S = 10.0
 _NAME = "ttprun's copies of records"
@@ -129,7 +130,7 @@ class _Link:
     def send(self, boundary: int, parts: Iterable[tuple[int, bytes]]) -> None:
         """Send what was written of a boundary; what finds no room follows later."""
         body = b"".join(piece for offset, part in parts for piece in (_PART.pack(offset, len(part)), part))
-        self._unsent = memoryview(bytes(self._unsent) + _HEAD.pack(boundary, len(body)) + body)
+        self._unsent = memoryview(b"".join((self._unsent, _HEAD.pack(boundary, len(body)), body)))
         self.sent = boundary
         self._send_rest()
 
@@ -159,9 +160,9 @@ class _Link:
     def _keep(self, fd: int) -> None:
         """Keep what has come; half of a boundary is not."""
         with contextlib.suppress(BlockingIOError):
-            while data := self._from.recv(1 << 20):
+            while data := self._from.recv(_READ_BYTES):
                 self._came += data
-                if len(data) < 1 << 16:
+                if len(data) < _READ_BYTES:
                     break
             else:
                 raise ConnectionResetError("the node before has closed the connection for its records")
