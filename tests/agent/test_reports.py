@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,16 @@ import pytest
 from tests.agent.nodes import part
 from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.hand import Hand
 from ttprun.agent.node import Node
 from ttprun.agent.peers import Peers
 from ttprun.agent.reports import Reports
 from ttprun.agent.seat import Seat
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import Board
-from ttprun.protocol.channel import KNOWN
-from ttprun.protocol.codec import decode
+from ttprun.protocol.channel import KNOWN, Channel
+from ttprun.protocol.codec import decode, encode
 
 N_RANKS = 3
 SCRIPT_ERROR = from_rank.ScriptError("no file", traceback="no file caf\udce9\n", detail="", device_fault="")
@@ -138,6 +140,37 @@ def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_the
     assert node.job.generation == 1
     assert before == []
     assert line.told == [put]
+
+
+def test_what_a_rank_reports_to_all_goes_to_another_node_once(node: FakeNode, reports: Reports) -> None:
+    ours, theirs = socket.socketpair()
+    node.peers = Peers(0, "10.0.0.1", 3, {1: ready_pair(ours)}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2)
+    put = from_rank.Put(0, "port 1", b"4711")
+
+    reports.take(node.seats[1], put)
+
+    with theirs, ours:
+        (news,) = Channel(theirs, {"News": nodes.News}).read_available()
+    assert [handler.told for handler in node.handlers] == [[put], [], [put]]
+    assert news == nodes.News(1, encode(put).decode().rstrip("\n"))
+
+
+def test_a_node_that_does_not_lead_passes_on_what_is_reported_to_all_but_to_who_has_reported_it(
+    node: FakeNode,
+) -> None:
+    put = from_rank.Put(0, "port 1", b"4711")
+    hand = part(Hand, node)
+
+    hand.take_order(0, nodes.News(1, encode(put).decode()))
+
+    assert [handler.told for handler in node.handlers] == [[put], [], [put]]
+
+
+def ready_pair(sock: socket.socket) -> Channel:
+    """An agent's end of a connection."""
+    link = Channel(sock)
+    link.waits = False
+    return link
 
 
 def test_a_traceback_with_a_name_that_is_no_text_is_shown_all_the_same(
