@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -29,23 +29,10 @@ class Model(nn.Module):
         return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 
 
-def move(layer, optimizer):
-    """Cut the columns of a weight, whose rows were cut so far."""
-
-    def moved(tensor):
-        return tensor.redistribute(placements=[Shard(1)]) if isinstance(tensor, DTensor) else tensor
-
-    before, layer.weight = layer.weight, nn.Parameter(moved(layer.weight.detach()))
-    (group,) = optimizer.param_groups
-    group["params"] = [layer.weight if one is before else one for one in group["params"]]
-    optimizer.state[layer.weight] = {name: moved(value) for name, value in optimizer.state.pop(before).items()}
-
-
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--tp", type=int, default=2)
-parser.add_argument("--move", type=int, help="step after which a weight and its state are cut in another way")
 parser.add_argument("--fsdp", action="store_true", help="shard over the data parallel ranks, too")
 args = parser.parse_args()
 
@@ -72,8 +59,6 @@ for step in range(args.steps):
         dist.all_reduce(gradient, group=replicas)
         gradient /= replicas.size()
     optimizer.step()
-    if step + 1 == args.move:
-        move(model.up, optimizer)
     print(f"[rank {rank}] step {step + 1} loss {loss.item():.9f}", flush=True)
 
 weights = {name: w.full_tensor() if isinstance(w, DTensor) else w for name, w in model.state_dict().items()}
