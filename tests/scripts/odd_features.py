@@ -1,0 +1,118 @@
+"""Two ranks that train with `--what` of torch.distributed that few scripts use. Nothing here knows of a launcher."""
+
+import argparse
+import contextlib
+import hashlib
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--steps", type=int, default=16)
+parser.add_argument("--what", default="plain")
+args = parser.parse_args()
+what = args.what
+
+
+class Model(nn.Module):
+    """Layers of which one is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter = nn.Linear(8, 32)
+        self.middle = nn.Linear(32, 32)
+        self.aside = nn.Linear(32, 32)
+        self.leave = nn.Linear(32, 1)
+
+    def forward(self, x, step):
+        x = torch.relu(self.enter(x))
+        if what == "checkpointing":
+            x = checkpoint(self._inside, x, use_reentrant=False)
+        else:
+            x = self._inside(x)
+        if what != "unused" or step % 3:
+            x = x + self.aside(x)
+        return self.leave(x)
+
+    def _inside(self, x):
+        return nn.functional.dropout(torch.relu(self.middle(x)), 0.1)
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(3)
+model = Model()
+options = {"static_graph": what == "static_graph", "find_unused_parameters": what == "unused"}
+ddp = DistributedDataParallel(model, **options)
+if what == "fp16_compress":
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+elif what == "powersgd":
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=4)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+late = nn.Linear(8, 1)
+nn.init.zeros_(late.weight)
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+groups = [dist.new_group([one]) for one in range(world)] + [dist.new_group(list(range(world)))]
+batches = torch.Generator().manual_seed(rank)
+torch.manual_seed(50 + rank)
+handle = kept = None
+offset = 0.0
+
+steps = args.steps + (2 * rank if what == "join" else 0)
+with ddp.join() if what == "join" else contextlib.nullcontext():
+    for step in range(steps):
+        x = torch.randn(4, 8, generator=batches)
+        if handle is not None:  # of the step before
+            handle.wait()
+            offset = kept.mean().item()
+        if what == "objects":
+            word = [{"step": step, "word": "x" * (step + 1)} if rank == 0 else None]
+            dist.broadcast_object_list(word, 0)
+            everyone = [None] * world
+            dist.all_gather_object(everyone, {"rank": rank, "seen": word[0]["word"]})
+            mine = [None]
+            dist.scatter_object_list(mine, [(one, step) for one in range(world)] if rank == 0 else None, 0)
+            offset = 0.01 * (len(everyone[1]["seen"]) + mine[0][1])
+        elif what == "monitored_barrier":
+            dist.monitored_barrier(timeout=timedelta(seconds=60))
+        elif what == "coalesced":
+            first, second = x.mean(0), x.sum(1)
+            with dist._coalescing_manager():
+                dist.all_reduce(first)
+                dist.all_reduce(second)
+            offset = first.sum().item() * 0.01 + second.sum().item() * 0.001
+        elif what == "new_group":
+            alone, both = torch.ones(1) * rank, torch.ones(1) * step
+            dist.all_reduce(alone, group=groups[rank])
+            dist.all_reduce(both, group=groups[-1])
+            if step == 5:
+                made = dist.new_group([0, 1])
+                dist.barrier(group=made)
+            offset = 0.01 * (alone.item() + both.item())
+        loss = ((ddp(x, step) + late(x).detach() * 0 - x.sum(1, keepdim=True).sin() + offset) ** 2).mean()
+        if what != "carried" or step % 2 == 0:
+            optimizer.zero_grad()
+        loss.backward()
+        if what == "async_over_step":
+            kept = x.mean(0)
+            handle = dist.all_reduce(kept, async_op=True)
+        if what == "add_param_group" and step == 6:
+            optimizer.add_param_group({"params": [late.bias], "lr": 0.1})
+        if what == "add_param_group" and step >= 6:
+            late.bias.grad = torch.full((1,), 0.1)
+        optimizer.step()
+        print(f"[rank {rank}] step {step + 1} loss {loss.item()!r}", flush=True)
+
+weights = b"".join(weight.detach().numpy().tobytes() for weight in [*model.parameters(), late.bias])
+print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
+if rank == 0:
+    os.makedirs(args.out, exist_ok=True)
+    torch.save(model.state_dict(), os.path.join(args.out, "final.pt"))
+dist.destroy_process_group()
