@@ -16,6 +16,11 @@ ODD = "odd_features.py"  # 16 steps
         ("coalesced", 1, 8, "backward"),
         ("async_over_step", 1, 8, "backward"),
         ("monitored_barrier", 1, 8, "backward"),
+        ("fp16_compress", 1, 8, "backward"),
+        ("powersgd", 1, 8, "backward"),
+        ("static_graph", 1, 8, "backward"),
+        ("unused", 1, 8, "backward"),
+        ("checkpointing", 1, 8, "backward"),
     ],
 )
 def test_a_rank_whose_script_uses_it_is_replaced_and_nothing_differs(
