@@ -55,3 +55,26 @@ def test_what_scripts_do_on_a_device_is_repaired(
 
     assert_same_outcome(result, reference)
     assert_only_replaced(result)
+
+
+@pytest.mark.parametrize(
+    ("more", "fault"),
+    [
+        ("batchnorm,dropout,loader,pinned", "kill:rank=3,step=9,phase=collective"),
+        ("fp16,accumulation", "kill:rank=0,step=4,phase=before_step"),
+        ("bf16,dropout,accumulation", "kill:rank=2,step=10,phase=after_step"),
+        ("batchnorm,dropout", "sleep:rank=1,step=9,phase=backward"),
+        ("batchnorm,dropout", "stop:rank=2,step=9,phase=forward"),
+    ],
+)
+def test_one_of_four_ranks_that_is_lost_or_hangs_is_replaced_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, more: str, fault: str
+) -> None:
+    arguments = ["--with", more]
+    reference = undisturbed(SCRIPT, 4, arguments, device=NPU)
+
+    result = run_ttprun(SCRIPT, 4, script_args=arguments, faults=[fault], options=["--hang-timeout", "6"], device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert_survivors_kept_their_pids(result)

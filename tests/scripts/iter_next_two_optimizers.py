@@ -53,8 +53,8 @@ def sha(*states):
     return h.hexdigest()
 
 
-def average(*values):
-    t = torch.tensor(values, dtype=torch.float64)
+def average(device, *values):
+    t = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(t)
     return (t / dist.get_world_size()).tolist()
 
@@ -137,7 +137,7 @@ def main():
             f"[rank {rank}] epoch {epoch} iteration {iteration} d {d_loss.item()!r} g {g_loss.item()!r} flips {flips}"
         )
         if iteration % 5 == 4:
-            d_mean, g_mean, mean_flips = average(np.mean(d_losses[-5:]), np.mean(g_losses[-5:]), flips)
+            d_mean, g_mean, mean_flips = average(args.device, np.mean(d_losses[-5:]), np.mean(g_losses[-5:]), flips)
             print(f"[rank {rank}] iteration {iteration} mean d {d_mean!r} g {g_mean!r} flips {mean_flips!r}")
 
     if rank == 0:
