@@ -52,9 +52,19 @@ def lead() -> Iterator[Lead]:
 
 
 @pytest.fixture
-def wait() -> Iterator[Callable[..., Future[Any]]]:
+def warm() -> list[tuple[list[str], list[str]]]:
+    """What those who wait were told that their standbys should import and compile."""
+    return []
+
+
+@pytest.fixture
+def wait(warm: list[tuple[list[str], list[str]]]) -> Iterator[Callable[..., Future[Any]]]:
     pool = ThreadPoolExecutor(4)
-    yield lambda where, alike=ALIKE: pool.submit(wait_for_seats, where, "127.0.0.1", alike)
+
+    def warmed(modules: list[str], files: list[str]) -> None:
+        warm.append((modules, files))
+
+    yield lambda where, alike=ALIKE: pool.submit(wait_for_seats, where, "127.0.0.1", alike, warmed)
     pool.shutdown()
 
 
@@ -77,6 +87,23 @@ def test_who_waits_gets_the_seats_of_a_lost_node_with_the_records_of_its_ranks(l
     assert taken.master == "10.0.0.1 29500"
     assert lead.peers.is_connected(1)
     taken.peers.close(selectors.DefaultSelector())
+
+
+def test_who_waits_knows_what_the_ranks_have_imported_whether_it_came_before_or_after_they_had(
+    lead: Lead, wait: Wait, warm: list[tuple[list[str], list[str]]]
+) -> None:
+    room = lead.peers.room
+    assert room is not None
+    waiting = [wait(lead.where)]
+    lead.run(lambda: len(lead.came) == 1)
+    room.warm_up(nodes.Warmth(["torch.optim"], ["model.py"]))
+    waiting.append(wait(lead.where))
+
+    lead.run(lambda: len(warm) == 2)
+
+    assert warm == [(["torch.optim"], ["model.py"])] * 2
+    lead.peers.close(lead.selector)
+    assert [one.result(LIMIT_S) for one in waiting] == [None, None]
 
 
 def test_nobody_gets_seats_if_nobody_waits(lead: Lead) -> None:

@@ -131,7 +131,7 @@ class ReplacingAgent(LocalElasticAgent):
                 continue
             tried.add(where["token"])
             logger.warning("the job has all its nodes: this one waits to take the place of one that is lost")
-            taken = wait_for_seats(where, self.address, self.alike)
+            taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys)
             if isinstance(taken, Taken):
                 return taken
             if taken is not None and taken.kind != "restart":

@@ -15,7 +15,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, get_args
@@ -170,11 +170,17 @@ class Taken:
     records: Mapping[int, str]
 
 
-def wait_for_seats(where: Mapping[str, Any], address: str, alike: Mapping[str, str]) -> Taken | nodes.Concluded | None:
+def wait_for_seats(
+    where: Mapping[str, Any],
+    address: str,
+    alike: Mapping[str, str],
+    warm_up: Callable[[list[str], list[str]], None],
+) -> Taken | nodes.Concluded | None:
     """Wait in the room of a group until seats become free.
 
     where     the room is, as it was announced
     address   of this node
+    warm_up   called with what standbys should import and compile
 
     returns   how the group has ended, if it did so first; None: nobody leads it any more
 
@@ -201,6 +207,8 @@ def wait_for_seats(where: Mapping[str, Any], address: str, alike: Mapping[str, s
                 case nodes.Concluded():
                     link.close()
                     return message
+                case nodes.Warmth(modules=modules, files=files):
+                    warm_up(modules, files)
                 case nodes.Seats():
                     seats = message
                 case nodes.Records(rank=rank, part=part):

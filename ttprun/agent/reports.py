@@ -81,6 +81,8 @@ class Reports:
                 pass  # a standby that was needed before it was ready
             case from_rank.ModulesOfTorch(modules=modules, files=files):
                 self.standbys.warm_up(modules, files)
+                if node.peers.room is not None:
+                    node.peers.room.warm_up(nodes.Warmth(modules, files))
                 self.standby_watch.start()
             case from_rank.Imported():
                 starts = [other.handler.start for other in node.here]

@@ -117,6 +117,13 @@ class Room:
         self._alike = dict(alike)
         self._waiting: list[tuple[Channel, str]] = []
         self._selector: selectors.BaseSelector | None = None
+        self._warmth: nodes.Warmth | None = None
+
+    def warm_up(self, warmth: nodes.Warmth) -> None:
+        """Let all who wait know what their standbys should have imported; also those who come later."""
+        self._warmth = warmth
+        for link, _ in self._waiting:
+            link.send(warmth)
 
     def watch(self, selector: selectors.BaseSelector, came: Callable[[str], None]) -> None:
         """Let launchers in from now on.
@@ -135,6 +142,8 @@ class Room:
             self._waiting.append((link, hello.address))
             selector.register(link.sock, selectors.EVENT_READ, lambda: self._leave(link))
             link.send(nodes.Accepted())
+            if self._warmth is not None:
+                link.send(self._warmth)
             came(hello.address)
 
         self.door.open(selector, let_in)

@@ -104,6 +104,10 @@ class Supervisor:
         """This node waits for seats: have a process ready for them."""
         self.node.call(self.parts.standby_watch.prepare)
 
+    def warm_up_standbys(self, modules: list[str], files: list[str]) -> None:
+        """What the ranks of the job have imported by their first step."""
+        self.node.call(lambda: self.parts.standbys.warm_up(modules, files))
+
     def start_from_standby(self, start: dict[str, Any]) -> RankHandler:
         """The first process of a rank whose seat was a lost node's: a standby, or a new one. Raises OSError."""
         started: Future[RankHandler] = Future()

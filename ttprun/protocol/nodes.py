@@ -73,6 +73,17 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class Warmth:
+    """What the ranks have imported of torch by their first step, and the files of the user's modules.
+
+    Whoever waits for seats has its standbys import and compile the same.
+    """
+
+    modules: list[str]
+    files: list[str]
+
+
+@dataclass(frozen=True)
 class Seats:
     """Take the seats of a lost node; the records of each of its ranks follow, and then Spawn.
 
@@ -287,6 +298,7 @@ OfLeader = (
     | Recovered
     | Concluded
     | Rows
+    | Warmth
     | Seats
     | GiveRecords
     | Records
