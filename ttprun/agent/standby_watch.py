@@ -36,6 +36,7 @@ class StandbyWatch:
         self._standbys.may_start = True
         try:
             self._standbys.refill(self._watch, {})
+            self._standbys.hurry()  # it disturbs nobody here
         except OSError as error:
             self._node.log("standby_failed", reason=str(error))
 
