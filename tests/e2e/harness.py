@@ -180,8 +180,8 @@ class Launch:
         )
 
     def wait_for_file(self, name: str, limit_s: float = 60.0) -> None:
-        """Block until the run's folder has this file; AssertionError after `limit_s` or at the end."""
-        self._wait_until(lambda: (self.folder / name).exists(), f"there is no file {name}", limit_s)
+        """Block until the run's folder has this file, or a pattern's; AssertionError after `limit_s` or at the end."""
+        self._wait_until(lambda: any(self.folder.glob(name)), f"there is no file {name}", limit_s)
 
     def wait_for_event(self, name: str, limit_s: float = 60.0) -> None:
         """Block until the run's event log has this event; AssertionError after `limit_s` or at the end."""

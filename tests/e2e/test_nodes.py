@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -152,6 +153,36 @@ def test_nodes_with_different_scripts_are_refused_on_each_and_nothing_is_started
         assert "differ in the script" in run.output, run.story()
         assert run.stdout == {}, run.story()
         assert_no_orphans(run)
+
+
+@pytest.mark.parametrize("script_args", [["--handles-term"], []], ids=["handled", ""])
+@pytest.mark.parametrize(
+    ("number", "is_to_leader", "exit_code"),
+    [
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 143),
+        (signal.SIGUSR1, False, 143),
+        (signal.SIGINT, True, 130),
+    ],
+)
+def test_a_signal_to_the_launcher_of_one_node_ends_all_with_its_exit_code(
+    start: StartNodes, number: signal.Signals, is_to_leader: bool, exit_code: int, script_args: list[str]
+) -> None:
+    launches = start("interrupted.py", 1, script_args=script_args)
+    for launch in launches:
+        launch.wait_for_file("out/trains-*")
+    leader = next(n for n, launch in enumerate(launches) if (launch.folder / "out/trains-0").exists())
+    target = leader if is_to_leader else 1 - leader
+
+    launches[target].process.send_signal(number)
+    runs = [launch.finish(20) for launch in launches]
+
+    for run in runs:
+        assert run.exit_code == exit_code, run.story()
+        assert run.status["reason"].startswith(f"ended by {number.name} on node {int(not is_to_leader)} "), run.story()
+        assert_no_orphans(run)
+    if number == signal.SIGTERM and script_args:
+        assert [run.stdout for run in runs] == [{0: ["stopped by itself"]}] * 2, runs[0].story()
 
 
 def test_without_replacement_all_ranks_of_all_nodes_start_again(start: StartNodes, undisturbed: Undisturbed) -> None:

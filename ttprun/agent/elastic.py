@@ -201,8 +201,12 @@ class ReplacingAgent(LocalElasticAgent):
         super()._stop_workers(worker_group, *args, **kwargs)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        elsewhere = self.supervisor.node.ended_by
         if self.signals.first is not None:
-            self.supervisor.end(f"ended by {self.signals.first.name}", kwargs.get("timeout", GRACE_S))
+            self.supervisor.end(self.signals.first, kwargs.get("timeout", GRACE_S))
+            self.supervisor.announce_signal(death_sig)
+        elif elsewhere:
+            death_sig = signal.Signals(elsewhere)
             self.supervisor.announce_signal(death_sig)
         self.supervisor.pause()
         super()._shutdown(death_sig, *args, **kwargs)

@@ -88,7 +88,7 @@ class Hand:
                 )
                 peers.to_leader(ended)
             case recovery.StopAsked(reason=reason):
-                peers.to_leader(nodes.EndAsked(reason))
+                peers.to_leader(nodes.EndAsked(reason, node.ended_by))
             case _:
                 node.log("not_reported", what=type(event).__name__)
 
@@ -205,4 +205,5 @@ class Hand:
         if order.kind == "restart":
             logger.warning("all ranks start again: %s", order.reason)
         node.log("group_given_up", kind=order.kind, reason=order.reason)
+        node.ended_by = order.ended_by
         node.conclude(Verdict(order.kind, order.reason, order.has_progress))

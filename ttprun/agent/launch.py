@@ -161,6 +161,9 @@ def _run(
     except ChildFailedError as error:
         verdict = supervisor.node.verdict if supervisor is not None else None
         reason = verdict.reason if verdict is not None else "a rank has failed"
+        if supervisor is not None and supervisor.node.ended_by:  # the launcher of another node has got a signal
+            _say(reason)
+            return exit_code_of(supervisor.node.ended_by), reason
         print(error, file=sys.stderr)
         _say(reason)
         return _code_of(error, has_progress=verdict is None or verdict.has_progress), reason

@@ -120,7 +120,8 @@ class Leader:
                 node.advance(found)
             case nodes.Records(rank=rank, part=part):
                 self.spares.take_records(rank, part)
-            case nodes.EndAsked(reason=reason):
+            case nodes.EndAsked(reason=reason, signal=signal):
+                node.ended_by = node.ended_by or signal
                 node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
             case Refused(reason=reason):
                 self._refuse(number, reason)

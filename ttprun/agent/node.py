@@ -48,6 +48,7 @@ class Node:
     is_settled     there is a verdict, or nobody who would come to one
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
+    ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Node:
         self.is_settled = threading.Event()
         self.is_broken = False
         self.first_failure = FirstFailure()
+        self.ended_by = 0
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self._past: set[int] = set()  # pids of ranks that have ended
@@ -122,7 +124,8 @@ class Node:
         self.is_settled.set()
         if self.peers.is_leading:
             code = 1 if self.first_failure.found is None else self.first_failure.found.exit_code
-            self.peers.conclude(nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code))
+            order = nodes.Concluded(verdict.kind, verdict.reason, verdict.has_progress, code, self.ended_by)
+            self.peers.conclude(order)
 
     def log(self, event: str, **fields: object) -> None:
         """Append to the event log."""

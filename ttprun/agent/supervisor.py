@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import signal
 import threading
 import time
 from collections import deque
@@ -177,11 +178,16 @@ class Supervisor:
         if not self._is_paused:
             self.parts.leader.lose(number, why)
 
-    def end(self, reason: str, grace_s: float) -> None:
+    def end(self, ended_by: signal.Signals, grace_s: float) -> None:
         """The user or the scheduler ends the job, whatever goes on; returns when its state is saved, or cannot be.
 
+        ended_by  what the launcher has got
         grace_s   seconds that the ranks have afterwards to end by themselves
         """
+        peers = self.node.peers
+        where = f" on {peers.name_of(peers.node)}" if peers.names else ""
+        reason = f"ended by {ended_by.name}{where}"
+        self.node.ended_by = ended_by
         self.node.log("ending", reason=reason, grace_s=grace_s)
 
         def stop() -> None:

@@ -199,6 +199,7 @@ class EndAsked:
     """The launcher of this node has got a signal that ends the job."""
 
     reason: str
+    signal: int
 
 
 # Orders of the leader.
@@ -276,12 +277,14 @@ class Concluded:
     """The group has come to its end, as in `Verdict`.
 
     exit_code   of the rank that has caused it, or minus a signal
+    ended_by    the signal to a launcher that has ended the job; 0: none has
     """
 
     kind: str
     reason: str
     has_progress: bool
     exit_code: int
+    ended_by: int = 0
 
 
 OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | Records
