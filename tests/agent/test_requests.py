@@ -6,13 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent.peers import Peers
 from ttprun.agent.requests import Requests
 from ttprun.protocol.requests import Rejected, SaveNow
 
 
 def requests_of(job: recovery.Job, **differing: Any) -> Requests:
     config = SimpleNamespace(mindio=False)
-    node: Any = SimpleNamespace(**{"job": job, "verdict": None, "is_broken": False, "config": config} | differing)
+    node: Any = SimpleNamespace(
+        **{"job": job, "verdict": None, "is_broken": False, "config": config, "peers": Peers()} | differing
+    )
     nobody: Any = None
     return Requests(node, nobody, nobody, nobody, nobody)
 

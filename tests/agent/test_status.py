@@ -10,11 +10,13 @@ from typing import Any
 from ttprun import recovery
 from ttprun.agent.incidents import Incidents
 from ttprun.agent.node import Node
+from ttprun.agent.peers import Peers
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.status import StatusPublisher
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
-from ttprun.observe.status import read_status
+from ttprun.observe.status import RankStatus, RunStatus, read_status
+from ttprun.protocol import nodes
 from ttprun.recovery.phases import open_incident
 
 
@@ -54,4 +56,26 @@ def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
         "game (sim.Game): it can change, and does not show its state",
         "rank 0: 1 loss is another one but for rounding",
     )
+    run.release()
+
+
+def test_the_agent_of_any_node_shows_the_whole_job_with_its_own_ranks_as_they_are_now(tmp_path: Path) -> None:
+    run = RunDirectory.create("r1", tmp_path / "run")
+    job = recovery.new_job(recovery.Settings(world_size=2))
+    node = Node(Config(), run, True, job, lambda event: None)
+    node.begin_group([(1, 0)], Peers(1, "10.0.0.2", 1, {}, {0: "10.0.0.1", 1: "10.0.0.2"}, 2))
+    parts: tuple[Any, ...] = (Standbys(0, ""), SimpleNamespace(status=None), SimpleNamespace(newest=None))
+    publisher = StatusPublisher(node, Incidents(node), *parts)
+    ranks = (RankStatus(0, 0, 71, "running", 9, node=0), RankStatus(1, 0, 72, "running", 8, node=1))
+    names = ("10.0.0.1", "10.0.0.2")
+    of_leader = RunStatus("other", "healthy", 3, 2, 1, "", "", protection="on", ranks=ranks, nodes=names)
+
+    publisher.take(nodes.Published("status", of_leader.to_json()))
+    publisher.publish()
+
+    shown = read_status(run.status)
+    assert (shown.generation, shown.protection, shown.nodes) == (3, "on", names)
+    assert (shown.node, shown.is_leading) == (1, False)
+    assert shown.ranks[0] == ranks[0]
+    assert (shown.ranks[1].node, shown.ranks[1].pid) == (1, None)
     run.release()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import EPOCHS, PLAIN, Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
+from tests.e2e.harness import EPOCHS, PLAIN, WHILE_TRUE, Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
@@ -51,7 +54,7 @@ def finished(launches: list[Launch], limit_s: float = 120.0) -> tuple[Run, list[
     runs = [launch.finish(limit_s) for launch in launches]
     for run in runs:
         assert_no_orphans(run)
-    leader = next(run for run in runs if "whose agent leads" not in run.status["protection"])
+    leader = next(run for run in runs if run.status["is_leading"])
     return leader, runs
 
 
@@ -183,6 +186,35 @@ def test_a_signal_to_the_launcher_of_one_node_ends_all_with_its_exit_code(
         assert_no_orphans(run)
     if number == signal.SIGTERM and script_args:
         assert [run.stdout for run in runs] == [{0: ["stopped by itself"]}] * 2, runs[0].story()
+
+
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_on_every_node_the_whole_job_is_shown_and_any_rank_can_be_broken(
+    start: StartNodes, undisturbed: Undisturbed, fault: str
+) -> None:
+    launches = start(WHILE_TRUE, 1, options=["--allow-faults", *LIMIT], script_args=["--max_iters=300"])
+    for launch in launches:
+        launch.wait_for_line(0, "iter 20:")
+    told = [str(launch.run_dir) for launch in launches]
+    shown = [json.loads(ttprun("status", "--json", run)) for run in told]
+    hand = next(number for number, status in enumerate(shown) if not status["is_leading"])
+
+    ttprun("inject-fault", fault, "--rank", "1", "--run", told[hand])
+    launches[1 - hand].wait_for_event("incident")
+    ttprun("status", told[hand])
+    _, runs = finished(launches)
+
+    assert [[rank["rank"] for rank in status["ranks"]] for status in shown] == [[0, 1]] * 2
+    assert {status["protection"] for status in shown} == {"on"}
+    assert [run.status["incidents"][0]["ranks"] for run in runs] == [[1]] * 2
+    assert_same_weights(runs, undisturbed(WHILE_TRUE, 2, ["--max_iters=300"]))
+
+
+def ttprun(*words: str) -> str:
+    """What a command of ttprun prints."""
+    done = subprocess.run([sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, timeout=30)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
 
 
 def test_without_replacement_all_ranks_of_all_nodes_start_again(start: StartNodes, undisturbed: Undisturbed) -> None:

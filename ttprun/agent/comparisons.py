@@ -22,7 +22,7 @@ from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.topology import topology_of
 from ttprun.errors import in_short
 from ttprun.observe.topology import Loss, write_topology
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.rank.checks.verification import PROOF_STEPS
 from ttprun.recovery.replicas import Divergence, Look, Looks, Replicas, why_not_one_whole
 
@@ -181,6 +181,8 @@ class Comparisons:
         topology = topology_of(self._looks.replicas, groups, len(node.seats), otherwise)
         with contextlib.suppress(OSError):  # the status says already that the run's files cannot be written
             write_topology(node.run.topology, topology)
+        if node.peers.is_leading:
+            node.peers.to_hands(nodes.Published("topology", topology.to_json()))
 
     def names_of(self, keys: Iterable[str]) -> str:
         """What the script calls these parameters, the first few."""

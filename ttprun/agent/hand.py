@@ -20,8 +20,10 @@ from ttprun.agent.orders import Orders
 from ttprun.agent.replays import why_not_alike
 from ttprun.agent.seat import Seat
 from ttprun.agent.standby_watch import StandbyWatch
+from ttprun.agent.status import StatusPublisher
 from ttprun.agent.verdict import Verdict
 from ttprun.agent.watch import Watch
+from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, nodes, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
 
@@ -38,6 +40,8 @@ class Hand:
     orders: Orders
     standby_watch: StandbyWatch
     watch: Watch
+    status: StatusPublisher
+    injections: Injections
     _next_s: float = field(default=0.0, init=False)
 
     def look(self) -> None:
@@ -146,6 +150,10 @@ class Hand:
             case nodes.Recovered():
                 node.first_failure.forget()
                 self.standby_watch.refill()
+            case nodes.Published():
+                self.status.take(order)
+            case nodes.Strike():
+                self.injections.strike_here(order)
             case nodes.Concluded():
                 self._conclude(order)
             case Refused(reason=reason):

@@ -18,6 +18,7 @@ from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.reports import Reports
 from ttprun.agent.spares import Spares
+from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import channel, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
@@ -123,10 +124,22 @@ class Leader:
             case nodes.EndAsked(reason=reason, signal=signal):
                 node.ended_by = node.ended_by or signal
                 node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+            case nodes.FaultAsked(fault=fault):
+                self._order(number, fault)
             case Refused(reason=reason):
                 self._refuse(number, reason)
             case _:
                 self._refuse(number, f"{type(message).__name__} is no report")
+
+    def _order(self, number: int, fault: str) -> None:
+        """Somebody on another node asks for a fault."""
+        try:
+            if not self.node.config.allow_faults:
+                raise ValueError("the run was started without --allow-faults on the node whose agent leads")
+            self.reports.injections.order(parse_fault(fault), f"inject-fault on {self.node.peers.name_of(number)}")
+        except ValueError as error:
+            self.node.log("fault_failed", number=None, fault=fault, reason=str(error))
+            logger.warning("the fault %s, ordered on %s, is refused: %s", fault, self.node.peers.name_of(number), error)
 
     def _refuse(self, number: int, reason: str) -> None:
         self.node.log("message_refused", node=number, reason=reason)

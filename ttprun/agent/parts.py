@@ -98,11 +98,11 @@ class Parts:
             set_deadline=set_deadline,
         )
         self.leader = Leader(node, self.own_states, self.reports, self.spares)
-        self.hand = Hand(node, self.orders, self.standby_watch, self.watch)
+        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
+        self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.hand.forward
         self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
-        self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
 
     def begin_group(self) -> None:
         """All ranks are new."""

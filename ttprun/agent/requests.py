@@ -13,6 +13,7 @@ from ttprun.agent.repairs import Repairs
 from ttprun.agent.standing import Standing
 from ttprun.chaos.faults import parse_fault
 from ttprun.chaos.injections import Injections
+from ttprun.protocol import nodes
 from ttprun.protocol.requests import Accepted, InjectFault, Recall, Rejected, Reply, Request, SaveNow
 
 
@@ -43,6 +44,9 @@ class Requests:
             return Rejected("this run was started without --allow-faults")
         if self.node.verdict is not None:
             return Rejected("the run has ended")
+        if self.node.peers.is_hand:
+            self.node.peers.to_leader(nodes.FaultAsked(str(parse_fault(fault))))
+            return Accepted(f"ordered from {self.node.peers.name_of(0)}, whose event log says what has come of it")
         return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
 
     def _checkpoint_now(self) -> Reply:
@@ -50,6 +54,8 @@ class Requests:
         node, job = self.node, self.node.job
         if node.verdict is not None:
             why_not = "the run has ended"
+        elif node.peers.is_hand:
+            why_not = f"ask on {node.peers.name_of(0)}, whose agent leads"
         elif node.is_broken:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
         elif node.config.mindio:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -20,9 +21,12 @@ from ttprun.observe.status import (
     RankStatus,
     RunState,
     RunStatus,
+    parse_status,
     read_status,
     write_status,
 )
+from ttprun.observe.topology import write_topology_json
+from ttprun.protocol import nodes
 from ttprun.protocol.board import FINISHED, Field, Phase
 from ttprun.recovery import Job, cost_of_a_loss, cost_of_a_loss_alone, is_elastic
 from ttprun.recovery import Phase as JobPhase
@@ -30,6 +34,22 @@ from ttprun.recovery.job import name_ranks
 from ttprun.recovery.ladder import may_rewind
 
 _EVERY_S = 0.5
+_MOST_RANKS_FOR_ALL = 1024  # of larger jobs the status would be the most that crosses nodes
+# What an agent knows of its own node better than the one that leads.
+_OF_THIS_NODE = (
+    "run_id",
+    "agent_pid",
+    "started_at",
+    "updated_at",
+    "standbys",
+    "standby_state",
+    "exit_code",
+    "reason",
+    "save_dir",
+    "host",
+    "node",
+    "is_leading",
+)
 _STATES: dict[JobPhase, RunState] = {
     JobPhase.RUNNING: "healthy",
     JobPhase.PERSISTING: "healthy",
@@ -61,6 +81,7 @@ class StatusPublisher:
         self._started_at = timestamp()
         self._written_s = 0.0
         self._seen: tuple[object, ...] = ()
+        self._of_all: RunStatus | None = None
         self.restarts_left = 0
 
     def publish(self) -> None:
@@ -74,7 +95,18 @@ class StatusPublisher:
         state = _STATES.get(job.phase, "recovering")
         if state == "healthy" and not any(seat.is_present for seat in seats):
             state = "starting"
-        write_status(self._node.run.status, self._compose(state))
+        status = self._compose(state)
+        write_status(self._node.run.status, status)
+        if self._node.peers.is_leading and len(seats) <= _MOST_RANKS_FOR_ALL:
+            self._node.peers.to_hands(nodes.Published("status", status.to_json()))
+
+    def take(self, published: nodes.Published) -> None:
+        """The leader has published something: `ttprun` shows the whole job here too."""
+        with contextlib.suppress(OSError, ValueError):  # it comes again, or the disk is full, which the status says
+            if published.name == "topology":
+                write_topology_json(self._node.run.topology, published.text)
+            else:
+                self._of_all = parse_status(published.text)
 
     def end(self, exit_code: int, reason: str) -> None:
         """Write the last status of the run."""
@@ -82,8 +114,23 @@ class StatusPublisher:
         write_status(self._node.run.status, self._compose(state, exit_code, reason))
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
+        own = self._compose_own(state, exit_code, reason)
+        of_all = self._of_all
+        if not self._node.peers.is_hand or of_all is None:
+            return own
+        here = {rank.rank: rank for rank in own.ranks}
+        ranks = tuple(here.get(rank.rank, _ended(rank, exit_code)) for rank in of_all.ranks)
+        return replace(
+            of_all,
+            **{name: getattr(own, name) for name in _OF_THIS_NODE},
+            state=of_all.state if exit_code is None else own.state,
+            ranks=ranks,
+        )
+
+    def _compose_own(self, state: RunState, exit_code: int | None, reason: str) -> RunStatus:
         node, job, newest = self._node, self._node.job, self._snapshots.newest
-        seats = node.here if node.peers.is_hand else node.seats
+        peers = node.peers
+        seats = node.here if peers.is_hand else node.seats
         return RunStatus(
             run_id=node.config.run_id or node.run.path.name,
             state=state,
@@ -106,6 +153,9 @@ class StatusPublisher:
             save_dir=node.config.save_dir,
             away=job.away,
             not_proved=self._incidents.not_proved.names,
+            nodes=tuple(peers.names.get(number, "") for number in range(peers.size)) if peers.names else (),
+            node=peers.node,
+            is_leading=not peers.is_hand,
         )
 
     def _protection(self) -> str:
@@ -141,7 +191,15 @@ def _rank(node: Node, seat: Seat, has_ended: bool) -> RankStatus:
         phase=None if is_away else phase.name.lower(),
         last_seen_s=seen_s,
         protection=_protection_of_rank(node, seat),
+        node=node.peers.node_of(seat.rank) if node.peers.names else 0,
     )
+
+
+def _ended(rank: RankStatus, exit_code: int | None) -> RankStatus:
+    """A rank of another node, as it was published last."""
+    if exit_code is None or rank.state == "finished":
+        return rank
+    return replace(rank, state="lost" if exit_code else "finished")
 
 
 def is_seen(node: Node, seat: Seat) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from ttprun.agent.processes import kill_session
 from ttprun.chaos.faults import AGENT_KINDS, Fault, parse_fault, seconds_of
 from ttprun.chaos.schedule import Strike, strikes
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, nodes, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 if TYPE_CHECKING:
@@ -102,13 +102,16 @@ class Injections:
         fault, order = self._armed.pop(message.number)
         when = {"phase": message.phase, "step": message.step, "at_s": message.at_s}
         self._log_strike(message.number, fault, seat, message.detail, **when)
-        if fault.kind == "term":
+        if not seat.is_here:
+            if fault.kind in ("term", "stop", *AGENT_KINDS):
+                self._strike_elsewhere(message.number, fault, seat)
+        elif fault.kind == "term":
             self._signal(seat, fault)
         elif fault.kind in AGENT_KINDS:
             self._strike_agent(message.number, fault)
         elif fault.kind == "stop":
             self._wake_later(seat.pid, fault)
-        if fault.kind == "preempt":
+        if fault.kind == "preempt" and seat.is_here:
             self._preempted = seat  # it waits until the signal has been answered
         elif fault.kind in ("term", *AGENT_KINDS):
             seat.handler.channel.send(to_rank.FaultDone())
@@ -143,9 +146,6 @@ class Injections:
         for name, rank in (("rank", fault.rank), ("rank", fault.peer)):
             if rank is not None and rank >= size:
                 raise ValueError(f"there is no {name} {rank}; this run has {size} ranks")
-        is_sent = fault.is_immediate or fault.kind in ("term", "stop", *AGENT_KINDS)
-        if is_sent and fault.rank is not None and not self._node.seats[fault.rank].is_here:
-            raise ValueError(f"rank {fault.rank} is on another node: name a step, and a kind that it does itself")
         if fault.step is not None and fault.step < self._running_step():
             raise ValueError(f"step {fault.step} is over, step {self._running_step()} runs; name a later one")
 
@@ -196,7 +196,10 @@ class Injections:
 
     def _strike_now(self, number: int, order: Order, fault: Fault, seat: Seat | None) -> str:
         self._log_strike(number, fault, seat, "", phase=None, step=None, at_s=time.monotonic())
-        if seat is None or fault.kind in AGENT_KINDS:
+        if seat is not None and not seat.is_here:
+            self._strike_elsewhere(number, fault, seat)
+            done = f"ordered on {self._node.peers.name_of(self._node.peers.node_of(seat.rank))}: {fault}"
+        elif seat is None or fault.kind in AGENT_KINDS:
             done = self._strike_agent(number, fault)
         else:
             self._signal(seat, fault)
@@ -205,9 +208,18 @@ class Injections:
         self._after(order)
         return done
 
+    def strike_here(self, strike: nodes.Strike) -> None:
+        """The agent that leads has a fault strike this node."""
+        fault, seat = parse_fault(strike.fault), self._node.seats[strike.rank]
+        if fault.kind in AGENT_KINDS:
+            self._strike_agent(strike.number, fault)
+        elif seat.pid == strike.pid:
+            self._signal(seat, fault)
+
+    def _strike_elsewhere(self, number: int, fault: Fault, seat: Seat) -> None:
+        self._node.peers.to_node_of(seat.rank, nodes.Strike(seat.rank, seat.pid, number, str(fault)))
+
     def _signal(self, seat: Seat, fault: Fault) -> None:
-        if not seat.is_here:
-            return
         if fault.kind == "kill":
             kill_session(seat.pid)
             return

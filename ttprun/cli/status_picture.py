@@ -46,6 +46,9 @@ def draw_headline(shown: RunStatus) -> Text:
     line = Text.assemble(
         f"run {shown.run_id} · ", (shown.state, STYLES.get(shown.state, "")), " · " + " · ".join(facts)
     )
+    if shown.nodes:
+        named = ", ".join(f"{number}: {name}" for number, name in enumerate(shown.nodes))
+        line.append(f"\nnodes {named}; this is {shown.node}" + (", whose agent leads" if shown.is_leading else ""))
     if shown.away:
         line.append(f"\n{describe_away(shown)}")
     if shown.reason:
@@ -94,14 +97,17 @@ def describe_checkpoint(one: CheckpointStatus) -> str:
 
 def draw_ranks(console: Console, shown: RunStatus) -> RenderableType:
     """One line a rank."""
-    numbers = ("rank", "local", "pid", "step", "last seen")
-    columns = ("rank", "local", "pid", "state", "step", "phase", "last seen", "protection")
+    # Of several nodes the node is shown in place of the local rank, so that the table fits into 80 columns.
+    first = ("node", "rank") if shown.nodes else ("rank", "local")
+    numbers = (*first, "pid", "step", "last seen")
+    columns = (*first, "pid", "state", "step", "phase", "last seen", "protection")
     table = new_table(console, *columns, right=numbers)
     updated_at = datetime.fromisoformat(shown.updated_at)
     since_update_s = 0.0 if shown.has_ended else max(0.0, (datetime.now(UTC) - updated_at).total_seconds())
     for rank in shown.ranks:
         seen = "-" if rank.last_seen_s is None else f"{rank.last_seen_s + since_update_s:.1f} s"
-        cells = (rank.rank, rank.local_rank, rank.pid, rank.state, rank.step, rank.phase)
+        names = (rank.node, rank.rank) if shown.nodes else (rank.rank, rank.local_rank)
+        cells = (*names, rank.pid, rank.state, rank.step, rank.phase)
         table.add_row(*map(_cell, cells), seen, rank.protection)
     return table
 

@@ -34,6 +34,7 @@ class RankStatus:
     last_seen_s  seconds from its last sign of life to `updated_at`
     protection   on: a fault of it can be repaired, since its hooks have been heard in this process and it has passed an
                  optimizer step under them; not yet: not so far; off: it cannot be
+    node         number of its node, as in the run's `nodes`; there alone its pid can be looked up
     """
 
     rank: int
@@ -44,6 +45,7 @@ class RankStatus:
     phase: str | None = None
     last_seen_s: float | None = None
     protection: str = "not yet"
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,9 @@ class RunStatus:
     away           ranks without which the others train on
     reason         why the run is in this state, "" if that needs no words
     host           where the agent runs; only there can its pid be looked up
+    nodes          addresses of the job's nodes, by number; none if there is one node
+    node           number of the agent's own node
+    is_leading     the agent decides for all nodes; on the others the status is as it published it last
     """
 
     run_id: str
@@ -167,6 +172,9 @@ class RunStatus:
     not_proved: tuple[str, ...] = ()
     reason: str = ""
     host: str = field(default_factory=lambda: os.uname().nodename)
+    nodes: tuple[str, ...] = ()
+    node: int = 0
+    is_leading: bool = True
 
     @property
     def has_ended(self) -> bool:
@@ -199,8 +207,21 @@ def read_status(path: str | Path) -> RunStatus:
 
     Raises OSError if there is no such file, ValueError if it is no status.
     """
+    status = parse_status(Path(path).read_text(encoding="utf-8"))
+    if status.has_ended or _is_agent_alive(status):
+        return status
+    # Ranks die with their agent (PR_SET_PDEATHSIG), so none of those on its node is what the file says.
+    lost = tuple(
+        rank if rank.state == "finished" or rank.node != status.node else replace(rank, state="lost")
+        for rank in status.ranks
+    )
+    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
+
+
+def parse_status(text: str) -> RunStatus:
+    """The status of which `to_json` gave this. Raises ValueError if it is something else."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = json.loads(text)
         ranks = tuple(_build(RankStatus, rank) for rank in raw.get("ranks", ()))
         incidents = tuple(
             _build(IncidentStatus, incident | _tuples(incident, "ranks", "equal", "not_proved"))
@@ -209,16 +230,10 @@ def read_status(path: str | Path) -> RunStatus:
         checkpoint = _build(CheckpointStatus, raw["checkpoint"]) if raw.get("checkpoint") else None
         resume = _build(ResumeStatus, raw["resume"]) if raw.get("resume") else None
         parts = {"ranks": ranks, "incidents": incidents, "checkpoint": checkpoint, "resume": resume}
-        parts |= _tuples(raw, "away", "not_proved")
-        status = _build(RunStatus, raw | parts)
-        is_orphaned = not (status.has_ended or _is_agent_alive(status))
+        parts |= _tuples(raw, "away", "not_proved", "nodes")
+        return _build(RunStatus, raw | parts)
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the status of a run: {error}") from error
-    if not is_orphaned:
-        return status
-    # Ranks die with their agent (PR_SET_PDEATHSIG), so none of them is what the file says.
-    lost = tuple(rank if rank.state == "finished" else replace(rank, state="lost") for rank in ranks)
-    return replace(status, state="failed", reason="the agent was killed", ranks=lost, standbys=0, standby_state="")
+        raise ValueError(f"it is not the status of a run: {error}") from error
 
 
 @cache

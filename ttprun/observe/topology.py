@@ -58,8 +58,13 @@ class Topology:
 
 def write_topology(path: Path, topology: Topology) -> None:
     """Replace the file at once. Raises OSError."""
+    write_topology_json(path, topology.to_json())
+
+
+def write_topology_json(path: Path, text: str) -> None:
+    """The same with what `to_json` gave."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(topology.to_json() + "\n", encoding="utf-8")
+    draft.write_text(text + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 

@@ -202,6 +202,13 @@ class EndAsked:
     signal: int
 
 
+@dataclass(frozen=True)
+class FaultAsked:
+    """`ttprun inject-fault` has asked for a fault on this node."""
+
+    fault: str
+
+
 # Orders of the leader.
 
 
@@ -268,6 +275,32 @@ class VoidBeyond:
 
 
 @dataclass(frozen=True)
+class Published:
+    """How the whole job stands: what the leader has just written to its own run directory.
+
+    name   status or topology
+    text   the file's content
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Strike:
+    """Cause a fault in this node now, one that comes from outside.
+
+    pid     the process of the rank that it is meant for
+    number  of the strike
+    """
+
+    rank: int
+    pid: int
+    number: int
+    fault: str
+
+
+@dataclass(frozen=True)
 class Recovered:
     """An incident has ended well: standbys are to be refilled."""
 
@@ -287,7 +320,7 @@ class Concluded:
     ended_by: int = 0
 
 
-OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | Records
+OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | Records
 OfLeader = (
     Accepted
     | Rejected
@@ -298,6 +331,8 @@ OfLeader = (
     | Kill
     | Replay
     | VoidBeyond
+    | Published
+    | Strike
     | Recovered
     | Concluded
     | Rows
