@@ -201,9 +201,9 @@ class Config(BaseModel):
         return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never", "verify_every": 0})
 
     def for_several_nodes(self) -> Config:
-        """The same on several nodes, where nothing is saved yet: neither snapshots nor checkpoints."""
-        rungs = [rung for rung in self.rungs if rung in ("reconnect", "rerun", "replace", "restart")]
-        return self.model_copy(update={"rungs": rungs, "resume": "off", "snapshot_every": "never"})
+        """The same on several nodes, where there are no snapshots yet."""
+        rungs = [rung for rung in self.rungs if rung in ("reconnect", "rerun", "replace", "restart", "persist")]
+        return self.model_copy(update={"rungs": rungs, "snapshot_every": "never"})
 
     def for_one_rank(self) -> Config:
         """The same for a job without peers: what is lost can only come from what the rank itself has kept."""

@@ -16,6 +16,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.peers import Peers
 from ttprun.agent.resume import ENDED_NAME
 from ttprun.agent.shelf import Shelf
 from ttprun.protocol.snapshots import Dumped, Share, SnapshotTaken
@@ -33,7 +34,11 @@ class FakeNode:
         start = {"args": ("-u", "train.py")}
         self.sent: list[Any] = []
         handler = SimpleNamespace(start=start)
-        self.seats = [SimpleNamespace(rank=rank, send=self.sent.append, handler=handler) for rank in range(ranks)]
+        self.seats = [
+            SimpleNamespace(rank=rank, send=self.sent.append, handler=handler, is_here=True) for rank in range(ranks)
+        ]
+        self.here = self.seats
+        self.peers = Peers()
         self.called: list[Callable[[], None]] = []
         self.call = self.called.append
         self.advanced: list[recovery.Event] = []

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,29 @@ def test_nodes_with_different_scripts_are_refused_on_each_of_them_with_what_diff
     told = "node 0 (127.0.0.1) and node 2 (127.0.0.1) differ in the script: abc and xyz"
     assert [type(answer) for answer in answers] == [ConfigError] * 3
     assert {str(answer).partition(";")[0] for answer in answers} == {told}
+
+
+def test_nodes_whose_clocks_differ_are_refused_on_each_of_them(meet_all: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "CLOCK_LIMIT_S", -1.0)
+
+    answers = meet_all(Store(), place(0), place(1))
+
+    assert [type(answer) for answer in answers] == [ConfigError] * 2
+    assert "the clock of node 1 (127.0.0.1) is 0 s " in str(answers[0])
+    assert str(answers[0]) == str(answers[1])
+
+
+def test_the_leader_learns_who_does_not_share_its_save_directory(
+    meet_all: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = replace(place(0), save_dir=str(tmp_path / "not made yet"))
+
+    shared, _ = meet_all(Store(), first, place(1))
+    monkeypatch.setattr(meeting.os.path, "exists", lambda path: False)
+    apart, _ = meet_all(Store(), first, place(1))
+
+    assert (shared.without_save_dir, apart.without_save_dir) == ([], [1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_whoever_does_not_know_the_token_is_hung_up_on_and_disturbs_nobody(meet_all: Meet) -> None:

@@ -33,12 +33,12 @@ def nodes() -> Iterator[Nodes]:
 def start(nodes: Nodes, tmp_path: Path) -> StartNodes:
     """`start(script, ranks, options=(), **how)`: the launchers of both nodes, each with so many ranks."""
 
-    def start_all(script: str, ranks: int, options: Any = (), **how: Any) -> list[Launch]:
+    def start_all(script: str, ranks: int, options: Any = (), name: str = "", **how: Any) -> list[Launch]:
         return [
             start_ttprun(
                 script,
                 ranks,
-                tmp_path / str(number),
+                tmp_path / f"{name}{number}",
                 options=[*nodes.rendezvous(number), *options],
                 within=nodes.inside(number),
                 **how,
@@ -143,17 +143,25 @@ def test_a_lost_node_ends_the_job_soon_and_says_so(nodes: Nodes, start: StartNod
     assert_no_orphans(run)
 
 
-def test_nodes_with_different_scripts_are_refused_on_each_and_nothing_is_started(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("jobs", "what"),
+    [([(PLAIN, 1), (EPOCHS, 1)], "the script"), ([(PLAIN, 1), (PLAIN, 2)], r"ranks (--nproc-per-node)")],
+)
+def test_nodes_that_do_not_fit_each_other_are_refused_on_each_and_nothing_is_started(
+    nodes: Nodes, tmp_path: Path, jobs: list[tuple[str, int]], what: str
+) -> None:
     launches = [
-        start_ttprun(script, 1, tmp_path / str(number), options=nodes.rendezvous(number), within=nodes.inside(number))
-        for number, script in enumerate((PLAIN, EPOCHS))
+        start_ttprun(
+            script, ranks, tmp_path / str(number), options=nodes.rendezvous(number), within=nodes.inside(number)
+        )
+        for number, (script, ranks) in enumerate(jobs)
     ]
 
     runs = [launch.finish(60) for launch in launches]
 
     for run in runs:
         assert run.exit_code == 2, run.story()
-        assert "differ in the script" in run.output, run.story()
+        assert f"differ in {what}: " in run.output, run.story()
         assert run.stdout == {}, run.story()
         assert_no_orphans(run)
 
@@ -215,6 +223,43 @@ def ttprun(*words: str) -> str:
     done = subprocess.run([sys.executable, "-m", "ttprun", *words], capture_output=True, text=True, timeout=30)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "faults", "cause"),
+    [
+        (PLAIN, 1, ["preempt:rank=0,step=12,phase=before_step"], "ended"),
+        (PLAIN, 1, ["preempt:rank=1,step=12,phase=backward"], "ended"),
+        (EPOCHS, 2, ["preempt:rank=3,step=17,phase=backward"], "ended"),
+        (PLAIN, 1, ["kill:rank=1,step=12,phase=backward"], "dying gasp"),
+    ],
+)
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["same nodes", "one node"])
+def test_what_a_job_on_several_nodes_has_saved_is_resumed_and_nothing_differs(
+    start: StartNodes,
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    script: str,
+    ranks: int,
+    faults: Any,
+    cause: str,
+    is_elsewhere: bool,
+) -> None:
+    options, out = ["--save-dir", str(tmp_path / "save")], tmp_path / "out"
+    cannot_replace = ["--rungs", "persist"] if cause == "dying gasp" else []
+
+    leader, runs = finished(start(script, ranks, faults=faults, options=[*options, *cannot_replace], out=out))
+    if is_elsewhere:
+        again = [start_ttprun(script, 2 * ranks, tmp_path / "again", options=options, out=out).finish()]
+    else:
+        _, again = finished(start(script, ranks, options=options, name="again", out=out))
+
+    assert [run.exit_code for run in runs] == [143 if cause == "ended" else 137] * 2, leader.story()
+    assert leader.status["checkpoint"]["cause"] == cause, leader.story()
+    assert leader.status["checkpoint"]["reason"] == "", leader.story()
+    assert {run.status["resume"]["outcome"] for run in again} == {"recovered"}, again[0].story()
+    assert not any("other arguments" in run.output for run in again)
+    assert_same_weights(again, undisturbed(script, 2 * ranks))
 
 
 def test_without_replacement_all_ranks_of_all_nodes_start_again(start: StartNodes, undisturbed: Undisturbed) -> None:

@@ -148,7 +148,7 @@ class CheckpointWriter:
         shares  files of tensors that no rank writes itself
         done    called on the supervisor's thread
         """
-        start = self._node.seats[0].handler.start
+        start = self._node.here[0].handler.start
         words = command_of(start)
         script = " ".join(words[:2]) if words[:1] == ["-m"] else "".join(words[:1])
         description = Description(world_size=len(self._node.seats), cause=cause, script=script, model=first.model)

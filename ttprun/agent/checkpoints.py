@@ -18,14 +18,17 @@ from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.shelf import Shelf
+from ttprun.agent.stored import rank_file
 from ttprun.errors import ConfigError, in_short
-from ttprun.protocol import to_rank
+from ttprun.protocol import nodes, to_rank
 from ttprun.protocol.snapshots import Dumped, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
 from ttprun.state.draft import Draft
 from ttprun.state.files import FileEntry, Fill
+
+NO_RECORD = "there is no record of that step"
 
 
 @dataclass
@@ -34,12 +37,16 @@ class _Writing:
 
     waiting   ranks that have not said yet that they are done
     reports   what the others have said, by rank
+    apart     ranks of other nodes whose own parts are not written yet
+    missing   ranks whose own parts there are no records for
     """
 
     draft: Draft
     order: recovery.Persist
     waiting: set[int]
     began_s: float
+    apart: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
     reports: dict[int, Dumped] = field(default_factory=dict)
 
     @property
@@ -51,8 +58,11 @@ class _Writing:
 class Checkpoints:
     """Composes checkpoints of what the ranks hold, or have held at a snapshot.
 
-    writer   has them written to disk
+    writer     has them written to disk
+    why_never  why none can be written in this job, "" if they can
     """
+
+    why_never = ""
 
     def __init__(self, node: Node, writer: CheckpointWriter, comparisons: Comparisons) -> None:
         self._node = node
@@ -76,17 +86,50 @@ class Checkpoints:
             self._fail(order, self._comparisons.why_not_stored)
             return
         try:
+            if self.why_never:
+                raise ConfigError(self.why_never, "name one that all nodes share (--save-dir)")
             draft = self.writer.begin(order.boundary)
         except ConfigError as error:
             self._fail(order, str(error))
             return
         self._writing = _Writing(draft, order, set(order.ranks), time.monotonic())
+        self._order_parts(self._writing)
         owners = {key: list(ranks) for key, ranks in self._node.job.replicas.parted.items()}
         writers = list(order.ranks)
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
             dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers)
             self._node.seats[rank].send(dump)
+
+    def _order_parts(self, writing: _Writing) -> None:
+        """The agents of other nodes write what is their ranks' own, from the records that they have."""
+        peers, hands = self._node.peers, self._node.peers.hands()
+        for seat in self._node.seats:
+            if seat.is_here:
+                continue
+            if peers.node_of(seat.rank) not in hands:
+                writing.missing.add(seat.rank)
+                continue
+            path = str(writing.draft.path(rank_file(seat.rank)))
+            writing.apart.add(seat.rank)
+            peers.to_node_of(seat.rank, nodes.StorePart(seat.rank, writing.order.boundary, path))
+
+    def take_part(self, message: nodes.PartStored) -> None:
+        """The agent of another node has written what is a rank's own, or could not."""
+        writing = self._writing
+        if writing is None or message.boundary != writing.order.boundary or message.rank not in writing.apart:
+            return
+        writing.apart.discard(message.rank)
+        if not message.why_not:
+            writing.draft.record(rank_file(message.rank), FileEntry(bytes=message.bytes, xxh3=message.xxh3))
+        elif message.why_not == NO_RECORD:
+            writing.missing.add(message.rank)
+        else:
+            self._writing = None
+            self.writer.drop(writing.draft)
+            self._fail(writing.order, message.why_not)
+            return
+        self._finish_if_all_is_there(writing)
 
     def take_dumped(self, seat: Seat, message: Dumped) -> None:
         """A rank has written its share, or could not; after the last one the rest is done in the background."""
@@ -95,7 +138,10 @@ class Checkpoints:
             return
         writing.waiting.discard(seat.rank)
         writing.reports[seat.rank] = message
-        if writing.waiting:
+        self._finish_if_all_is_there(writing)
+
+    def _finish_if_all_is_there(self, writing: _Writing) -> None:
+        if writing.waiting or writing.apart:
             return
         self._writing = None
         why_not = next((report.why_not for report in writing.reports.values() if report.why_not), "")
@@ -110,6 +156,7 @@ class Checkpoints:
         replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
         parts, missing = self._rank_parts(boundary)
+        missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
         held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, writing.order.ranks)]
         missing += what_is_missing(held_of(first.held), [*writing.order.ranks, *held_still])
         missing += self._held_by_nobody(replicas, writing.order.ranks)
@@ -167,14 +214,13 @@ class Checkpoints:
         self._report_to_machine(order.generation, why_not=why_not, is_handled=is_handled)
 
     def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
-        """(each rank's own part, what is missing): the records outlive their ranks."""
+        """(each own part of a rank of this node, what is missing): the records outlive their ranks."""
         parts, missing = {}, []
-        for seat in self._node.seats:
+        for seat in self._node.here:
             try:
-                exported = self._node.recorder_of(seat).export(boundary)
-                parts[seat.rank] = msgpack.packb(exported | {"lines": self._node.lines_since(seat, boundary)})
+                parts[seat.rank] = own_part(self._node, seat, boundary)
             except KeyError:
-                missing.append(f"variables and random states of rank {seat.rank} at step {boundary}")
+                missing.append(_what_is_lost(seat.rank, boundary))
         return parts, missing
 
     # A checkpoint of a snapshot.
@@ -209,6 +255,17 @@ class Checkpoints:
                 is_handled=is_handled,
             )
         )
+
+
+def own_part(node: Node, seat: Seat, boundary: int) -> bytes:
+    """What a checkpoint has of a rank of this node alone. Raises KeyError if there is no record of the boundary."""
+    exported = node.recorder_of(seat).export(boundary)
+    packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(seat, boundary)})
+    return packed
+
+
+def _what_is_lost(rank: int, boundary: int) -> str:
+    return f"variables and random states of rank {rank} at step {boundary}"
 
 
 def _reader_of(fd: int, size_bytes: int) -> Fill:

@@ -38,14 +38,14 @@ class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
     supervisor, signals   set on the class before torch makes its agent
-    address, alike        as in `meeting.Place`; the same holds for them in a job on several nodes
+    address, alike, save_dir   as in `meeting.Place`; the same holds for them in a job on several nodes
     nodes                 that train
     has_started_ranks     at least one group of ranks was started
     """
 
     supervisor: Supervisor
     signals: Signals
-    address = ""
+    address = save_dir = ""
     alike: Mapping[str, str] = MappingProxyType({})
     nodes = 1
     has_started_ranks = False
@@ -83,7 +83,8 @@ class ReplacingAgent(LocalElasticAgent):
         if group.group_world_size <= 1:
             return None
         master = f"{group.master_addr} {group.master_port}"
-        place = Place(group.group_rank, group.group_world_size, len(group.workers), self.address, self.alike, master)
+        sizes = group.group_rank, group.group_world_size, len(group.workers)
+        place = Place(*sizes, self.address, self.alike, master, self.save_dir)
         peers = meet(group.store, place)
         hallway = self._hallway(worker_group)
         if peers.room is not None and hallway is not None:

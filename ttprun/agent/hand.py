@@ -10,10 +10,12 @@ import logging
 import signal
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ttprun import recovery
 from ttprun.agent import copied, marks, rows
+from ttprun.agent.checkpoints import NO_RECORD, own_part
 from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.orders import Orders
@@ -26,6 +28,7 @@ from ttprun.agent.watch import Watch
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, nodes, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
+from ttprun.state.files import FileEntry, write_file
 
 logger = logging.getLogger("ttprun")
 
@@ -125,10 +128,10 @@ class Hand:
         match order:
             case nodes.Rows(now_ns=now_ns, rows=theirs):
                 rows.copy_in(node, theirs, now_ns)
-            case nodes.Begin(generation=generation):
+            case nodes.Begin(generation=generation, is_resumed=is_resumed):
                 self._note_generation(generation)
                 for seat in node.here:
-                    self.watch.welcome(seat, is_replacement=False)
+                    self.watch.welcome(seat, is_replacement=is_resumed)
             case nodes.Tell():
                 self._tell(order)
             case nodes.News():
@@ -150,6 +153,13 @@ class Hand:
             case nodes.Recovered():
                 node.first_failure.forget()
                 self.standby_watch.refill()
+            case nodes.StorePart():
+                self._store_part(order)
+            case nodes.GoBack():
+                self._note_generation(order.generation)
+                why_not = self.orders.rewinds.go_back_here(order)
+                if why_not:
+                    node.peers.to_leader(nodes.Differs(order.ranks[0], order.generation, why_not))
             case nodes.Published():
                 self.status.take(order)
             case nodes.Strike():
@@ -205,6 +215,19 @@ class Hand:
             return
         skip_lines = node.lines_since(seat, order.boundary)
         seat.send(to_rank.Replay(order.generation, order.boundary, skip_lines))
+
+    def _store_part(self, order: nodes.StorePart) -> None:
+        """Write what the records have of a rank, dead or alive."""
+        entry, why_not = FileEntry(bytes=0, xxh3="0" * 32), ""
+        try:
+            packed = own_part(self.node, self.node.seats[order.rank], order.boundary)
+            entry = write_file(Path(order.path), [packed])
+        except KeyError:
+            why_not = NO_RECORD
+        except OSError as error:
+            why_not = f"{order.path} cannot be written on {self.node.peers.name_of(self.node.peers.node)}: {error}"
+        stored = nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not)
+        self.node.peers.to_leader(stored)
 
     def _conclude(self, order: nodes.Concluded) -> None:
         node = self.node

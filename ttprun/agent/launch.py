@@ -74,8 +74,8 @@ def launch(
         _prepare_meeting(config, launch_config, entrypoint, args)
         logger.warning(
             "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
-            "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no checkpoints are written; "
-            "tried with gloo on CPUs, never with NCCL or HCCL",
+            "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
+            "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
             launch_config.max_nodes,
             spares,
             config.node_wait_s,
@@ -86,7 +86,7 @@ def launch(
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
     try:
         words = command_of({"args": args}) if is_python else []
-        resumption = Resumption(config, store, world_size, words, is_place_named)
+        resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
         supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
@@ -114,6 +114,7 @@ def _prepare_meeting(
         ) from None
     words = command_of({"args": args})
     ReplacingAgent.nodes = launch_config.max_nodes
+    ReplacingAgent.save_dir = config.save_dir or ""
     ReplacingAgent.alike = {
         "ttprun": __version__,
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),

@@ -18,6 +18,7 @@ from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.reports import Reports
 from ttprun.agent.spares import Spares
+from ttprun.agent.standing import Standing
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import channel, nodes
 from ttprun.protocol.board import Field
@@ -37,12 +38,13 @@ class Leader:
     own_states: OwnStates
     reports: Reports
     spares: Spares
+    standing: Standing
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
 
-    def begin(self) -> None:
+    def begin(self, is_resumed: bool) -> None:
         """The ranks are to be welcomed, on all nodes."""
-        self.node.peers.to_hands(nodes.Begin(self.node.job.generation))
+        self.node.peers.to_hands(nodes.Begin(self.node.job.generation, is_resumed))
 
     def look(self) -> None:
         """Time has passed: each hand hears how the ranks of all other nodes stand, and that we live."""
@@ -123,7 +125,10 @@ class Leader:
                 self.spares.take_records(rank, part)
             case nodes.EndAsked(reason=reason, signal=signal):
                 node.ended_by = node.ended_by or signal
-                node.advance(recovery.StopAsked(at_s=time.monotonic(), reason=reason))
+                stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
+                self.standing.ask(lambda: node.advance(stop), is_end=True)
+            case nodes.PartStored():
+                self.reports.checkpoints.take_part(message)
             case nodes.FaultAsked(fault=fault):
                 self._order(number, fault)
             case Refused(reason=reason):

@@ -11,13 +11,15 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, get_args
 
 from ttprun.agent.peers import Peers, ready
@@ -30,6 +32,7 @@ LIMIT_S = 60.0  # the agents come out of the same rendezvous
 _HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
 _ROOM_LIMIT_S = 10.0  # to be let in
 _LOOK_AGAIN_S = 0.5
+CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
 _KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
 _SIOCGIFADDR = 0x8915
@@ -49,6 +52,7 @@ class Place:
     address  by which the others reach it
     alike    what must be the same on all nodes, by its name for people
     master   address and port for the script's environment
+    save_dir where checkpoints are kept if its agent leads
     """
 
     number: int
@@ -57,6 +61,7 @@ class Place:
     address: str
     alike: Mapping[str, str]
     master: str = ""
+    save_dir: str = ""
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -72,17 +77,19 @@ def meet(store: Any, place: Place) -> Peers:
 
 def _lead(store: Any, place: Place) -> Peers:
     found: dict[int, tuple[Channel, nodes.Hello]] = {}
+    ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
     door = Door(place.address, _KNOWN)
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undone:
+    with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
         undone.callback(door.close)
 
         def came(link: Channel, hello: nodes.Hello) -> None:
             if 0 < hello.node < place.size:
                 found[hello.node] = link, hello
+                ahead_s[hello.node] = hello.at_s - time.time()
 
         door.open(selector, came)
-        store.set(_LEADER, json.dumps(door.where))
+        store.set(_LEADER, json.dumps(door.where | {"seen": seen}))
         while len(found) < place.size - 1:
             for key, _ in selector.select(max(0.0, ends_s - time.monotonic())):
                 key.data()
@@ -93,7 +100,7 @@ def _lead(store: Any, place: Place) -> Peers:
                     link.close()
                 raise NotMetError(why)
         door.shut()  # from now on those are let in who wait for seats
-        reason, cure = _why_unfit(place, [hello for _, hello in found.values()])
+        reason, cure = _why_unfit(place, [hello for _, hello in found.values()], ahead_s)
         for link, _ in found.values():
             link.send(nodes.Rejected(reason, cure) if reason else nodes.Accepted())
         if reason:
@@ -104,12 +111,39 @@ def _lead(store: Any, place: Place) -> Peers:
     names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
     links = {number: ready(link) for number, (link, _) in found.items()}
     own, room = address_for_ranks(place.address), Room(door, place.alike)
-    return Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
+    peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
+    peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
+    return peers
 
 
-def _why_unfit(place: Place, others: list[nodes.Hello]) -> tuple[str, str]:
-    """What differs between nodes, and what to do; ("", "") if they fit each other."""
+@contextlib.contextmanager
+def _seen_file(place: Place) -> Iterator[str]:
+    """A file next to the checkpoints as long as this lasts: who sees it shares the directory; "" if there is none."""
+    folder = Path(place.save_dir or "/nowhere")
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    path = folder / f".ttprun-{secrets.token_hex(8)}"
+    try:
+        path.touch()
+    except OSError:
+        path = Path()
+    try:
+        yield str(path) if path.name else ""
+    finally:
+        if path.name:
+            path.unlink(missing_ok=True)
+
+
+def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, float]) -> tuple[str, str]:
+    """What differs between nodes, and what to do; ("", "") if they fit each other.
+
+    ahead_s   by how much the clock of each node is ahead of ours
+    """
     for hello in sorted(others, key=lambda one: one.node):
+        if abs(ahead_s[hello.node]) > CLOCK_LIMIT_S:
+            off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
+            why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
+            return why, "set the clocks of all nodes, by NTP for example"
         for name, mine in place.alike.items():
             theirs = hello.alike.get(name, "")
             if theirs != mine:
@@ -143,7 +177,8 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
     sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
     link = Channel(sock, _KNOWN)
     try:
-        link.send(nodes.Hello(where["token"], place.number, place.address, dict(place.alike)))
+        shares = bool(where["seen"]) and os.path.exists(where["seen"])
+        link.send(nodes.Hello(where["token"], place.number, place.address, dict(place.alike), shares, time.time()))
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()

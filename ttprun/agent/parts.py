@@ -97,7 +97,7 @@ class Parts:
             watch=self.watch,
             set_deadline=set_deadline,
         )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares)
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
         self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.hand.forward

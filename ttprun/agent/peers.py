@@ -35,6 +35,7 @@ class Peers:
     names           of the nodes, for people, by number
     size            number of nodes
     is_hand         another agent leads
+    without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Peers:
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
         self.is_hand = node > 0
         self.room = room
+        self.without_save_dir: list[int] = []
         self._listen: Callable[[int], None] = lambda node: None
         self._master = master
         self._last_word: nodes.Concluded | None = None

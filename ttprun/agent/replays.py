@@ -37,7 +37,8 @@ class Replays(Repairs):
             seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
             return
         source = action.rank if action.source is None else action.source
-        theirs = None if seat.divergence else marks.of(node, node.seats[source], action.boundary)
+        needs_no_peer = seat.divergence or action.source is None
+        theirs = None if needs_no_peer else marks.of(node, node.seats[source], action.boundary)
         if not seat.is_here:
             order = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs)
             node.peers.to_node_of(action.rank, order)

@@ -38,17 +38,25 @@ class Resumption:
     words                      the script and its arguments
     is_place_named             the next launch of the same command has the same save directory
     is_named                   one checkpoint was named: no other is tried
+    is_of_leader               the agent that leads several nodes looks, once they have met
     is_found_by_same_command   the next launch of the same command goes on from what this one saves
     """
 
     def __init__(
-        self, config: Config, store: CheckpointStore, world_size: int, words: Sequence[str], is_place_named: bool
+        self,
+        config: Config,
+        store: CheckpointStore,
+        world_size: int,
+        words: Sequence[str],
+        is_place_named: bool,
+        is_of_leader: bool = False,
     ) -> None:
         self._config = config
         self._store = store
         self._world_size = world_size
         self._words = tuple(words)
         self.is_found_by_same_command = config.resume == "auto" and is_place_named
+        self.is_of_leader = is_of_leader
         self.is_named = config.resume not in ("auto", "off")
         self._fingerprint = ""
         self._opened: Stored | None = None

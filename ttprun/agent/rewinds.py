@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from ttprun import recovery
 from ttprun.agent.comparisons import Comparisons
@@ -13,11 +15,12 @@ from ttprun.agent.own_state import OwnStates
 from ttprun.agent.resume import Resumption
 from ttprun.agent.seat import Seat
 from ttprun.agent.snapshots import Snapshots
-from ttprun.agent.stored import Stored
+from ttprun.agent.stored import Origin, Stored, open_checkpoint
 from ttprun.errors import ConfigError
-from ttprun.protocol import to_rank
+from ttprun.protocol import nodes, to_rank
 from ttprun.protocol.board import LEADER, Field
 from ttprun.rank.records.recorder import RecordTooLargeError
+from ttprun.state.checkpoint import inspect
 from ttprun.state.errors import InvalidCheckpointError
 
 logger = logging.getLogger("ttprun")
@@ -54,6 +57,7 @@ class Rewinds:
             for seat in (node.seats[rank] for rank in action.ranks):
                 seat.stored = stored
                 self._go_back(seat, stored)
+            self._order_elsewhere(action)
         except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
             event = recovery.MismatchFound(
                 at_s=time.monotonic(),
@@ -62,6 +66,31 @@ class Rewinds:
                 reason=f"its stored state cannot be used: {error}",
             )
             node.advance(event)
+
+    def _order_elsewhere(self, action: recovery.Rewind) -> None:
+        """The agents of other nodes do the same for theirs."""
+        node, by_node = self._node, dict[int, list[int]]()
+        for rank in action.ranks:
+            if not node.seats[rank].is_here:
+                by_node.setdefault(node.peers.node_of(rank), []).append(rank)
+        for ranks in by_node.values():
+            stored = node.seats[ranks[0]].stored
+            is_adapted = stored is not None and stored.origin is not None
+            order = nodes.GoBack(ranks, node.job.generation, action.boundary, action.place, is_adapted)
+            node.peers.to_node_of(ranks[0], order)
+
+    def go_back_here(self, order: nodes.GoBack) -> str:
+        """The agent that leads orders it for ranks of this node; returns why it cannot be done, or ""."""
+        try:
+            stored = open_checkpoint(inspect(Path(order.place)), 0.0) if order.place else None
+            if stored is not None and order.is_adapted:
+                stored = replace(stored, origin=Origin(0, ()))  # from whom each takes over, the leader says
+            for seat in (self._node.seats[rank] for rank in order.ranks):
+                seat.stored = stored
+                self._go_back(seat, stored)
+        except (ConfigError, InvalidCheckpointError, RecordTooLargeError, LookupError, ValueError) as error:
+            return f"its stored state cannot be used: {error}"
+        return ""
 
     def _stored(self, action: recovery.Rewind) -> Stored | None:
         """What the ranks go back to; None: they begin anew. Raises if it cannot be used."""
@@ -90,10 +119,11 @@ class Rewinds:
         """Let a seat be as it was at the boundary of a snapshot or checkpoint; of another run's ranks, have no past."""
         board, row = self._node.board, seat.rank
         self._mirrors.forget(seat)
-        if stored is not None and stored.is_in_recorder:
-            seat.go_back_to(stored.boundary)
-            board.set(row, Field.RECORDED, stored.boundary)
-            board.set(row, Field.APPLIED, stored.boundary)
+        if not seat.is_here or (stored is not None and stored.is_in_recorder):
+            boundary = 0 if stored is None else stored.boundary
+            seat.go_back_to(boundary)
+            board.set(row, Field.RECORDED, boundary)
+            board.set(row, Field.APPLIED, boundary)
             board.forget_process(row)
             return
         if stored is None:

@@ -57,11 +57,11 @@ class Supervisor:
         store: CheckpointStore,
         resumption: Resumption,
     ) -> None:
-        """`resumption` is asked at once from what a new launch resumes; raises ConfigError as its `find` does."""
+        """`resumption` says from what a new launch resumes, on one node at once; raises ConfigError as `find` does."""
         settings = settings_of(config, world_size, is_python, max_restarts, resumption)
         self.node = Node(config, run, is_python, recovery.new_job(settings), self._advance)
         self._resumption = resumption
-        self._resume_from = resumption.find() if is_python else ()
+        self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self.parts = Parts(self.node, store, resumption, self._set_deadline)
         self._deadlines: list[tuple[float, int, recovery.SetDeadline]] = []
         self._count = itertools.count()
@@ -89,7 +89,12 @@ class Supervisor:
         ranks            (global rank, local rank) of each that is on this node
         replace_handler  called with a local rank and its new process
         peers            the agents of the other nodes, if there are any
+
+        Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
         """
+        is_leading_first = peers is not None and not peers.is_hand and not self.node.has_board
+        if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
+            self._resume_from = self._resumption.find()
         self.node.begin_group(ranks, peers)
         self.parts.begin_group()
         self.parts.orders.replace_handler = replace_handler
@@ -140,7 +145,13 @@ class Supervisor:
             node.peers.watch(node.selector, self.parts.hand.take_order, self._lose_leader)  # it says when
             return
         resume_from, self._resume_from = self._resume_from, ()
-        is_resumed = bool(resume_from) and not node.is_broken
+        blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
+        if blind:
+            self.parts.checkpoints.why_never = f"{blind} does not see the save directory of this node"
+            logger.warning(
+                "no checkpoints: %s; name one that all nodes share (--save-dir)", self.parts.checkpoints.why_never
+            )
+        is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
             self._is_paused = False
             if is_restart:
@@ -154,7 +165,7 @@ class Supervisor:
                 self._advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)
             self.parts.injections.begin()
-            self.parts.leader.begin()
+            self.parts.leader.begin(is_resumed)
             for seat in node.here:
                 self.parts.watch.welcome(seat, is_replacement=is_resumed)
             node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)

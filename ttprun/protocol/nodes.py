@@ -40,12 +40,16 @@ class Hello:
     node      its number in the group; -1: it waits for seats of a lost node
     address   of the node
     alike     what must be the same on all nodes, by its name for people
+    shares    this node sees the file that the leader has written next to its checkpoints
+    at_s      time of the node's clock, seconds since 1970
     """
 
     token: str
     node: int
     address: str
     alike: dict[str, str]
+    shares: bool = False
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,13 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Begin:
-    """Welcome the ranks, in this generation."""
+    """Welcome the ranks, in this generation.
+
+    is_resumed   they resume from a checkpoint, and wait for orders
+    """
 
     generation: int
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,21 @@ class FaultAsked:
     fault: str
 
 
+@dataclass(frozen=True)
+class PartStored:
+    """What this node's agent has of a rank's own is written for a checkpoint.
+
+    bytes, xxh3   of the file
+    why_not       why there is none; "" if there is
+    """
+
+    rank: int
+    boundary: int
+    bytes: int
+    xxh3: str
+    why_not: str
+
+
 # Orders of the leader.
 
 
@@ -275,6 +298,30 @@ class VoidBeyond:
 
 
 @dataclass(frozen=True)
+class StorePart:
+    """Write a rank's own part of a checkpoint to this file; the answer is PartStored."""
+
+    rank: int
+    boundary: int
+    path: str
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Put what a checkpoint has of these ranks in the place of what they have recorded; else Differs.
+
+    place       of the checkpoint; "": they start anew
+    is_adapted  it is of other ranks or arguments: the ranks have no past
+    """
+
+    ranks: list[int]
+    generation: int
+    boundary: int
+    place: str
+    is_adapted: bool
+
+
+@dataclass(frozen=True)
 class Published:
     """How the whole job stands: what the leader has just written to its own run directory.
 
@@ -320,7 +367,7 @@ class Concluded:
     ended_by: int = 0
 
 
-OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | Records
+OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | PartStored | Records
 OfLeader = (
     Accepted
     | Rejected
@@ -331,6 +378,8 @@ OfLeader = (
     | Kill
     | Replay
     | VoidBeyond
+    | StorePart
+    | GoBack
     | Published
     | Strike
     | Recovered
