@@ -40,6 +40,7 @@ class Run:
     options    of the launcher
     arguments  of the script; `{folder}` stands for the folder
     script     train.py, unless another one is named
+    within     a command that runs the launcher, which keeps its pid: on another node, say
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Run:
         options: Sequence[str] = (),
         arguments: Sequence[str] = (),
         script: Path = SCRIPT,
+        within: Sequence[str] = (),
     ) -> None:
         self.launcher, self.ranks, self.folder = launcher, ranks, folder
         self.logs, self.reports, self.run_dir = folder / "logs", folder / "reports", folder / "run"
@@ -59,7 +61,17 @@ class Run:
         ours = ["--run-dir", str(self.run_dir)] if launcher == TTPRUN else ["--log-dir", str(folder / "torchrun-logs")]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULES[launcher], "--nproc-per-node", str(ranks), *ours, *options, str(script)]
+                [
+                    *within,
+                    sys.executable,
+                    "-m",
+                    MODULES[launcher],
+                    "--nproc-per-node",
+                    str(ranks),
+                    *ours,
+                    *options,
+                    str(script),
+                ]
                 + [argument.format(folder=folder) for argument in arguments],
                 cwd=folder,
                 env=environment(launcher),

@@ -1,0 +1,135 @@
+"""What a killed rank and an undisturbed step cost on two nodes: network namespaces, a launcher of 2 ranks in each.
+
+    PYTHONPATH=. python scripts/bench/nodes.py --kills 3 --json nodes.json
+
+The same script and the same namespaces for torchrun (--max-restarts 3, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) and
+ttprun, which take turns. A kill is a SIGKILL between two checkpoints of the script. Needs root. Begin with `kill_one`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from runs import LAUNCHERS, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table, spread, told
+from steplog import read_logs, wait_for_step
+
+from tests.nodes import Nodes, why_none
+
+RANKS, NODES = 2, 2
+KILLED_AFTER, EVERY = 125, 100  # steps: the one before the kill; from one checkpoint to the next
+LIMIT_S = 120.0
+BEFORE_WATCHED_S = 0.02
+
+
+@contextlib.contextmanager
+def job(launcher: str, nodes: Nodes, folder: Path, *arguments: str) -> Iterator[list[Run]]:
+    """A job on all nodes; its first run has the logs and reports of all ranks."""
+    with contextlib.ExitStack() as stack:
+        runs: list[Run] = []
+        shared = folder / "0"
+        for number in range(NODES):
+            options = [*nodes.rendezvous(number), "--max-restarts", "3"]
+            logs = ["--step-logs", str(shared / "logs"), "--report", str(shared / "reports")]
+            words = [*logs, *arguments]
+            run = Run(launcher, RANKS, folder / str(number), options, words, within=nodes.inside(number))
+            runs.append(stack.enter_context(run))
+        runs[0].ranks = RANKS * NODES
+        yield runs
+
+
+def kill_one(launcher: str, nodes: Nodes, folder: Path, rank: int, width: int) -> dict[str, Any]:
+    """Kill a rank: seconds until all ranks have taken another step, and until they are beyond where they were."""
+    saves = ["--checkpoint", str(folder / "last.pt"), "--checkpoint-every", str(EVERY)]
+    with job(launcher, nodes, folder, *saves, "--steps", "1000000", "--width", str(width)) as runs:
+        wait_for_step(runs[0], KILLED_AFTER, rank)
+        log = read_logs(runs[0])[rank]
+        reached = max(line.step for line in log if line.step is not None)
+        killed_at_s = time.time()
+        os.kill(log[-1].pid, signal.SIGKILL)
+        give_up_at_s = time.monotonic() + LIMIT_S
+        while True:
+            logs = [[line for line in one if line.step is not None] for one in read_logs(runs[0])]
+            # Those that had completed their step already note it within a moment of the kill.
+            since = [[line for line in one if line.at_s > killed_at_s + BEFORE_WATCHED_S] for one in logs]
+            beyond = [[line.at_s for line in one if (line.step or 0) > reached + 1] for one in since]
+            if all(beyond):
+                break
+            if time.monotonic() > give_up_at_s or any(run.process.poll() is not None for run in runs):
+                raise BenchmarkError(f"it did not recover; {runs[0].last_words()}")
+            time.sleep(0.05)
+        again = Counter(line.step for one in logs for line in one)
+        return {
+            "next_step_s": max(min(line.at_s for line in one) for one in since) - killed_at_s,
+            "progress_s": max(min(one) for one in beyond) - killed_at_s,
+            "run_again": sum(times > RANKS * NODES for times in again.values()),
+        }
+
+
+def time_steps(launcher: str, nodes: Nodes, folder: Path, steps: int, width: int) -> float:
+    """Median seconds of a step of an undisturbed job, in the slowest rank."""
+    with job(launcher, nodes, folder, "--steps", str(steps), "--width", str(width)) as runs:
+        for run in runs:
+            run.finish(LIMIT_S + steps)
+        reports = [json.loads(path.read_text()) for path in runs[0].reports.glob("rank*.json")]
+        return max(report["median_step_s"] for report in reports)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=positive, default=3)
+    parser.add_argument("--runs", type=positive, default=3, help="undisturbed runs of each launcher")
+    parser.add_argument("--steps", type=positive, default=200, help="of an undisturbed run")
+    parser.add_argument("--width", type=positive, default=512, help="of the model; sets the time of a step")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if why_none():
+        print(why_none(), file=sys.stderr)
+        return 1
+    found: dict[str, Any] = {"machine": machine(), "kills": [], "step_s": {name: [] for name in LAUNCHERS}}
+    with tempfile.TemporaryDirectory() as root, Nodes(NODES) as nodes:
+        for turn in range(max(options.kills, options.runs)):
+            for launcher in LAUNCHERS:
+                folder = Path(root) / f"{launcher}-{turn}"
+                if turn < options.kills:
+                    rank = (2 * turn + 1) % (RANKS * NODES)
+                    outcome = kill_one(launcher, nodes, folder / "kill", rank, options.width)
+                    found["kills"].append({"launcher": launcher, "rank": rank} | outcome)
+                    print(f"{launcher}: rank {rank} killed: {outcome}", flush=True)
+                if turn < options.runs:
+                    step_s = time_steps(launcher, nodes, folder / "steps", options.steps, options.width)
+                    found["step_s"][launcher].append(step_s)
+                    print(f"{launcher}: a step takes {step_s * 1e3:.1f} ms", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2))
+    show(found)
+    return 0
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print what was measured."""
+    print(headline(found["machine"]), f"{NODES} nodes of {RANKS} ranks", sep=", ")
+    rows = [["median (least-greatest)", *LAUNCHERS]]
+    names = {"next_step_s": "kill to next step on all ranks, s", "progress_s": "kill to first new step, s"}
+    for name, text in {**names, "run_again": "steps run again by all ranks"}.items():
+        of = {one: [kill[name] for kill in found["kills"] if kill["launcher"] == one] for one in LAUNCHERS}
+        rows.append([text, *(told(spread(of[one])) for one in LAUNCHERS)])
+    steps = found["step_s"]
+    rows.append(["a step, ms", *(told(spread(s * 1e3 for s in steps[one]), 1) for one in LAUNCHERS)])
+    print_table(rows)
+    ratios = [ours / theirs for theirs, ours in zip(*(steps[one] for one in LAUNCHERS), strict=True)]
+    print(f"overhead of a step, {TTPRUN} to torchrun: {told(spread(ratios), 3)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
