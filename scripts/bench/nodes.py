@@ -23,11 +23,12 @@ from typing import Any
 
 from runs import LAUNCHERS, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table, spread, told
 from steplog import read_logs, wait_for_step
+from turns import wait_for_standby
 
 from tests.nodes import Nodes, why_none
 
 RANKS, NODES = 2, 2
-KILLED_AFTER, EVERY = 125, 100  # steps: the one before the kill; from one checkpoint to the next
+KILLED_AFTER, EVERY = 25, 50  # steps: from a checkpoint to the kill; from one checkpoint to the next
 LIMIT_S = 120.0
 BEFORE_WATCHED_S = 0.02
 
@@ -52,7 +53,11 @@ def kill_one(launcher: str, nodes: Nodes, folder: Path, rank: int, width: int) -
     """Kill a rank: seconds until all ranks have taken another step, and until they are beyond where they were."""
     saves = ["--checkpoint", str(folder / "last.pt"), "--checkpoint-every", str(EVERY)]
     with job(launcher, nodes, folder, *saves, "--steps", "1000000", "--width", str(width)) as runs:
-        wait_for_step(runs[0], KILLED_AFTER, rank)
+        wait_for_step(runs[0], 1, rank)
+        for run in runs if launcher == TTPRUN else ():
+            wait_for_standby(run)
+        newest = max(line.step or 0 for line in read_logs(runs[0])[rank])
+        wait_for_step(runs[0], (max(newest, EVERY) // EVERY + 1) * EVERY + KILLED_AFTER, rank)
         log = read_logs(runs[0])[rank]
         reached = max(line.step for line in log if line.step is not None)
         killed_at_s = time.time()
