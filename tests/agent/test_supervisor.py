@@ -52,7 +52,7 @@ def make(tmp_path: Path, started: Callable[..., RankHandler]) -> Iterator[Callab
 class OneCheckpoint:
     """A save directory with one checkpoint."""
 
-    is_named = False
+    is_named = is_of_leader = False
     is_found_by_same_command = True
 
     def __init__(self, stored: Stored) -> None:
@@ -201,7 +201,7 @@ def test_a_signal_between_two_groups_ends_the_job_at_once(
     supervisor.pause()
     begin_group(supervisor, 0, 1)
 
-    ending = threading.Thread(target=supervisor.end, args=("ended by SIGTERM", 1.0), daemon=True)
+    ending = threading.Thread(target=supervisor.end, args=(signal.SIGTERM, 1.0), daemon=True)
     ending.start()
     ending.join(5.0)
 
