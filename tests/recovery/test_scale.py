@@ -52,6 +52,7 @@ def instructions_of_incident(world_size: int, lost: int) -> int:
 
 @pytest.mark.parametrize("lost", [1, 4])
 def test_an_incident_of_twice_as_many_ranks_takes_twice_the_work(lost: int) -> None:
+    instructions_of_incident(2, 1)  # Python 3.12.1 gives no instruction to the first function that is traced so
     found = [instructions_of_incident(world_size, lost) for world_size in (64, 128, 256)]
 
     assert all(after / before < 2.2 for before, after in pairwise(found)), found
