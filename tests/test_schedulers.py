@@ -50,7 +50,7 @@ def batch(tmp_path: Path) -> Any:
     return start
 
 
-def test_a_slurm_job_that_is_told_of_its_time_limit_is_queued_again(batch: Any, tmp_path: Path) -> None:
+def test_a_slurm_job_that_is_reported_of_its_time_limit_is_queued_again(batch: Any, tmp_path: Path) -> None:
     shell = batch("")
     while not (tmp_path / "runs").exists():
         time.sleep(0.01)

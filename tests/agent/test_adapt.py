@@ -45,7 +45,7 @@ def part(rank: int, **fields: Any) -> dict[str, Any]:
     return {"first": record(1, common | {"loss": 3.0, "steps": 1}), "records": [record(9, last, **fields)]}
 
 
-def test_the_user_is_told_from_whom_the_variables_come_that_differ_and_that_it_is_not_bit_exact(
+def test_the_user_reads_from_whom_the_variables_come_that_differ_and_that_it_is_not_bit_exact(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING, "ttprun"):

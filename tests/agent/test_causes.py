@@ -19,7 +19,7 @@ def write_events(folder: Path, kills: int, name: str = "memory.events") -> None:
 
 
 @pytest.mark.parametrize("name", ["memory.events", "memory.oom_control"], ids=["version 2", "version 1"])
-def test_a_kill_for_memory_is_told_from_the_control_groups_events(tmp_path: Path, name: str) -> None:
+def test_a_kill_for_memory_is_known_from_the_control_groups_events(tmp_path: Path, name: str) -> None:
     write_events(tmp_path, 2, name)
     causes = Causes(tmp_path, tmp_path / "none")
     write_events(tmp_path, 3, name)
@@ -30,7 +30,7 @@ def test_a_kill_for_memory_is_told_from_the_control_groups_events(tmp_path: Path
     assert second == ""
 
 
-def test_a_kill_for_memory_of_the_whole_machine_is_told_from_the_kernels_log(tmp_path: Path) -> None:
+def test_a_kill_for_memory_of_the_whole_machine_is_known_from_the_kernels_log(tmp_path: Path) -> None:
     log = tmp_path / "kmsg"
     log.write_text(KERNEL)
     causes = Causes(tmp_path, log)

@@ -87,7 +87,7 @@ def start() -> Iterator[Callable[..., Watched]]:
         ("pass", 0),
     ],
 )
-def test_how_a_process_ends_is_told_as_its_parent_will_hear(
+def test_how_a_process_ends_is_reported_as_its_parent_will_hear(
     start: Callable[..., Watched], what: str, code: int
 ) -> None:
     watched = start("sys.stderr = open(os.devnull, 'w')\n" + what)
@@ -98,7 +98,7 @@ def test_how_a_process_ends_is_told_as_its_parent_will_hear(
     assert watched.process.wait(LIMIT_S) == code
 
 
-def test_an_end_is_told_before_a_big_memory_is_given_back(start: Callable[..., Watched]) -> None:
+def test_an_end_is_reported_before_a_big_memory_is_given_back(start: Callable[..., Watched]) -> None:
     watched = start(WAIT, BIG)
     pidfd = os.pidfd_open(watched.process.pid)
     ended = select.poll()

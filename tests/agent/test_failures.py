@@ -38,7 +38,7 @@ def test_a_failure_that_was_repaired_is_no_cause_of_a_later_one() -> None:
     assert first.found is CAUSE
 
 
-def test_torch_tells_the_traceback_of_the_cause(tmp_path: Path) -> None:
+def test_torch_reports_the_traceback_of_the_cause(tmp_path: Path) -> None:
     told = CAUSE.as_torch_tells_it(0, str(tmp_path / "error.json"))
 
     assert told.message["extraInfo"]["py_callstack"] == "Traceback: ..."  # type: ignore[index]
@@ -54,7 +54,7 @@ def test_an_error_file_that_record_has_written_is_kept(tmp_path: Path) -> None:
     assert told.message["message"] == "by record"  # type: ignore[index]
 
 
-def test_a_failure_of_which_nothing_is_known_is_told_all_the_same(tmp_path: Path) -> None:
+def test_a_failure_of_which_nothing_is_known_is_reported_all_the_same(tmp_path: Path) -> None:
     told = Failure(0, 0, 1, "the ranks differ").as_torch_tells_it(0, str(tmp_path / "error.json"))
 
     assert told.error_file == "<N/A>"

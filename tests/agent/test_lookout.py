@@ -113,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Process]]:
     [(RUN, (True, True)), (SLEEP, (True, False)), (HOLD_GIL, (False, False))],
     ids=["runs bytecode", "waits in C", "holds the GIL"],
 )
-def test_the_heartbeat_tells_what_the_main_thread_is_at(
+def test_the_heartbeat_reports_what_the_main_thread_is_at(
     start: Callable[[str], Process], what: str, signs: tuple[bool, bool]
 ) -> None:
     process = start(what)
@@ -141,7 +141,7 @@ def test_a_rank_writes_its_stack_whatever_its_main_thread_is_at(start: Callable[
     assert first == second
 
 
-def test_a_stopped_process_writes_its_stack_and_stands_still_again(start: Callable[[str], Process]) -> None:
+def test_a_stopped_process_writes_its_stack_and_stops_again(start: Callable[[str], Process]) -> None:
     process = start(RUN)
     process.process.send_signal(signal.SIGSTOP)
     time.sleep(0.1)
@@ -201,7 +201,7 @@ def test_the_main_thread_is_found_in_what_py_spy_writes_without_names() -> None:
 @pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
 @pytest.mark.parametrize("what", [RUN, SLEEP, HOLD_GIL], ids=["runs bytecode", "waits in C", "holds the GIL"])
-def test_py_spy_tells_the_stack_where_it_is_installed(
+def test_py_spy_reports_the_stack_where_it_is_installed(
     start: Callable[[str], Process], what: str, is_stopped: bool
 ) -> None:
     process = start(what)

@@ -103,7 +103,7 @@ def hold(reports: Reports, node: FakeNode, boundary: int, digests: str) -> None:
         )
 
 
-def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_after_the_next_comparison(
+def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_reported_again_after_the_next_comparison(
     node: FakeNode, reports: Reports
 ) -> None:
     odd, line = node.seats[1], node.handlers[1]
@@ -122,7 +122,7 @@ def test_a_rank_that_stood_aside_while_a_checkpoint_was_written_is_told_again_af
     assert line.told == [to_rank.StandAside()] * 2
 
 
-def test_a_replacement_is_told_what_others_have_told_in_its_generation_while_there_was_no_process(
+def test_a_replacement_is_given_what_others_have_sent_in_its_generation_while_there_was_no_process(
     node: FakeNode, reports: Reports
 ) -> None:
     teller, seat, line = node.seats[1], node.seats[0], node.handlers[0]

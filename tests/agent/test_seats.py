@@ -22,7 +22,7 @@ from ttprun.recovery import Event, SpawnFailed, SpawnRank
 FREEZE, RESUME, AGAIN = Freeze(2, [0], [1]), Resume(3, boundary=0), Freeze(4, [0], [1])
 
 
-def test_a_seat_tells_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
+def test_a_seat_reports_how_its_process_ended_and_what_it_leaves(started: Callable[..., RankHandler]) -> None:
     board = Board.create(1)[1]
     ends = {}
     for how, command in {"killed": "kill -9 $$", "failed": "exit 3", "done": "exit 0"}.items():

@@ -286,7 +286,7 @@ def test_while_one_is_being_written_another_is_taken_and_then_none_until_the_dis
     assert one.checkpoints.written == [20, 60]
 
 
-def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_is_told(
+def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_is_reported(
     job: Callable[[str], Job], caplog: pytest.LogCaptureFixture
 ) -> None:
     one = job("20steps")

@@ -38,7 +38,7 @@ TELL = "import os, sys\nprint(sys.argv[1:], os.environ['ROLE'], os.getcwd(), __n
 TOLD = f"['--lr', '1'] mine {os.getcwd()} __main__\n"
 
 
-def test_a_standby_becomes_the_rank_that_it_is_told_to_be(
+def test_a_standby_becomes_the_rank_that_it_is_ordered_to_be(
     standby: Standby, become_rank: Callable[..., tuple[int, str]]
 ) -> None:
     standby.warm_up(["json", "there_is_no_such_module"], [])
@@ -112,7 +112,7 @@ sys.stdout.write(hashlib.sha256(x.grad.numpy().tobytes() + z.tobytes()).hexdiges
     assert (code, copied) == (0, fresh)
 
 
-def test_a_copy_is_a_process_of_the_agent_whose_end_is_told_as_of_any_other(ready: Standby) -> None:
+def test_a_copy_is_a_process_of_the_agent_whose_end_is_reported_as_of_any_other(ready: Standby) -> None:
     copy = ready.copy()
     assert copy is not None
     stat = Path(f"/proc/{copy.process.pid}/stat").read_text().rpartition(")")[2].split()

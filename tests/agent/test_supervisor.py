@@ -145,7 +145,7 @@ def test_ranks_are_welcomed_even_if_the_supervisor_breaks_as_it_welcomes_them(
     assert verdict_of(supervisor) == "done"
 
 
-def test_a_standby_that_cannot_be_started_is_told_and_done_without(
+def test_a_standby_that_cannot_be_started_is_reported_and_done_without(
     make: Callable[..., Supervisor], started: Callable[..., RankHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor = make(standbys=1)
@@ -161,7 +161,7 @@ def test_a_standby_that_cannot_be_started_is_told_and_done_without(
     assert "supervisor_failed" not in events
 
 
-def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not_begin_anew_by_itself(
+def test_ranks_that_cannot_be_ordered_where_to_resume_are_ended_and_the_job_does_not_begin_anew_by_itself(
     make: Callable[..., Supervisor], started: Callable[..., RankHandler]
 ) -> None:
     def read(rank: int) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_ranks_that_cannot_be_told_where_to_go_on_are_ended_and_the_job_does_not
     assert "a bug of ours" in supervisor.node.verdict.reason
 
 
-def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_tells_how_its_ranks_end(
+def test_a_supervisor_that_has_broken_outlives_a_restart_and_still_reports_how_its_ranks_end(
     supervisor: Supervisor, started: Callable[..., RankHandler]
 ) -> None:
     begin(supervisor, [started("-c", "exec sleep 600", entry="/bin/sh", is_python=False) for _ in range(2)])

@@ -36,7 +36,7 @@ def test_a_boundary_that_one_of_them_has_not_noted_is_not_compared() -> None:
     assert differences_by_step({0: OfRank()}, {0: of_rank("a")}) == []
 
 
-def test_a_reason_is_told_without_what_became_of_the_job() -> None:
+def test_a_reason_is_reported_without_what_became_of_the_job() -> None:
     mismatch = "the replay has come to another place than boundary 2: another batch (of two)"
     told = f"rank 0 found a mismatch ({mismatch}); no restart is left (--max-restarts); the cause: rank 0 was ended"
 

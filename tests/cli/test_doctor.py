@@ -341,14 +341,14 @@ def test_a_repair_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatc
     assert (found.level, "did not end within 4 s" in found.found) == ("fails", True)
 
 
-def test_a_gpu_is_told_with_its_versions_and_with_what_is_not_covered_yet() -> None:
+def test_a_gpu_is_reported_with_its_versions_and_with_what_is_not_covered_yet() -> None:
     found = by_subject(accelerators(WELL | {"devices": [GPU]}))["cuda 0"]
 
     assert found.found == "NVIDIA H100, 80 GiB (70 free), CUDA 12.8, driver 570.1"
     assert "restarts the whole group" in found.means
 
 
-def test_a_gpu_that_cannot_be_used_is_told_with_the_reason() -> None:
+def test_a_gpu_that_cannot_be_used_is_reported_with_the_reason() -> None:
     broken = GPU | {"is_usable": False, "findings": ["Xid 79: it has fallen off the bus"]}
 
     found = by_subject(accelerators(WELL | {"devices": [broken]}))["cuda 0"]
@@ -357,7 +357,7 @@ def test_a_gpu_that_cannot_be_used_is_told_with_the_reason() -> None:
     assert found.cure
 
 
-def test_a_gpu_that_torch_was_not_built_for_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_was_not_built_for_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)\n"
     (tmp_path / "version").write_text(line)
     monkeypatch.setattr(software_checks, "NVIDIA", tmp_path / "version")
@@ -394,7 +394,7 @@ def test_canns_version_is_read_where_the_environment_says_it_is(
 # MindIO's variables.
 
 
-def test_variables_of_mindio_that_are_set_are_told_with_what_comes_of_them() -> None:
+def test_variables_of_mindio_that_are_set_are_reported_with_what_comes_of_them() -> None:
     found = by_subject(
         software_checks.mindio_variables(
             {

@@ -140,7 +140,7 @@ def test_the_agent_gets_torchs_own_reading_and_the_run_directory_says_what_was_a
         (["--no-python", sys.executable], False),
     ],
 )
-def test_the_agent_is_told_whether_ranks_run_python_whatever_their_arguments_look_like(
+def test_the_agent_learns_whether_ranks_run_python_whatever_their_arguments_look_like(
     agent: FakeLaunch, line: list[str], is_python: bool
 ) -> None:
     main(line)

@@ -104,7 +104,7 @@ def test_a_terminal_of_80_columns_shows_everything_in_colour(run: RunDirectory) 
     assert "0.420" in text
 
 
-def test_ranks_that_are_away_are_told_with_the_step_since_which_they_are(
+def test_ranks_that_are_away_are_reported_with_the_step_since_which_they_are(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = status_of("healthy")

@@ -152,7 +152,7 @@ def test_a_gpu_says_what_drives_it() -> None:
     assert management.asked_for == "GPU-11111111-2222-3333-4444-555555555555"
 
 
-def test_a_machine_whose_gpu_is_not_found_is_told_the_cure() -> None:
+def test_a_machine_whose_gpu_is_not_found_is_reported_with_the_cure() -> None:
     fake = FakeTorch()
     fake.cuda.is_there = False
 
@@ -186,7 +186,7 @@ def test_a_gpu_whose_counters_are_clean_is_healthy() -> None:
     [(79, False, "Xid 79: it has fallen off the bus"), (94, True, "Xid 94: an ECC error that was contained"),
      (999, True, "Xid 999: see NVIDIA's Xid catalog")],
 )  # fmt: skip
-def test_an_xid_is_told_in_words(xid: int, is_usable: bool, told: str) -> None:
+def test_an_xid_is_reported_in_words(xid: int, is_usable: bool, told: str) -> None:
     management = FakeNvml()
     device = CudaDevice(FakeTorch(), 0, management)
     management.waiting.append(xid)
@@ -199,7 +199,7 @@ def test_an_xid_is_told_in_words(xid: int, is_usable: bool, told: str) -> None:
     assert again == health  # an event is handed out once, and stays true
 
 
-def test_ecc_errors_and_remapped_rows_are_told() -> None:
+def test_ecc_errors_and_remapped_rows_are_reported() -> None:
     management = FakeNvml()
     management.uncorrected, management.rows = 2, (0, 3, 1, 1)
 

@@ -193,7 +193,7 @@ def test_the_random_state_of_a_device_is_put_back_as_it_was(device: FakeNpu) -> 
         ("import a_module_that_is_not_there", "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"),
     ],
 )
-def test_a_torch_npu_that_cannot_be_loaded_is_told_in_one_line_with_the_cure(
+def test_a_torch_npu_that_cannot_be_loaded_is_reported_in_one_line_with_the_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str | None, told: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch_npu", raising=False)

@@ -89,7 +89,7 @@ def test_an_endless_loop_behind_a_backward_pass_is_not_taken_for_waiting_in_a_co
     assert_same_outcome(result, undisturbed(WHILE_TRUE, 2))
 
 
-def test_a_rank_that_is_slow_for_a_step_is_told_once_and_left_alone(
+def test_a_rank_that_is_slow_for_a_step_is_reported_once_and_left_alone(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
     result = run_ttprun(
@@ -191,7 +191,9 @@ def test_all_ranks_lost_at_once_are_started_anew_with_that_reason(run_ttprun: Ru
     assert incident["reason"].startswith("all ranks of the group were lost"), result.story()
 
 
-def test_a_hang_of_a_job_that_cannot_be_repaired_is_only_told(run_ttprun: RunTtprun, undisturbed: Undisturbed) -> None:
+def test_a_hang_of_a_job_that_cannot_be_repaired_is_only_reported(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
     result = run_ttprun(
         WHILE_TRUE, 2, faults=["stop:rank=1,step=12,phase=forward,seconds=13"], options=["--config", "torchrun"]
     )

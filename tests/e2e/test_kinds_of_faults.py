@@ -119,7 +119,7 @@ def test_a_fault_strikes_a_survivor_in_each_phase_of_a_recovery(run_ttprun: RunT
     assert result.exit_code == 0
 
 
-def test_a_stopped_rank_stands_still_until_its_time_is_over(
+def test_a_stopped_rank_stays_stopped_until_its_time_is_over(
     start_ttprun: StartTtprun, undisturbed: Undisturbed
 ) -> None:
     launch = start_ttprun(WHILE_TRUE, 2, faults=["stop:rank=1,step=10,phase=forward,seconds=3"])

@@ -49,7 +49,7 @@ def test_one_nan_in_a_gradient_is_reported_once_at_the_next_step_at_the_latest_a
     assert run.output.count("training continues (on_nan: warn)") == 1, run.story()
 
 
-def test_told_to_stop_at_a_nan_no_rank_takes_the_step_and_an_earlier_kill_is_not_the_cause(
+def test_ordered_to_stop_at_a_nan_no_rank_takes_the_step_and_an_earlier_kill_is_not_the_cause(
     run_ttprun: RunTtprun,
 ) -> None:
     faults = ["kill:rank=0,step=4,phase=backward", NAN]

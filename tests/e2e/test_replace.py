@@ -196,7 +196,7 @@ def test_a_program_with_nothing_to_recover_simply_runs(run_ttprun: RunTtprun, un
     assert_same_outcome(result, undisturbed("no_group.py", 2, by_torchrun=True))
 
 
-def test_an_exception_in_every_rank_before_the_first_step_is_told_once(run_ttprun: RunTtprun) -> None:
+def test_an_exception_in_every_rank_before_the_first_step_is_reported_once(run_ttprun: RunTtprun) -> None:
     result = run_ttprun("fails_early.py", 2, options=["--redirects", "0"])
 
     assert result.exit_code == 1

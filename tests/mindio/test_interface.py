@@ -208,7 +208,7 @@ def test_a_rank_does_not_say_so_where_something_is_missing(
     assert session.channel.sent == []  # type: ignore[attr-defined]
 
 
-def test_the_data_parallel_group_is_told_the_agent(session: Session) -> None:
+def test_the_data_parallel_group_is_reported_to_the_agent(session: Session) -> None:
     framework_ttp.tft_set_dp_group_info(0, [0, 2])
 
     assert session.channel.sent == [mindio.DataParallelDeclared([0, 2])]  # type: ignore[attr-defined]

@@ -103,7 +103,7 @@ def test_failed_memory_is_a_fault_of_kind_zero_that_is_retried(node: FakeNode, s
     assert node.seats[0].sent[-1].arguments[3] == "retry"
 
 
-def test_without_a_scheduler_nobody_is_told(node: FakeNode) -> None:
+def test_without_a_scheduler_nobody_is_notified(node: FakeNode) -> None:
     Scheduler(node, lambda ranks: "").note_incident(OPENED)  # type: ignore[arg-type]
 
     assert node.seats[0].sent == []
@@ -147,7 +147,7 @@ def all_wait(node: FakeNode, scheduler: Scheduler, number: int) -> None:
         scheduler.pause.take(seat, number)  # type: ignore[arg-type]
 
 
-def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(node: FakeNode, scheduler: Scheduler) -> None:
+def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_reported(node: FakeNode, scheduler: Scheduler) -> None:
     scheduler.notified(SchedulerAsked("pause", timeout_s=None))
     asked = node.board.get(0, Field.PAUSE_ASKED)
     was_paused_at_once = scheduler.is_paused
@@ -161,7 +161,7 @@ def test_a_pause_is_asked_for_on_the_board_and_ends_when_it_is_told(node: FakeNo
 
 
 @pytest.mark.parametrize(("timeout_s", "why"), [(0.0, "as the scheduler has asked"), (None, "pause_timeout_s")])
-def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_told(
+def test_a_pause_ends_by_itself_when_its_time_is_over_and_the_reason_is_reported(
     node: FakeNode, scheduler: Scheduler, timeout_s: float | None, why: str
 ) -> None:
     scheduler.notified(SchedulerAsked("pause", timeout_s=timeout_s))

@@ -12,7 +12,7 @@ from ttprun.observe.progress import ProgressLine, ProgressLog, format_bytes
 @pytest.mark.parametrize(
     ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1200, "1.2 kB"), (345_678_000, "346 MB"), (5e12, "5.0 TB")]
 )
-def test_bytes_are_told_in_powers_of_1000(size: float, text: str) -> None:
+def test_bytes_are_reported_in_powers_of_1000(size: float, text: str) -> None:
     assert format_bytes(size) == text
 
 
@@ -23,7 +23,7 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_long_work_tells_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_work_reports_how_far_it_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttprun.observe.progress.SILENT_S", 0.01)
     asked = threading.Event()
 

@@ -120,7 +120,7 @@ def told(function: Callable[..., Any]) -> set[bool]:
     return {step.offset in looping(function.__code__) for step in steps if step.argval == "look"}
 
 
-def test_a_frame_that_calls_another_one_is_told_by_the_instruction_and_not_by_its_cache() -> None:
+def test_a_frame_that_calls_another_one_is_named_by_the_instruction_and_not_by_its_cache() -> None:
     def caller() -> str:
         frame = sys._getframe(1)
         return dis.opname[frame.f_code.co_code[instruction_at(frame.f_code, frame.f_lasti)]]

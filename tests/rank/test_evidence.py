@@ -88,7 +88,7 @@ def test_each_step_looks_at_other_parts_of_a_large_tensor() -> None:
 @pytest.mark.parametrize(
     ("factor", "is_so"), [(1 + 1e-6, True), (1 + 1e-2, False), (float("nan"), False)], ids=["rounding", "more", "nan"]
 )
-def test_what_differs_by_rounding_is_told_from_what_differs(factor: float, is_so: bool) -> None:
+def test_what_differs_by_rounding_is_known_from_what_differs(factor: float, is_so: bool) -> None:
     one = torch.linspace(-1, 1, 50)
     samples = [bytes(sampled([tensor], 0)[1]) for tensor in (one, one * factor)]
 
@@ -122,7 +122,7 @@ def told(channel: FakeChannel) -> tuple[list[str], list[str]]:
     return message.equal, message.not_proved
 
 
-def test_equal_inputs_are_told_once_all_that_the_lost_rank_gave_has_been_compared(replacement: Replacement) -> None:
+def test_equal_inputs_are_reported_once_all_that_the_lost_rank_gave_has_been_compared(replacement: Replacement) -> None:
     session, channel = replacement(5, {"world": [torch.ones(40)]})
 
     proof.note(session, INPUT, "world", [torch.ones(40)])

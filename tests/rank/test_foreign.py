@@ -58,7 +58,7 @@ def _seen_in_a_trainer_that_has_its_loop_in_another_file() -> tuple[str, list[st
 @pytest.mark.parametrize(
     "where", ["/opt/lib/framework/trainer.py", "/x/lib/site-packages/framework/trainer.py", "<string>"]
 )
-def test_a_loop_in_a_frameworks_code_is_told_with_its_function_and_file(kind: str, where: str) -> None:
+def test_a_loop_in_a_frameworks_code_is_reported_with_its_function_and_file(kind: str, where: str) -> None:
     assert run_alone(seen_from, LOOPS[kind], where) == f"fit ({where})"
 
 

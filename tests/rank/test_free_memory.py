@@ -58,5 +58,5 @@ def test_a_group_beyond_its_limit_has_nothing_free(tmp_path: Path) -> None:
     assert free_bytes(machine(tmp_path, 500), ours) == 0
 
 
-def test_where_nothing_tells_it_it_is_not_known(tmp_path: Path) -> None:
+def test_where_nothing_reports_it_it_is_not_known(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "none", tmp_path) is None

@@ -100,7 +100,7 @@ def records_of(source: str, directory: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", GATHERS)
-def test_what_gathers_around_a_step_is_told_with_its_place(kind: str, tmp_path: Path) -> None:
+def test_what_gathers_around_a_step_is_reported_with_its_place(kind: str, tmp_path: Path) -> None:
     source, what = GATHERS[kind]
 
     found = run_alone(seen_from, source, str(tmp_path))
@@ -110,7 +110,7 @@ def test_what_gathers_around_a_step_is_told_with_its_place(kind: str, tmp_path: 
         assert f"within {what} ({tmp_path}/script.py:" in told
 
 
-def test_it_is_told_where_python_keeps_no_columns_of_its_instructions(tmp_path: Path) -> None:
+def test_it_is_reported_where_python_keeps_no_columns_of_its_instructions(tmp_path: Path) -> None:
     source = "\n".join(source for source, _ in GATHERS.values())
     look = (
         f"from tests.rank.test_gathering import seen_from; print(*seen_from({source!r}, {str(tmp_path)!r}), sep='\\n')"
@@ -126,7 +126,7 @@ def test_it_is_told_where_python_keeps_no_columns_of_its_instructions(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", DOES_NOT)
-def test_what_gathers_nothing_around_a_step_is_not_told(kind: str, tmp_path: Path) -> None:
+def test_what_gathers_nothing_around_a_step_is_not_reported(kind: str, tmp_path: Path) -> None:
     found = run_alone(seen_from, DOES_NOT[kind], str(tmp_path))
 
     assert found

@@ -78,7 +78,7 @@ def test_a_rank_that_is_signalled_alone_dies_of_it(number: int) -> None:
 
 
 @NUMBERS
-def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agent_tells_it_to_end(number: int) -> None:
+def test_a_rank_that_is_signalled_together_with_the_launcher_lives_till_the_agent_orders_it_to_end(number: int) -> None:
     assert run_alone(hit, True, number) == [LIVES, number]
 
 
@@ -90,7 +90,7 @@ def told_first(number: int) -> list[int]:
     return [lives, rank.ended_by(within_s=held_signals.MOMENT_S)]
 
 
-def test_a_rank_that_has_been_told_to_end_dies_of_the_signal_at_once() -> None:
+def test_a_rank_that_has_been_ordered_to_end_dies_of_the_signal_at_once() -> None:
     assert run_alone(told_first, signal.SIGTERM) == [LIVES, signal.SIGTERM]
 
 
@@ -135,9 +135,7 @@ def nothing() -> None:
     ],
     ids=["meant alone", "together with the launcher", "a handler of the script's"],
 )
-def test_who_stands_still_behind_a_signal_dies_there_if_it_was_meant_alone(
-    set_up: Callable[[], object], end: int
-) -> None:
+def test_who_is_stopped_by_a_signal_dies_there_if_it_was_meant_alone(set_up: Callable[[], object], end: int) -> None:
     assert run_alone(stand_behind, set_up) == end
 
 

@@ -63,7 +63,7 @@ def test_what_fails_because_the_job_is_ended_is_kept_in_that_file_too(presence: 
     assert EndedError.__name__ in (tmp_path / "logs" / "interrupted-rank1.log").read_text()
 
 
-def test_an_error_of_the_scripts_own_handler_is_printed_and_not_told_to_an_agent_that_ends_the_job(
+def test_an_error_of_the_scripts_own_handler_is_printed_and_not_reported_to_an_agent_that_ends_the_job(
     presence: Presence,
 ) -> None:
     Board(presence.fds[0], 2).set(0, Field.ENDED_BY, 15)

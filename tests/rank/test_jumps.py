@@ -146,7 +146,7 @@ def test_a_script_that_resumes_behind_the_lost_ranks_item_of_a_list_does_not_com
     assert list(jump) == []
 
 
-def test_pairs_that_differ_are_seen_in_what_the_loop_tells_of_itself() -> None:
+def test_pairs_that_differ_are_seen_in_what_the_loop_says_of_itself() -> None:
     recorded, _ = begin_at(enumerate(range(5, 10)), 2)
 
     other, _ = begin_at(enumerate(range(6, 10)), 2)

@@ -100,7 +100,7 @@ def test_a_change_behind_one_of_the_first_steps_is_refused_at_once_and_kept_out_
     assert len(training.told) == 1
 
 
-def test_a_change_that_version_counters_tell_is_refused_at_any_step(training: Training) -> None:
+def test_a_change_that_version_counters_show_is_refused_at_any_step(training: Training) -> None:
     for _ in range(FULL_LOOKS + 3):
         training.step()
 
@@ -109,7 +109,7 @@ def test_a_change_that_version_counters_tell_is_refused_at_any_step(training: Tr
     assert not training.is_known()
 
 
-def test_a_change_that_only_the_sample_tells_is_found_within_as_many_steps_as_there_are_weights(
+def test_a_change_that_only_the_sample_shows_is_found_within_as_many_steps_as_there_are_weights(
     training: Training,
 ) -> None:
     for _ in range(FULL_LOOKS + 1):

@@ -235,7 +235,7 @@ def test_what_a_library_has_made_of_batches_that_were_passed_over_is_not_used() 
     ],
     ids=["the loader's iterator", "an enumerate of a zip", "a slice", "a list", "a library's generator"],
 )
-def test_of_what_its_position_tells_nothing_more_is_recorded(made: Callable[[Items], Any]) -> None:
+def test_of_what_its_position_reveals_nothing_more_is_recorded(made: Callable[[Items], Any]) -> None:
     standing = stand(made, LOST)
 
     assert iterables.over(standing.loop) is None

@@ -72,7 +72,7 @@ def test_an_open_boundary_is_noted_by_the_first_rank_alone(at_boundary: AtBounda
     assert (not_noted, first.board.get(0, Field.OPEN_AT)) == (0, 11)
 
 
-def test_a_rank_waits_in_front_of_an_open_boundary_until_it_is_not_wanted_any_more(at_boundary: AtBoundary) -> None:
+def test_a_rank_waits_before_an_open_boundary_until_it_is_not_wanted_any_more(at_boundary: AtBoundary) -> None:
     session = at_boundary(10, open_at=9, is_asked=True)
     waits = threading.Thread(target=come_to, args=(session, 11))
 

@@ -47,11 +47,11 @@ def told_of(error: Exception, session: Session) -> str:
     return message.error
 
 
-def test_an_error_of_the_script_is_told_as_it_is(session: Session) -> None:
+def test_an_error_of_the_script_is_reported_as_it_is(session: Session) -> None:
     assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
 
 
-def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_told_with_that(session: Session) -> None:
+def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_reported_with_that(session: Session) -> None:
     """Then the error says little of the script: it comes of the wrong place, or of what was skipped."""
     session.replay = ReplayUnderWay("its loops stand at 3, the lost rank's at 4")  # type: ignore[assignment]
 
@@ -63,7 +63,7 @@ def test_an_error_of_a_replay_that_was_never_where_it_should_have_been_is_told_w
     )
 
 
-def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_told_as_it_is(session: Session) -> None:
+def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is(session: Session) -> None:
     session.replay = ReplayUnderWay("")  # type: ignore[assignment]
 
     assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"

@@ -154,7 +154,7 @@ def test_a_share_that_is_not_there_is_noticed_before_anything_goes_on(tmp_path: 
             checkpoint_shards.load(told[0].header, files[:1])
 
 
-def test_what_a_lost_rank_held_is_told_by_those_that_are_left(tmp_path: Path) -> None:
+def test_what_a_lost_rank_held_is_named_by_those_that_are_left(tmp_path: Path) -> None:
     told = written_by(4, tmp_path / "saved", ranks=[0, 2])
 
     missing = what_is_missing(held_of(told[0].held), [0, 2])
@@ -311,7 +311,7 @@ def test_a_view_of_a_sharded_weight_that_the_replay_has_not_made_is_refused() ->
             Restore(blobs, is_comparing=True, stepped=[own]).module({"view": None}, recorded, "")
 
 
-def test_who_goes_backward_through_a_sharded_activation_of_the_step_before_is_told_so() -> None:
+def test_who_goes_backward_through_a_sharded_activation_of_the_step_before_is_warned() -> None:
     with world(0, 2) as mesh:
         lost, here = (shard(torch.randn(6, 4), mesh, [Shard(0)]).requires_grad_() * 2 for _ in range(2))
         scope = {"fake": here}

@@ -110,7 +110,7 @@ def test_lists_of_tensors_in_an_optimizer_s_state_are_taken_over_with_their_item
     assert (first.tolist(), nothing, second.tolist(), third, fourth) == ([1.0, 1.0, 1.0], None, [2.0, 2.0], 0.5, [])
 
 
-def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_told(tmp_path: Path, trained: Trained) -> None:
+def test_every_tensor_is_in_one_share_and_each_file_is_as_it_was_reported(tmp_path: Path, trained: Trained) -> None:
     told = [checkpoint_shards.write(str(tmp_path / str(share)), share, SHARES, None) for share in range(SHARES)]
 
     held = [key for share in range(SHARES) for key in load_file(tmp_path / str(share))]
@@ -314,7 +314,7 @@ def test_where_every_boundary_is_open_a_snapshot_is_taken_all_the_same(
     assert board.get(0, Field.SNAPSHOT_AT) == 40 + MOST_PUT_OFF
 
 
-def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the_agent_is_told(
+def test_a_snapshot_for_which_there_is_no_memory_is_not_taken_by_anybody_and_the_agent_knows(
     monkeypatch: pytest.MonkeyPatch, trained: Trained
 ) -> None:
     size = sum(tensor.nbytes for tensor in state().values())

@@ -94,7 +94,7 @@ def test_what_the_script_waits_for_fails(session: Session) -> None:
     assert raised_by(lambda: session.journal.wait(entry), session) == [EndedError]
 
 
-def test_a_rank_that_is_held_back_in_front_of_its_step_does_not_take_it(session: Session) -> None:
+def test_a_rank_that_is_held_back_before_its_step_does_not_take_it(session: Session) -> None:
     session.is_holding = True
 
     assert raised_by(lambda: commit(session, 1), session) == [EndedError]

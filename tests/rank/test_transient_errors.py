@@ -134,7 +134,7 @@ def test_memory_that_failed_with_an_ecc_error_before_the_newest_step_costs_the_p
     assert device.module.npu.queue is Queue.HBM_ECC_EXIT
 
 
-def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_tell_their_time() -> None:
+def test_the_newest_step_of_an_optimizer_is_noted_for_errors_that_name_their_time() -> None:
     times = iter((5, 6, 7, 8))
     updates = UpdateTimes(lambda: next(times))
     line: Any = Notes()

@@ -119,7 +119,7 @@ def test_a_rank_with_a_nan_whose_agent_does_not_end_the_job_says_so_and_takes_no
     rank.close()
 
 
-def test_a_rank_that_is_told_to_stand_aside_stops_behind_its_next_boundary_and_only_there(
+def test_a_rank_that_is_ordered_to_stand_aside_stops_behind_its_next_boundary_and_only_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verification, "_KILL_LIMIT_S", 0.3)
@@ -182,7 +182,7 @@ def test_where_nobody_is_a_replica_of_anybody_nothing_is_looked_at() -> None:
     line.close()
 
 
-def test_weights_that_cannot_be_hashed_are_told_once_and_no_recovery_counts_as_proved_from_then_on(
+def test_weights_that_cannot_be_hashed_are_reported_once_and_no_recovery_counts_as_proved_from_then_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(optimizer: torch.optim.Optimizer) -> None:

@@ -277,7 +277,7 @@ def test_a_collective_that_uses_the_processor_is_no_stall(doing: Doing) -> None:
     assert ranks.pass_time(60.0) == []
 
 
-def test_a_straggler_is_told_once_an_episode_and_is_no_hang() -> None:
+def test_a_straggler_is_reported_once_an_episode_and_is_no_hang() -> None:
     ranks = watched(hang_s=60.0)
 
     ranks.wait_for(guilty=2)
@@ -380,7 +380,7 @@ def test_a_rank_that_waits_for_its_disk_works() -> None:
     assert hung(ranks.pass_time(30.0)) == []
 
 
-def test_a_replacement_that_stands_still_in_its_replay_is_found_and_those_that_wait_for_it_are_not() -> None:
+def test_a_replacement_that_is_stuck_in_its_replay_is_found_and_those_that_wait_for_it_are_not() -> None:
     ranks = watched()
     ranks.wait_for(guilty=1)
     ranks.be(1, Doing.REPLAYING)

@@ -23,7 +23,7 @@ def test_the_rank_that_has_left_a_collective_out_is_named() -> None:
     )
 
 
-def test_of_two_ranks_nobody_can_tell_which_is_wrong() -> None:
+def test_of_two_ranks_nobody_can_say_which_is_wrong() -> None:
     found = find_difference({0: {"world": ["barrier", "allreduce 64"]}, 1: {"world": ["barrier", "allreduce 32"]}})
 
     assert found is not None

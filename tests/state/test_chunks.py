@@ -30,6 +30,6 @@ def test_a_rank_that_held_nothing_of_a_tensor_leaves_no_hole() -> None:
     assert what_is_missing(held, [0, 1]) == []
 
 
-def test_a_part_that_is_cut_in_other_dimensions_is_told_as_a_slice() -> None:
+def test_a_part_that_is_cut_in_other_dimensions_is_reported_as_a_slice() -> None:
     assert Chunk((4, 6), (0, 3), (4, 3)).sentence == "[0:4, 3:6]"
     assert Chunk((8,), (2,), (2,)).sentence == "rows 2:4"

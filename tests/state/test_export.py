@@ -140,7 +140,7 @@ def test_a_file_that_is_no_safetensors_or_lacks_a_tensor_is_named(tmp_path: Path
         ([], []),
     ],
 )
-def test_only_what_wrappers_put_in_front_is_taken_off(names: list[str], plain: list[str]) -> None:
+def test_only_what_wrappers_put_first_is_taken_off(names: list[str], plain: list[str]) -> None:
     assert list(names_without_wrappers(names).values()) == plain
 
 

@@ -209,7 +209,7 @@ def test_after_going_back_on_purpose_the_one_written_last_is_the_newest(tmp_path
     assert [one.boundary for one in store.checkpoints()] == [140, 110]
 
 
-def test_verifying_tells_how_far_it_is_and_every_file_that_is_damaged(tmp_path: Path) -> None:
+def test_verifying_reports_how_far_it_is_and_every_file_that_is_damaged(tmp_path: Path) -> None:
     taken = take(locked(tmp_path), 10)
     flip_byte(taken.file(TENSORS))
     taken.file("rank-00000.msgpack").unlink()

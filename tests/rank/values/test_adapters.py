@@ -85,7 +85,7 @@ NAMED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_an_object_that_tells_nothing_of_its_state_is_named_and_does_not_hinder_a_recovery(kind: str) -> None:
+def test_an_object_that_reveals_nothing_of_its_state_is_named_and_does_not_hinder_a_recovery(kind: str) -> None:
     make, name = NAMED[kind]
     lost = {"step": 1, "deep": {"list": [make()]}, "x": make()}
     here: Scope = {"step": 0, "deep": {"list": [make()]}, "x": make()}
@@ -156,7 +156,7 @@ class Simulator(_random.Random):
         return object.__getattribute__(self, name)
 
 
-def test_an_object_of_an_extension_that_tells_its_state_comes_back() -> None:
+def test_an_object_of_an_extension_that_reports_its_state_comes_back() -> None:
     lost, live = Simulator(1), Simulator(2)
     lost.random()
 
@@ -181,7 +181,7 @@ class Inbox(queue.SimpleQueue):  # type: ignore[type-arg]
         self.taken = 0
 
 
-def test_a_subclass_of_a_compiled_type_that_tells_nothing_is_named() -> None:
+def test_a_subclass_of_a_compiled_type_that_reveals_nothing_is_named() -> None:
     lost = Inbox()
     lost.put("a message")
 

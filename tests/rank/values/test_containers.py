@@ -332,7 +332,7 @@ def test_the_order_of_a_set_of_texts_is_another_in_each_run_and_hinders_nothing(
     assert here == {"a", "b", None, ("c", 1)}
 
 
-def test_a_long_list_that_has_grown_is_told_from_what_it_was() -> None:
+def test_a_long_list_that_has_grown_is_known_from_what_it_was() -> None:
     names = [str(number) for number in range(LONG)]
     carry({"names": names}, {"names": names[:]})
     values.begin_boundary()

@@ -61,7 +61,7 @@ def test_globals_of_a_module_are_written_in_place() -> None:
     assert (here["__name__"], here["torch"], here["train"]) == ("config", torch, train)
 
 
-def test_what_stays_the_same_is_told_at_each_boundary_and_what_changes_then_too() -> None:
+def test_what_stays_the_same_is_reported_at_each_boundary_and_what_changes_then_too() -> None:
     """Functions, modules and the like are packed once for each scope; a change of one of them is not missed."""
     lost: Scope = {
         "torch": torch,

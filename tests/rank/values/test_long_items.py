@@ -240,7 +240,7 @@ def test_rows_that_are_added_one_by_one_are_packed_alone_and_come_back() -> None
     assert here[-1]["first"] is here[4]
 
 
-def test_equal_rows_in_two_processes_are_told_alike_however_many_others_there_are() -> None:
+def test_equal_rows_in_two_processes_are_reported_alike_however_many_others_there_are() -> None:
     """A batch's fingerprint is compared with that of another process."""
     one = values.pack(Snapshot({}, is_apart=True).node({"rows": make_rows()}, 0))
     carried(make_rows(50), make_rows(50))

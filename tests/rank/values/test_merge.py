@@ -272,7 +272,7 @@ def test_of_an_optimizer_what_a_schedule_has_changed_is_taken_over_and_new_argum
     assert (mine.param_groups[0]["lr"], mine.param_groups[0]["weight_decay"]) == (0.05, 0.3)
 
 
-def test_a_weight_is_known_again_though_the_optimizers_in_front_of_it_have_got_state_since() -> None:
+def test_a_weight_is_known_again_though_the_optimizers_before_it_have_got_state_since() -> None:
     def of(steps: int, current: int) -> tuple[Scope, tuple[torch.optim.Optimizer, ...]]:
         one, *others = (torch.nn.Parameter(torch.ones(2)) for _ in range(4))
         optimizers = (torch.optim.SGD([one], momentum=0.9), torch.optim.SGD(others))
@@ -293,7 +293,7 @@ def test_a_weight_is_known_again_though_the_optimizers_in_front_of_it_have_got_s
     assert mine["current"] is weights[0]
 
 
-def test_generators_that_were_drawn_from_are_taken_over_and_told_and_others_are_left() -> None:
+def test_generators_that_were_drawn_from_are_taken_over_and_reported_and_others_are_left() -> None:
     def of(seed: int) -> Scope:
         return {
             "used": random.Random(seed),

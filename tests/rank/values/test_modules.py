@@ -161,7 +161,7 @@ def test_what_layers_of_a_library_make_for_themselves_does_not_hinder_a_recovery
     assert carry({"layer": lost}, {"layer": live}) == []
 
 
-def test_a_part_of_a_model_is_told_by_it_once_the_parts_own_name_is_gone() -> None:
+def test_a_part_of_a_model_is_named_by_it_once_the_parts_own_name_is_gone() -> None:
     def made() -> Scope:
         encoder = torch.nn.BatchNorm1d(3)
         rates = torch.zeros(2)

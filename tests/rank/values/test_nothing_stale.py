@@ -239,7 +239,7 @@ def test_a_large_tensor_that_changes_behind_many_boundaries_comes_as_it_is_now(c
     assert str(lost.dtype) == f"torch.{found[1] if found[0] == Tag.DATA else found[2]}"
 
 
-def test_a_large_tensor_that_an_optimizer_has_now_is_told_as_a_weight() -> None:
+def test_a_large_tensor_that_an_optimizer_has_now_is_reported_as_a_weight() -> None:
     lost = big(1.0)
     nothing: dict[int, int] = {}
     for _ in range(3):

@@ -59,7 +59,7 @@ def test_a_file_is_read_on_where_the_lost_rank_had_read_to(text: Path, kind: str
 
 
 @pytest.mark.parametrize("read", [csv.reader, csv.DictReader])
-def test_a_file_below_a_table_that_a_loop_reads_is_told_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
+def test_a_file_below_a_table_that_a_loop_reads_is_named_by_the_loop(text: Path, read: Callable[[Any], Any]) -> None:
     with text.open() as lost, text.open() as here:
         tables = [read(lost), read(here)]
         loop = loops.Loop(loops.Site("key", range(1)), None, tables[0])

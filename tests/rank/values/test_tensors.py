@@ -66,7 +66,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_batch_of_some_kilobytes_comes_back_as_it_is_though_no_version_counter_tells_that_it_changed(
+def test_a_batch_of_some_kilobytes_comes_back_as_it_is_though_no_version_counter_shows_that_it_changed(
     kind: str,
 ) -> None:
     lost, here, new = BATCHES[kind](), {"x": BATCHES[kind]()}, {"x": None}
@@ -197,7 +197,7 @@ def test_a_tensor_that_an_optimizer_updates_is_left_to_the_repair() -> None:
     assert live.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_parameter_that_is_a_part_of_a_flat_buffer_is_told_from_the_others_in_it() -> None:
+def test_a_parameter_that_is_a_part_of_a_flat_buffer_is_known_from_the_others_in_it() -> None:
     flat = torch.zeros(5)
     lost = [torch.nn.Parameter(flat[:2]), torch.nn.Parameter(flat[2:4])]
     live = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))]
@@ -309,7 +309,7 @@ def test_a_small_activation_of_the_step_before_has_its_elements_and_can_be_compu
 
 
 @pytest.mark.parametrize("live", [None, torch.zeros(3), torch.zeros(3, requires_grad=True) * 1])
-def test_who_goes_backward_through_an_activation_of_the_step_before_is_told_so(live: Any) -> None:
+def test_who_goes_backward_through_an_activation_of_the_step_before_is_warned(live: Any) -> None:
     here = {"fake": live}
 
     carry(lost_in_a_step(), here)
@@ -342,7 +342,7 @@ def test_what_the_replay_has_computed_in_another_form_does_not_stand_for_what_wa
             here["fake"].sum().backward()
 
 
-def test_who_goes_backward_through_a_view_of_a_weight_that_the_replay_has_not_made_is_told_so() -> None:
+def test_who_goes_backward_through_a_view_of_a_weight_that_the_replay_has_not_made_is_warned() -> None:
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     here: Scope = {"row": torch.zeros(2)}
     recorded, blobs = record({"row": weight[1]}, {weight.untyped_storage().data_ptr()})
