@@ -5,17 +5,23 @@ environment that torchrun gives them, and nothing of ttprun.
 
 Reads lines of JSON: {"script", "ranks", "arguments", "folder"}; writes for each the ranks' exit codes, as JSON, when
 they have ended. Output goes where torchrun has it with --log-dir FOLDER/logs --redirects 3.
+
+A rank that outlives another one by LIMIT_S is killed: now and then torch's gloo groups hang when they are destroyed
+(torch 2.13: in a thread that has the GIL, and waits for one that wants it).
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import math
 import multiprocessing.util
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,6 +29,8 @@ from typing import Any
 import torch
 import torch._dynamo  # an optimizer imports it
 import torch.distributed as dist
+
+LIMIT_S = 20.0
 
 
 def main() -> None:
@@ -59,7 +67,22 @@ def _run(script: str, ranks: int, arguments: list[str], folder: str) -> list[int
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
             os._exit(_be_rank(script, arguments, Path(folder), world | own))
         pids.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return _wait_for(pids)
+
+
+def _wait_for(pids: list[int]) -> list[int]:
+    codes: dict[int, int] = {}
+    give_up_at_s = math.inf
+    while len(codes) < len(pids):
+        for pid in [pid for pid in pids if pid not in codes]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                give_up_at_s = min(give_up_at_s, time.monotonic() + LIMIT_S)
+            elif time.monotonic() > give_up_at_s:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return [codes[pid] for pid in pids]
 
 
 def _be_rank(script: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
