@@ -11,7 +11,7 @@ from typing import Any
 from ttprun.agent.processes import Standby
 
 ROOT = str(Path(__file__).resolve().parents[2])
-LIMIT_S = 20.0
+LIMIT_S = 40.0
 
 
 def start_of(tmp_path: Path, *words: str, is_redirected: bool = False, entry: str = sys.executable) -> dict[str, Any]:
