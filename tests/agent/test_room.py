@@ -53,7 +53,7 @@ def lead() -> Iterator[Lead]:
 
 @pytest.fixture
 def warm() -> list[tuple[list[str], list[str]]]:
-    """What those who wait were told that their standbys should import and compile."""
+    """What those who wait have learnt that their standbys should import and compile."""
     return []
 
 

@@ -182,11 +182,11 @@ def test_a_gpu_whose_counters_are_clean_is_healthy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("xid", "is_usable", "told"),
+    ("xid", "is_usable", "reported"),
     [(79, False, "Xid 79: it has fallen off the bus"), (94, True, "Xid 94: an ECC error that was contained"),
      (999, True, "Xid 999: see NVIDIA's Xid catalog")],
 )  # fmt: skip
-def test_an_xid_is_reported_in_words(xid: int, is_usable: bool, told: str) -> None:
+def test_an_xid_is_reported_in_words(xid: int, is_usable: bool, reported: str) -> None:
     management = FakeNvml()
     device = CudaDevice(FakeTorch(), 0, management)
     management.waiting.append(xid)
@@ -195,7 +195,7 @@ def test_an_xid_is_reported_in_words(xid: int, is_usable: bool, told: str) -> No
     again = device.health()
 
     assert health.is_usable is is_usable
-    assert health.findings[0].startswith(told)
+    assert health.findings[0].startswith(reported)
     assert again == health  # an event is handed out once, and stays true
 
 

@@ -171,7 +171,7 @@ class Room:
         return link, address
 
     def close(self, last_word: nodes.Concluded | None) -> None:
-        """The group has ended: whoever waits is told how, and waits for another group, or for none."""
+        """The group has ended: report that to whoever waits, who then waits for another group, or for none."""
         for link, _ in list(self._waiting):
             if last_word is not None:
                 link.send(last_word)

@@ -1,4 +1,4 @@
-"""A rank that the agent has told to end: nothing that it waits for comes any more, and its handlers must have a turn."""
+"""A rank that the agent has ordered to end: nothing that it waits for comes any more, and its handlers must have a turn."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tell(session: Session) -> None:
 
 
 def raised_by(wait: Callable[[], object], session: Session) -> list[type[BaseException]]:
-    """What ends a wait that has begun when the rank is told to end; [] if it returns."""
+    """What ends a wait that has begun when the rank is ordered to end; [] if it returns."""
     raised: list[type[BaseException]] = []
     begun = threading.Event()
 
