@@ -1,6 +1,7 @@
 """Many random faults, and nothing may differ: a seed draws kinds, ranks and moments; three test scripts are trained.
 
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
+    python scripts/soak.py --device npu        on the simulated NPU of the tests: its own faults and hangs are drawn too
 
 Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost with the first or
 while that one is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are
@@ -34,7 +35,15 @@ from ttprun.chaos.drill.compare import compare_twins  # noqa: E402
 from ttprun.chaos.drill.pairing import Injection, pair  # noqa: E402
 from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
 from ttprun.chaos.drill.twins import Twin, run_twin  # noqa: E402
-from ttprun.chaos.faults import ENDING_KINDS, KINDS, Fault, check_fault, parse_fault, phases_of  # noqa: E402
+from ttprun.chaos.faults import (  # noqa: E402
+    DEVICE_KINDS,
+    ENDING_KINDS,
+    KINDS,
+    Fault,
+    check_fault,
+    parse_fault,
+    phases_of,
+)
 
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.2
@@ -67,6 +76,16 @@ class Subject:
 
 
 STEP = ("backward", "collective", "before_step", "in_step", "after_step")
+SIMULATED = REPOSITORY / "tests" / "simulated_npu"
+HANGS = ("stop", "sleep")
+ON_NPU = (
+    Subject("on_device.py", ("--out={folder}/out", "--with=batchnorm,dropout"), 32, ("forward", *STEP)),
+    Subject("while_true_get_batch.py", ("--out={folder}/out", "--device=npu", "--backend=hccl", "--max_iters=32"), 32,
+            ("forward", *STEP)),
+    Subject("on_device.py", ("--out={folder}/out", "--with=fp16,loader,pinned"), 32, ("forward", *STEP)),
+    Subject("trainer_class.py", ("--out={folder}/out", "--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
+    Subject("on_device.py", ("--out={folder}/out", "--with=dropout", "--by-hand"), 32, STEP),
+)  # fmt: skip
 SUBJECTS = (
     Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP)),
     Subject("while_true_get_batch.py", ("--out={folder}/out", "--max_iters=50"), 50, ("forward", *STEP)),
@@ -166,11 +185,14 @@ class Watch:
 
 def scenario_of(subject: Subject, options: argparse.Namespace, faults: list[str]) -> Scenario:
     """The drill that one run is."""
+    path = [str(SIMULATED)] if options.device == "npu" else []
     return Scenario(
         script=str(REPOSITORY / "tests" / "scripts" / subject.script),
         arguments=list(subject.arguments),
         launch={"nproc_per_node": options.ranks},
-        environment={"PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))},
+        environment={
+            "PYTHONPATH": os.pathsep.join(filter(None, (*path, str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        },
         ttprun={"standbys": 1, "hang_timeout_s": "auto" if options.hang_timeout is None else options.hang_timeout},
         faults=faults,
         compare=["out/final.pt"],
@@ -252,11 +274,15 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
     left = options.faults
     while left and time.monotonic() < ends_at_s:
         number = len(outcomes) + 1
-        able = [subject for subject in SUBJECTS if any(map(subject.phases_for, options.kinds))]
+        able = [
+            subject
+            for subject in (ON_NPU if options.device == "npu" else SUBJECTS)
+            if any(map(subject.phases_for, options.kinds))
+        ]
         subject = able[(number - 1) % len(able)]
         faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
         if subject not in references:
-            folder = root / f"undisturbed-{subject.script.removesuffix('.py')}"
+            folder = root / f"undisturbed-{len(references)}-{subject.script.removesuffix('.py')}"
             references[subject] = run_twin(scenario_of(subject, options, faults), folder, "torchrun")
         outcome = run_once(number, subject, faults, options, references[subject], root / f"run{number}")
         outcomes.append(outcome)
@@ -343,12 +369,16 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="ranks of each run, from 2 (default 4)")
     parser.add_argument("--per-run", type=int, default=5, help="faults of one run (default 5)")
     parser.add_argument("--minutes", type=float, help="start no run after this many minutes")
-    parser.add_argument("--kinds", default=",".join(ENDING_KINDS), help="kinds to draw from (default %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "npu"], default="cpu", help="npu: the simulated one of the tests")
+    parser.add_argument("--kinds", help="kinds to draw from (default: those that end a process; on a device all)")
     parser.add_argument("--hang-timeout", type=float, help="ttprun's, in seconds, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
-    options.kinds = options.kinds.split(",")
+    further = (*DEVICE_KINDS, *HANGS) if options.device == "npu" else ()
+    options.kinds = options.kinds.split(",") if options.kinds else [*ENDING_KINDS, *further]
+    if options.hang_timeout is None and options.device == "npu":
+        options.hang_timeout = 10.0
     unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
     if unknown or min(options.faults, options.ranks - 1, options.per_run) < 1 or options.per_run > 20:
         parser.error(f"kind '{unknown[0]}' is not valid" if unknown else "a number is too small, or --per-run above 20")

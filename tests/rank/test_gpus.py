@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from tests.rank.worlds import run_world
 from ttprun.device import accelerator
+from ttprun.rank.comm import captures
 from ttprun.rank.session import current
 
 
@@ -43,6 +45,32 @@ def step_in_a_graph(rank: int) -> str:
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight], lr=1.0).step()
     return unprotected()
+
+
+def backward_in_a_graph(rank: int) -> str:
+    accelerator.in_use = lambda: ("cuda", SimpleNamespace(is_current_stream_capturing=lambda: True))
+    accelerator.random_states = lambda: None
+    torch.zeros(2, requires_grad=True).sum().backward()
+    return unprotected()
+
+
+def graph_of_cuda(rank: int) -> str:
+    """Without CUDA the capture itself fails: it is too early for that to matter."""
+    with contextlib.suppress(Exception):
+        torch.cuda.graphs.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+    return unprotected()
+
+
+def test_a_backward_pass_that_is_captured_in_a_graph_is_not_repaired() -> None:
+    found = run_world(backward_in_a_graph)
+
+    assert found == ["the script captures its backward pass in a graph of the device, which cannot be replayed"] * 2
+
+
+def test_a_script_that_captures_graphs_of_cuda_is_not_repaired_from_the_first_capture_on() -> None:
+    found = run_world(graph_of_cuda)
+
+    assert found == [captures.REASON] * 2
 
 
 def test_a_step_that_is_captured_in_a_graph_is_not_repaired() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ttprun.device.interface import DeviceFailedError
+from ttprun.rank.comm import links
 from ttprun.rank.comm.transports import late
 from ttprun.rank.comm.transports.late import ABORTED, LateLink, LateWork
 from ttprun.rank.comm.transports.link import Seat
@@ -104,6 +106,32 @@ def test_an_operation_that_an_abort_ends_has_failed_whatever_the_backend_says() 
     assert not work.is_success()
     with pytest.raises(RuntimeError, match=ABORTED):
         work.wait()
+
+
+def test_the_groups_of_a_device_are_aborted_at_the_same_time() -> None:
+    """NCCL's abort of one may wait for what another has still running on the device."""
+    together = threading.Barrier(2)
+    of_groups = []
+    for _ in range(2):
+        link, _, _ = issued()
+        link.backend = SimpleNamespace(abort=lambda: together.wait(5.0))
+        of_groups.append(SimpleNamespace(all=[link]))
+
+    links.cut_all(of_groups)  # type: ignore[arg-type]
+
+    assert not together.broken
+
+
+def test_a_communicator_that_cannot_be_aborted_costs_its_process() -> None:
+    def refuse() -> None:
+        raise RuntimeError("ProcessGroup abort timed out")
+
+    link, _, _ = issued()
+    link.backend = SimpleNamespace(abort=refuse)
+    group: Any = SimpleNamespace(all=[link])
+
+    with pytest.raises(DeviceFailedError, match="cannot be aborted"):
+        links.cut_all([group])
 
 
 def test_an_operation_that_was_seen_completed_before_an_abort_has_succeeded() -> None:

@@ -70,6 +70,8 @@ CALLS: dict[str, Call] = {
     "torch.utils.data._utils.worker._worker_loop": (tuple(range(14)), {}),
     "torch.serialization.save": (({"weights": 1}, "file"), {"pickle_protocol": 2}),
     "safetensors.serialize_file": (({"weights": 1}, "file"), {"metadata": None}),
+    "torch.distributed.distributed_c10d.batch_isend_irecv": (([],), {}),
+    "torch.cuda.graphs.CUDAGraph.capture_begin": ((THING,), {"pool": None}),
     "torch.autograd.backward": ((THING,), {"retain_graph": True}),
     "atexit.register": ((print,), {"sep": ""}),
     "torch.utils.data._utils.signal_handling._error_if_any_worker_fails": ((), {}),

@@ -61,6 +61,18 @@ PATCHES: tuple[Patch, ...] = (
         _C10D, "destroy_process_group", "comm.groups:wrap_destroy_process_group", "to forget that group too", "always"
     ),
     Patch(
+        _C10D,
+        "batch_isend_irecv",
+        "comm.batches:wrap_batch_isend_irecv",
+        "over a device's backend, to start the batch together, as torch does for groups of its own only",
+    ),
+    Patch(
+        "torch.cuda.graphs",
+        "CUDAGraph.capture_begin",
+        "comm.captures:wrap_capture_begin",
+        "to know that the script captures its work in graphs: no rank is replaced from then on",
+    ),
+    Patch(
         "torch.autograd",
         "backward",
         "checks.proof:wrap_backward",

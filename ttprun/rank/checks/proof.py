@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
@@ -149,6 +150,10 @@ def wrap_backward(original: Any) -> Any:
         session = current()
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(tensors, *args, **kwargs)
+        if accelerator.is_capturing():  # nothing may be copied to the CPU now
+            session.give_up_protection(
+                "the script captures its backward pass in a graph of the device, which cannot be replayed"
+            )
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
         _going_backward += 1

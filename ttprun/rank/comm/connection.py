@@ -148,6 +148,7 @@ class Connection:
     generation ends first.
     """
 
+    is_late = False
     _making = threading.Lock()
 
     def __init__(

@@ -25,7 +25,7 @@ from ttprun.rank.session import CONNECT, Session, current
 
 _LOOK_AGAIN_S = 1.0
 LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tried on the simulated device only"
-_backends_to_make = dict(GLOO_ALONE)  # of the group that is being made
+_to_make: tuple[dict[str, str], Any] = (dict(GLOO_ALONE), None)  # backends and device of the group being made
 
 
 def _make(options: Any, of_backend: Any) -> ManagedGroup:
@@ -43,8 +43,9 @@ def _make(options: Any, of_backend: Any) -> ManagedGroup:
         ranks,
         options.group_rank,
         options.timeout,
-        dict(_backends_to_make),
+        dict(_to_make[0]),
         of_backend,
+        _to_make[1],
     )
 
 
@@ -62,6 +63,14 @@ def _backends(backend: Any, device_id: Any = None) -> dict[str, str]:
         return dict(GLOO_ALONE)
     config = c10d.BackendConfig(dist.Backend("undefined" if backend is None else str(backend)))
     return {device_type: str(name) for device_type, name in config.get_device_backend_map().items()}
+
+
+def device_of(device_id: Any) -> torch.device | None:
+    """The device that `device_id` of a group's names; None if it names none."""
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return None if accelerator is None else torch.device(accelerator.type, device_id)
+    return device_id if isinstance(device_id, torch.device) else None
 
 
 def _has_accelerator() -> bool:
@@ -117,6 +126,7 @@ def wrap_init_process_group(original: Any) -> Any:
             session,
             backend,
             backends,
+            kwargs.get("device_id"),
             lambda: (original(INTERNAL_NAME, *args, **others), dist.group.WORLD),
             lambda: original(backend, *args, **kwargs),
         )
@@ -145,6 +155,7 @@ def wrap_new_group(original: Any) -> Any:
             session,
             shown,
             backends,
+            kwargs.get("device_id") or world.links.seat.device,
             lambda: (group := original(ranks, timeout, INTERNAL_NAME, *args, **others), group),
             lambda: original(ranks, timeout, backend, *args, **kwargs),
         )
@@ -165,6 +176,7 @@ def _make_managed(
     session: Session,
     backend: Any,
     backends: dict[str, str],
+    device_id: Any,
     make: Callable[[], tuple[Any, Any]],
     make_as_given: Callable[[], Any],
 ) -> Any:
@@ -172,13 +184,14 @@ def _make_managed(
 
     backend         as the script named it
     backends        type of device -> name of the backend
+    device_id       as the script has given it
     make            returns (what torch returns, the group)
     make_as_given   makes torch's own, with the script's arguments
     """
-    global _backends_to_make
+    global _to_make
     before = torch_groups.Known()
     try:
-        _backends_to_make = backends
+        _to_make = backends, device_of(device_id)
         result, group = make()
         _show_as(group, backend)
         _connect(group)

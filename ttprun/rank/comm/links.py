@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ttprun.device.errors import in_one_line
+from ttprun.device.interface import DeviceFailedError
 from ttprun.rank import moments
+from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import CONNECT_LIMIT, Connection, GenerationOverError
 from ttprun.rank.comm.operations import tensors_in
 from ttprun.rank.comm.transports import TRANSPORTS, Link, Seat
@@ -90,7 +93,8 @@ class Links:
         return bool(self._by_type) and self.seat.generation == generation
 
     def _connect_anew(self, generation: int) -> None:
-        seat = dataclasses.replace(self.seat, generation=generation)
+        device = self.seat.device or on_device.of_parameters()
+        seat = dataclasses.replace(self.seat, generation=generation, device=device)
         made = {name: TRANSPORTS[name].make(seat) for name in dict.fromkeys(self.backends.values())}
         if moments.listener is not None and isinstance(made.get("gloo"), Connection):
             moments.listener.connected(seat.exchange, made["gloo"], seat.name, seat.rank)
@@ -106,8 +110,7 @@ class Links:
 
     def cut(self) -> None:
         """Break the connections: pending operations fail at once."""
-        for link in self.all:
-            link.abort()
+        cut_all([self])
 
     def forget(self) -> None:
         """Drop broken connections; their operations have all failed or completed."""
@@ -141,3 +144,30 @@ class Links:
         """The device fault that an operation's error means; "" if it is the connection's, or unknown."""
         is_late = any(TRANSPORTS[name].is_late for name in self.backends.values())
         return self._session.diagnose(error).name if is_late and error is not None else ""
+
+
+def cut_all(of_groups: Iterable[Links]) -> None:
+    """Break the connections of several groups: pending operations fail at once.
+
+    Those of a device are aborted at the same time: an abort of NCCL's may wait until all that runs on the device has
+    ended, and so for the operation of another group, whose peer is lost. Raises DeviceFailedError if an abort fails.
+    """
+    found = [link for links in of_groups for link in links.all]
+    failed: list[Exception] = []
+
+    def abort(link: Link) -> None:
+        try:
+            link.abort()
+        except Exception as error:
+            failed.append(error)
+
+    late = [threading.Thread(target=abort, args=(link,), daemon=True) for link in found if link.is_late]
+    for thread in late:
+        thread.start()
+    for link in found:
+        if not link.is_late:
+            link.abort()
+    for thread in late:
+        thread.join()
+    if failed:
+        raise DeviceFailedError(f"a communicator cannot be aborted ({in_one_line(failed[0])})") from failed[0]

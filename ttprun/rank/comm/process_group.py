@@ -56,6 +56,7 @@ class ManagedGroup(ProcessGroup):
     op_limit       the time-out that the script asked for
     backends       type of device -> name of the backend for its tensors, as torch would have chosen it
     options        of the backend, as the script has given them; None: torch's own
+    device         as the script has given it (`device_id`); None: it has not
     number         groups are numbered in the order in which the script makes them
     is_made        torch has finished making it
     links          its connections
@@ -72,6 +73,7 @@ class ManagedGroup(ProcessGroup):
         op_limit: timedelta,
         backends: Mapping[str, str] = GLOO_ALONE,
         options: Any = None,
+        device: Any = None,
     ) -> None:
         size = len(ranks)
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -87,10 +89,12 @@ class ManagedGroup(ProcessGroup):
         self.number = session.groups_count
         self.is_made = False
         self.buckets = Buckets(self)
+        self._batch_on: Any = None  # the link on which operations are being started together
         self._description = ""
         self._rank = rank
         self._size = size
-        self.links = Links(session, Seat(exchange, -1, key, name, rank, size, ranks, op_limit, options), backends)
+        seat = Seat(exchange, -1, key, name, rank, size, ranks, op_limit, options, device)
+        self.links = Links(session, seat, backends)
         session.groups[name] = self
         living.add(self)
 
@@ -180,8 +184,31 @@ class ManagedGroup(ProcessGroup):
             options.timeout = timeout
         self.issue("barrier", (options,)).wait()
 
+    def can_batch(self, device: torch.device) -> bool:
+        """Whether the device's backend can start several operations together."""
+        link = self.links.of(device.type)
+        return link is not None and link.is_late and bool(getattr(link.backend, "supports_coalescing", False))
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """The script's operations up to `_end_coalescing` are to be started together, which is not repaired."""
+        if not self.can_batch(device):
+            raise RuntimeError(f"backend {self.backend_name!r} does not start operations of {device.type} together")
+        self.session.give_up_protection(
+            f"the script starts operations on {device.type} together (batch_isend_irecv, or a coalescing manager), "
+            "which is not repaired"
+        )
+        self._batch_on = self.links.of(device.type)
+        self._batch_on.begin_batch(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """Start them; returns the work of all."""
+        link, self._batch_on = self._batch_on, None
+        return link.end_batch(device)
+
     def issue(self, op: str, args: tuple[Any, ...]) -> Work:
         """Write a collective to the journal and issue it; every collective comes here."""
+        if self._batch_on is not None:
+            return self._call(op, args)  # type: ignore[no-any-return]
         session = self.session
         journal = session.journal
         inputs_at, outputs_at = OPERATIONS[op]

@@ -30,6 +30,7 @@ from ttprun.rank.comm import on_device
 from ttprun.rank.comm.connection import GenerationOverError
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S, has_ended
+from ttprun.rank.comm.links import cut_all
 from ttprun.rank.comm.process_group import ManagedGroup
 from ttprun.rank.comm.reissue import issue_again
 from ttprun.rank.session import Session
@@ -90,8 +91,7 @@ class Recovery:
         """
         self._thread.join(_LET_FINISH_S)
         if self._thread.is_alive():
-            for group in self._groups():
-                group.links.cut()
+            cut_all(group.links for group in self._groups())
         self._thread.join(RETIRE_LIMIT_S)
         if self._thread.is_alive():
             raise TimeoutError(f"the recovery thread has not ended within {RETIRE_LIMIT_S:.0f} s")
@@ -246,8 +246,7 @@ class Recovery:
         end_s = time.monotonic() + _LET_FINISH_S
         for _, inner in works:
             has_ended(inner, end_s - time.monotonic())
-        for group in groups:
-            group.links.cut()
+        cut_all(group.links for group in groups)
         if session.crossing is not None:
             session.crossing.cut()
         on_device.settle()

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <algorithm>
 #include <set>
 #include "operators.h"
 
@@ -72,6 +73,24 @@ struct HcclWork final : c10d::Work {
   std::exception_ptr error;
 };
 
+// Several operations that were started together.
+struct BatchWork final : c10d::Work {
+  explicit BatchWork(std::vector<c10::intrusive_ptr<c10d::Work>> all) : all(std::move(all)) {}
+  bool isCompleted() override {
+    return std::all_of(all.begin(), all.end(), [](auto& one) { return one->isCompleted(); });
+  }
+  bool isSuccess() const override { return !exception(); }
+  std::exception_ptr exception() const override {
+    for (auto& one : all) if (auto error = one->exception()) return error;
+    return nullptr;
+  }
+  bool wait(milliseconds limit) override {
+    for (auto& one : all) one->wait(limit);
+    return true;
+  }
+  const std::vector<c10::intrusive_ptr<c10d::Work>> all;
+};
+
 class ProcessGroupHCCL;
 std::mutex g_groups_mutex;
 std::set<ProcessGroupHCCL*> g_groups;
@@ -112,6 +131,17 @@ class ProcessGroupHCCL final : public c10d::Backend {
     if (is_stopped_) reinit();
   }
   const std::map<std::string, int>& calls() const { return calls_; }
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {
+    is_batching_ = true;
+    batch_.clear();
+  }
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+    is_batching_ = false;
+    ++calls_["batch"];
+    return c10::make_intrusive<BatchWork>(std::move(batch_));
+  }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -299,6 +329,7 @@ class ProcessGroupHCCL final : public c10d::Backend {
       work->future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{on});
       work->future->markCompleted(c10::IValue(outputs));
     }
+    if (is_batching_) batch_.push_back(work);
     return work;
   }
 
@@ -382,6 +413,8 @@ class ProcessGroupHCCL final : public c10d::Backend {
   std::shared_ptr<Link> link_;
   std::map<std::pair<int, int>, c10::StreamId> lanes_;
   std::map<std::string, int> calls_;
+  bool is_batching_ = false;
+  std::vector<c10::intrusive_ptr<c10d::Work>> batch_;
   std::atomic<int> generation_{0}, device_{-1};
   std::atomic<bool> is_over_{false}, is_stopped_{false};
   std::atomic<uint64_t> sequence_{0};

@@ -49,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto found = npu::device(index).memory();
     return std::make_tuple(found.allocated, found.reserved, found.most_allocated, found.total);
   });
+  m.def("copied_to_host", &npu::copied_to_host);
   m.def("reset_peak", [](int index) { npu::device(index).reset_peak(); });
 
   py::module_::import("torch.distributed");

@@ -41,6 +41,13 @@ struct Allocator final : c10::Allocator {
 Allocator g_allocator;
 REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &g_allocator);
 
+std::atomic<int64_t> g_bytes_to_host{0}, g_copies_to_host{0};
+
+void count_to_host(int64_t bytes) {
+  g_bytes_to_host += bytes;
+  ++g_copies_to_host;
+}
+
 std::mutex g_pinned_mutex;
 std::map<const char*, size_t> g_pinned;
 
@@ -91,6 +98,8 @@ struct Generator final : c10::GeneratorImpl {
 };
 
 }  // namespace
+
+std::pair<int64_t, int64_t> copied_to_host() { return {g_bytes_to_host, g_copies_to_host}; }
 
 const at::Generator& default_generator(int index) {
   static auto* all = [] {
@@ -255,6 +264,7 @@ Tensor copy_from(const Tensor& self, const Tensor& to, bool is_non_blocking) {
   } else {
     auto& of = device(self.device().index());
     of.check_safe({held(self)});
+    count_to_host(static_cast<int64_t>(self.nbytes()));
     launch(of, [from = as_host(self), into = to.detach()]() mutable { into.copy_(from); }, {held(self)});
     if (!is_non_blocking || !is_pinned(to.const_data_ptr())) finish(of);
   }
@@ -269,6 +279,7 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
 at::Scalar local_scalar_dense(const Tensor& self) {
   auto& of = device(self.device().index());
   of.check_safe({held(self)});
+  count_to_host(self.element_size());
   auto value = std::make_shared<at::Scalar>();
   launch(of, [from = as_host(self), value] { *value = at::native::_local_scalar_dense_cpu(from); }, {held(self)});
   finish(of);

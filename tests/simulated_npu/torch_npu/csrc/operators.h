@@ -16,5 +16,7 @@ void finish(Device& device);
 // Of a device; makes no device of it.
 const at::Generator& default_generator(int index);
 bool is_pinned(const void* ptr);
+// Bytes of the devices' memory that were copied to the host's so far, and in how many copies.
+std::pair<int64_t, int64_t> copied_to_host();
 
 }  // namespace npu

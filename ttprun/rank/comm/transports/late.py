@@ -81,6 +81,8 @@ class LateLink:
     is_aborted   what completes from now on has not succeeded, whatever the backend says: an aborted kernel ends too
     """
 
+    is_late = True
+
     def __init__(self, seat: Seat, device_type: str, make: Callable[[Any, Seat], Any]) -> None:
         prefix = f"group {seat.key}/{device_type}/"
         seat.exchange.put(seat.generation, f"{prefix}here {seat.rank}", b"1")
@@ -97,6 +99,8 @@ class LateLink:
             self._group = ProcessGroup(seat.rank, seat.size)  # type: ignore[call-arg]
             kind = ProcessGroup.BackendType.NCCL if device_type == "cuda" else ProcessGroup.BackendType.CUSTOM
             self._group._set_default_backend(kind)
+            if seat.device is not None and (seat.device.type, seat.device.index is None) == (device_type, False):
+                self._group.bound_device_id = seat.device  # a barrier, which has no tensors, uses it
             self._group._register_backend(torch.device(device_type), kind, self.backend)
             self._group._set_group_name(seat.name)
 
@@ -105,6 +109,14 @@ class LateLink:
         # torch's group would make a barrier of a backend that it does not know on the CPU.
         issues = self.backend if op == "barrier" else self._group
         return LateWork(self, getattr(issues, op)(*args))
+
+    def begin_batch(self, device: torch.device) -> None:
+        """Operations from now on are started together, by `end_batch`."""
+        self._group._start_coalescing(device)
+
+    def end_batch(self, device: torch.device) -> LateWork:
+        """Returns the work of all operations since `begin_batch`."""
+        return LateWork(self, self._group._end_coalescing(device))
 
     def abort(self) -> None:
         """See `Link.abort`. Its operations may touch tensors until the device is synchronized."""

@@ -22,6 +22,7 @@ class Seat:
     ranks      global ranks of the members
     op_limit   the time limit that the script has asked for
     options    of the backend, as the script has given them (`pg_options`); None: torch's own
+    device     that a barrier uses, of the script's `device_id` or its parameters; None: unknown
     """
 
     exchange: Exchange
@@ -33,16 +34,19 @@ class Seat:
     ranks: Sequence[int]
     op_limit: timedelta
     options: Any = None
+    device: Any = None
 
 
 class Link(Protocol):
     """A group's connection in one generation.
 
     backend   torch's backend, or a process group in Python
+    is_late   see `Transport`
     """
 
     generation: int
     backend: Any
+    is_late: bool
 
     def issue(self, op: str, args: tuple[Any, ...]) -> Any:
         """Issue an operation; returns its work. Raises the backend's error.
