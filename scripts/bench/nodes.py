@@ -1,4 +1,4 @@
-"""What a killed rank and an undisturbed step cost on two nodes: network namespaces, a launcher of 2 ranks in each.
+"""What a killed rank and an undisturbed step cost on two nodes: network namespaces, a launcher in each.
 
     PYTHONPATH=. python scripts/bench/nodes.py --kills 3 --json nodes.json
 
@@ -13,11 +13,13 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,15 @@ from turns import wait_for_standby
 
 from tests.nodes import Nodes, why_none
 
-RANKS, NODES = 2, 2
+NODES = 2
 KILLED_AFTER, EVERY = 25, 50  # steps: from a checkpoint to the kill; from one checkpoint to the next
 LIMIT_S = 120.0
 BEFORE_WATCHED_S = 0.02
 
 
 @contextlib.contextmanager
-def job(launcher: str, nodes: Nodes, folder: Path, *arguments: str) -> Iterator[list[Run]]:
-    """A job on all nodes; its first run has the logs and reports of all ranks."""
+def job(launcher: str, nodes: Nodes, ranks: int, folder: Path, *arguments: str) -> Iterator[list[Run]]:
+    """A job of so many ranks on each node; its first run has the logs and reports of all."""
     with contextlib.ExitStack() as stack:
         runs: list[Run] = []
         shared = folder / "0"
@@ -43,19 +45,17 @@ def job(launcher: str, nodes: Nodes, folder: Path, *arguments: str) -> Iterator[
             options = [*nodes.rendezvous(number), "--max-restarts", "3"]
             logs = ["--step-logs", str(shared / "logs"), "--report", str(shared / "reports")]
             words = [*logs, *arguments]
-            run = Run(launcher, RANKS, folder / str(number), options, words, within=nodes.inside(number))
+            run = Run(launcher, ranks, folder / str(number), options, words, within=nodes.inside(number))
             runs.append(stack.enter_context(run))
-        runs[0].ranks = RANKS * NODES
+        runs[0].ranks = ranks * NODES
         yield runs
 
 
-def kill_one(launcher: str, nodes: Nodes, folder: Path, rank: int, width: int) -> dict[str, Any]:
+def kill_one(launcher: str, nodes: Nodes, ranks: int, folder: Path, rank: int, width: int) -> dict[str, Any]:
     """Kill a rank: seconds until all ranks have taken another step, and until they are beyond where they were."""
     saves = ["--checkpoint", str(folder / "last.pt"), "--checkpoint-every", str(EVERY)]
-    with job(launcher, nodes, folder, *saves, "--steps", "1000000", "--width", str(width)) as runs:
-        wait_for_step(runs[0], 1, rank)
-        for run in runs if launcher == TTPRUN else ():
-            wait_for_standby(run)
+    with job(launcher, nodes, ranks, folder, *saves, "--steps", "1000000", "--width", str(width)) as runs:
+        wait_for_training(launcher, runs)
         newest = max(line.step or 0 for line in read_logs(runs[0])[rank])
         wait_for_step(runs[0], (max(newest, EVERY) // EVERY + 1) * EVERY + KILLED_AFTER, rank)
         log = read_logs(runs[0])[rank]
@@ -77,21 +77,30 @@ def kill_one(launcher: str, nodes: Nodes, folder: Path, rank: int, width: int) -
         return {
             "next_step_s": max(min(line.at_s for line in one) for one in since) - killed_at_s,
             "progress_s": max(min(one) for one in beyond) - killed_at_s,
-            "run_again": sum(times > RANKS * NODES for times in again.values()),
+            "run_again": sum(times > ranks * NODES for times in again.values()),
         }
 
 
-def time_steps(launcher: str, nodes: Nodes, folder: Path, steps: int, width: int) -> float:
-    """Median seconds of a step of an undisturbed job, in the slowest rank."""
-    with job(launcher, nodes, folder, "--steps", str(steps), "--width", str(width)) as runs:
-        for run in runs:
-            run.finish(LIMIT_S + steps)
-        reports = [json.loads(path.read_text()) for path in runs[0].reports.glob("rank*.json")]
-        return max(report["median_step_s"] for report in reports)
+def time_steps(launcher: str, nodes: Nodes, ranks: int, folder: Path, steps: int, width: int) -> float:
+    """Median seconds of a step of an undisturbed job, in the slowest rank, once the standbys are prepared."""
+    with job(launcher, nodes, ranks, folder, "--steps", "1000000", "--width", str(width)) as runs:
+        wait_for_training(launcher, runs)
+        begin = max(line.step or 0 for line in read_logs(runs[0])[0]) + 1
+        wait_for_step(runs[0], begin + steps, 0)
+        logs = [[line.at_s for line in one if (line.step or 0) >= begin] for one in read_logs(runs[0])]
+        return max(statistics.median(after - before for before, after in pairwise(one)) for one in logs)
+
+
+def wait_for_training(launcher: str, runs: list[Run]) -> None:
+    """Wait for the first step, and until no standby is being prepared: that takes a processor for seconds."""
+    wait_for_step(runs[0], 1, 0)
+    for run in runs if launcher == TTPRUN else ():
+        wait_for_standby(run)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=positive, default=2, help="of each node; all nodes share this machine's cores")
     parser.add_argument("--kills", type=positive, default=3)
     parser.add_argument("--runs", type=positive, default=3, help="undisturbed runs of each launcher")
     parser.add_argument("--steps", type=positive, default=200, help="of an undisturbed run")
@@ -101,18 +110,23 @@ def main() -> int:
     if why_none():
         print(why_none(), file=sys.stderr)
         return 1
-    found: dict[str, Any] = {"machine": machine(), "kills": [], "step_s": {name: [] for name in LAUNCHERS}}
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "ranks": options.ranks,
+        "kills": [],
+        "step_s": {name: [] for name in LAUNCHERS},
+    }
     with tempfile.TemporaryDirectory() as root, Nodes(NODES) as nodes:
         for turn in range(max(options.kills, options.runs)):
             for launcher in LAUNCHERS:
                 folder = Path(root) / f"{launcher}-{turn}"
                 if turn < options.kills:
-                    rank = (2 * turn + 1) % (RANKS * NODES)
-                    outcome = kill_one(launcher, nodes, folder / "kill", rank, options.width)
+                    rank = (2 * turn + 1) % (options.ranks * NODES)
+                    outcome = kill_one(launcher, nodes, options.ranks, folder / "kill", rank, options.width)
                     found["kills"].append({"launcher": launcher, "rank": rank} | outcome)
                     print(f"{launcher}: rank {rank} killed: {outcome}", flush=True)
                 if turn < options.runs:
-                    step_s = time_steps(launcher, nodes, folder / "steps", options.steps, options.width)
+                    step_s = time_steps(launcher, nodes, options.ranks, folder / "steps", options.steps, options.width)
                     found["step_s"][launcher].append(step_s)
                     print(f"{launcher}: a step takes {step_s * 1e3:.1f} ms", flush=True)
     if options.json:
@@ -123,7 +137,7 @@ def main() -> int:
 
 def show(found: dict[str, Any]) -> None:
     """Print what was measured."""
-    print(headline(found["machine"]), f"{NODES} nodes of {RANKS} ranks", sep=", ")
+    print(headline(found["machine"]), f"{NODES} nodes of {found['ranks']} ranks", sep=", ")
     rows = [["median (least-greatest)", *LAUNCHERS]]
     names = {"next_step_s": "kill to next step on all ranks, s", "progress_s": "kill to first new step, s"}
     for name, text in {**names, "run_again": "steps run again by all ranks"}.items():
