@@ -10,16 +10,16 @@ import pytest
 from tests.rank.fakes import FakeChannel, make_session
 from ttprun.protocol import to_rank
 from ttprun.protocol.snapshots import Dumped
-from ttprun.rank.replay.recovery import Recovery
+from ttprun.rank.replay import repairing
 
 
 def test_a_rank_that_cannot_write_its_share_says_so_as_a_part_of_its_answer(tmp_path: Path) -> None:
     """A mismatch would be a reason to restart all ranks, as soon as they train again."""
     channel = FakeChannel()
-    recovery = Recovery(make_session(channel=channel, rank=1))
+    session = make_session(channel=channel, rank=1)
     path = tmp_path / "gone" / "tensors-00000.safetensors"
 
-    recovery._dump(to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
+    repairing.dump(session, to_rank.Dump(4, str(path), share=0, of=1, owners={}, writers=[0]))
 
     why_not = f"rank 1: [Errno 2] No such file or directory: '{path}'"
     assert channel.sent == [Dumped(4, why_not, is_handled=False)]
@@ -39,12 +39,12 @@ class Handler:
 def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then(tmp_path: Path, name: str) -> None:
     """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that stands still as well."""
     channel = FakeChannel()
-    recovery = Recovery(make_session(channel=channel, rank=1))
+    session = make_session(channel=channel, rank=1)
     order = to_rank.Dump(4, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])
 
-    recovery._dump(order)
+    repairing.dump(session, order)
     old = signal.signal(signal.Signals[name], Handler())
-    recovery._dump(order)
+    repairing.dump(session, order)
     signal.signal(signal.Signals[name], old)
 
     assert [message.is_handled for message in channel.sent] == [False, True]

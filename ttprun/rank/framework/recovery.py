@@ -32,7 +32,8 @@ from ttprun.rank.framework.codes import RET_NO_REBUILD, ReportState
 from ttprun.rank.framework.errors import FORCE_STOP
 from ttprun.rank.framework.framework import Framework, Place
 from ttprun.rank.framework.handlers import Size
-from ttprun.rank.replay.recovery import LOOK_AGAIN_S, JoinsTraining, Ordered, Recovery
+from ttprun.rank.replay import freezing
+from ttprun.rank.replay.recovery import JoinsTraining, Ordered, Recovery
 from ttprun.rank.session import Session
 from ttprun.rank.weights import state_places, state_transfer
 from ttprun.rank.weights.replicated import NotRepairableError
@@ -118,10 +119,8 @@ class CallbackRecovery(Recovery):
             session.is_holding = True
             session.settle_at = 0
             session.changed.notify_all()
-            while session.is_applying:
-                session.changed.wait(LOOK_AGAIN_S)
-                self._check_overtaken()
-        self._settle(order)
+        freezing.let_step_end(session, self._check_overtaken)
+        freezing.settle(session, order, self._check_overtaken)
         framework.settled_in = session.generation
         why_not = self._why_not()
         if why_not:
@@ -158,7 +157,7 @@ class CallbackRecovery(Recovery):
 
     def _signatures(self) -> dict[str, GroupJournal]:
         """By group: its ranks. What was issued is not issued again."""
-        return {group.group_name: GroupJournal(list(group.ranks), []) for group in self._groups()}
+        return {group.group_name: GroupJournal(list(group.ranks), []) for group in freezing.groups_of(self._session)}
 
     def _prepare(self, order: mindio.Prepare) -> None:
         """Memory of this rank's device has failed, and all others are frozen."""

@@ -1,0 +1,138 @@
+"""Freeze: a rank is lost, and this one stops before its next commit, breaks the connections, and reports its boundary.
+
+Begin with `freeze`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol.board import Field
+from ttprun.protocol.from_rank import GroupJournal
+from ttprun.rank import moments
+from ttprun.rank.comm import on_device
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.comm.links import cut_all
+from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.session import Session
+from ttprun.rank.weights import replicated
+
+LOOK_AGAIN_S = 0.05
+LET_FINISH_S = 0.05  # time for operations between living ranks to end by themselves
+STUCK_AFTER_S = 2.0  # after a cut; an operation that can end does so within milliseconds
+Issued = Sequence[tuple[Entry, Any]]  # entries with the works of the backend, which another recovery has to end
+
+
+def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_overtaken: Callable[[], None]) -> None:
+    """Stop, and report where this rank is.
+
+    issued_again      what an older recovery was issuing
+    check_overtaken   called now and then; its exception ends the order
+    """
+    moments.reached("freeze")
+    with session.journal.lock:
+        session.journal.is_frozen = True
+    with session.changed:
+        session.generation = order.generation
+        session.is_holding = True
+        session.settle_at = 0
+        session.changed.notify_all()
+    break_connections(session, issued_again)
+    let_step_end(session, check_overtaken)
+    settle(session, order, check_overtaken)
+    on_device.settle()
+    frozen = from_rank.Frozen(
+        session.generation,
+        session.applied,
+        digest=replicated.digest() if session.applied else "",
+        has_group=bool(session.groups),
+        journal=_signatures(session),
+    )
+    session.channel.send(frozen)
+
+
+def let_step_end(session: Session, check_overtaken: Callable[[], None]) -> None:
+    """Wait for the end of the running optimizer step, if there is one."""
+    with session.changed:
+        while session.is_applying:
+            session.changed.wait(LOOK_AGAIN_S)
+            check_overtaken()
+
+
+def break_connections(session: Session, issued_again: Issued) -> None:
+    """Cut every connection, and wait until no operation of the old generation touches a tensor any more.
+
+    Operations between living ranks first get LET_FINISH_S: one that is cut with messages in flight may never end.
+    """
+    groups = groups_of(session)
+    works = [(entry, entry.inner) for entry in session.journal.entries if entry.inner is not None]
+    works += issued_again
+    end_s = time.monotonic() + LET_FINISH_S
+    for _, inner in works:
+        has_ended(inner, end_s - time.monotonic())
+    cut_all(group.links for group in groups)
+    if session.crossing is not None:
+        session.crossing.cut()
+    on_device.settle()
+    end_s = time.monotonic() + STUCK_AFTER_S
+    for entry, inner in works:
+        if not has_ended(inner, end_s - time.monotonic()):
+            entry.group.links.abandon()
+            continue
+        with contextlib.suppress(Exception):
+            inner.wait()
+            entry.group.complete(entry, inner)
+    for entry in session.journal.unfinished():
+        session.journal.attach(entry, None)
+    for group in groups:
+        group.links.forget()
+
+
+def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[], None]) -> None:
+    """Bring all survivors to one boundary.
+
+    Each has stopped before its next commit. If one of them has stepped already, every rank had recorded that boundary,
+    so those that wait before it may step too. The lost rank may be the one that has stepped: if the survivors stayed
+    where they are, it would have to take that step again, without the gradients of a step of several optimizers, which
+    are in no record.
+    """
+    board = session.board
+    board.announce(session.rank, Field.HELD, session.generation)
+    session.share_row()
+    for row in order.survivors:
+        while (held := board.get(row, Field.HELD)) < session.generation:
+            board.wait_for_change(row, Field.HELD, held, LOOK_AGAIN_S)
+            check_overtaken()
+    boundary = max(order.committed, *(board.get(row, Field.APPLIED) for row in order.survivors))
+    with session.changed:
+        session.settle_at = boundary
+        session.changed.notify_all()
+        while session.applied < boundary or session.is_applying:
+            session.changed.wait(LOOK_AGAIN_S)
+            check_overtaken()
+
+
+def groups_of(session: Session) -> list[ManagedGroup]:
+    """All groups that exist or that the journal needs, including destroyed ones, in the order of their making."""
+    with session.journal.lock:
+        found = {entry.group for entry in session.journal.entries}
+    return sorted(found | set(session.groups.values()), key=lambda group: group.number)
+
+
+def _signatures(session: Session) -> dict[str, GroupJournal]:
+    """By group and lane: ranks, operations since the boundary, and what of them need not be issued again."""
+    found: dict[str, GroupJournal] = {}
+    with session.journal.lock:
+        for entry in session.journal.entries:
+            group = found.setdefault(entry.lane, GroupJournal(list(entry.members), []))
+            if entry.digest and len(group.received) == len(group.issued):
+                group.received.append(entry.digest)
+            if entry.held is not None and entry.is_done and entry.held.is_kept:
+                group.results.append(len(group.issued))
+            group.issued.append(entry.signature)
+    return found

@@ -1,0 +1,81 @@
+"""Repair: state goes from survivors to replacements, from snapshots to all, or from survivors to the disk.
+
+One function for each order of the agent (`protocol/to_rank.py`); begin with `send_state`.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol.board import Phase
+from ttprun.protocol.snapshots import Dumped
+from ttprun.rank import moments
+from ttprun.rank.session import Session
+from ttprun.rank.weights import checkpoint_shards, mirror, replicated, sharded, state_places, state_transfer
+
+
+def send_state(session: Session, order: to_rank.SendState, check_overtaken: Callable[[], None]) -> None:
+    """Serve this rank's state; `check_overtaken` is called now and then, and its exception ends the order."""
+    moments.reached("transfer")
+    digest = state_transfer.serve(_place_of(session, order), order.receivers, order.limit_s, check_overtaken)
+    session.channel.send(from_rank.StateSent(order.generation, digest))
+
+
+def fetch_state(session: Session, order: to_rank.FetchState) -> None:
+    """Load what another rank sends."""
+    session.touch(Phase.REPAIRING)
+    moments.reached("transfer")
+    digest = state_transfer.fetch(_place_of(session, order), order.limit_s)
+    session.channel.send(from_rank.Repaired(order.generation, digest))
+
+
+def _place_of(session: Session, order: to_rank.SendState | to_rank.FetchState) -> state_places.Place:
+    """Where the source and the receivers meet."""
+    if not session.address:
+        return state_places.InDirectory(session.run_dir, order.name)
+    return state_places.OverNodes(session.exchange, order.generation, order.name, order.limit_s)
+
+
+def load_mirror(session: Session, order: to_rank.LoadMirror) -> None:
+    """Load the lost rank's mirror."""
+    session.touch(Phase.REPAIRING)
+    moments.reached("transfer")
+    if order.path:
+        mirror.load(order.path)
+    else:
+        sharded.forget_gathered()
+    session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
+
+
+def load_state(session: Session, order: to_rank.LoadState) -> None:
+    """Load a snapshot or a checkpoint."""
+    session.touch(Phase.REPAIRING)
+    moments.reached("transfer")
+    apart = checkpoint_shards.Apart(order.owners, session.rank, ())
+    checkpoint_shards.load(order.header, order.files, apart)
+    session.channel.send(from_rank.Repaired(order.generation, replicated.digest()))
+
+
+def dump(session: Session, order: to_rank.Dump) -> None:
+    """Write this rank's share of the survivors' state; the main thread waits meanwhile."""
+    moments.reached("persist")
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    share, why_not = None, ""
+    try:
+        apart = checkpoint_shards.Apart(order.owners, session.rank, order.writers)
+        share = checkpoint_shards.write(order.path, order.share, order.of, main, apart)
+    except (replicated.NotRepairableError, OSError) as error:  # only the checkpoint is lost
+        why_not = f"rank {session.rank}: {error}"
+    is_handled = _handles_end_signals()
+    session.channel.send(Dumped(order.generation, why_not, is_handled, share))
+
+
+def _handles_end_signals() -> bool:
+    """Whether the script has a handler of its own for a signal that ends jobs."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = [signal.getsignal(number) for number in numbers]
+    return any(callable(handler) and handler is not signal.default_int_handler for handler in handlers)

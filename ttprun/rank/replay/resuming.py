@@ -1,0 +1,101 @@
+"""Resume: connect in the new generation, issue the journal again, and let the main thread continue.
+
+Begin with `resume`, for a survivor; a replacement whose replay has ended goes live (`go_live`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ttprun.protocol import from_rank, to_rank
+from ttprun.rank import moments
+from ttprun.rank.checks.proof import Proof
+from ttprun.rank.checks.replay_guard import Expected
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import has_ended
+from ttprun.rank.comm.process_group import ManagedGroup
+from ttprun.rank.comm.reissue import issue_again
+from ttprun.rank.replay.freezing import LOOK_AGAIN_S, groups_of
+from ttprun.rank.replay.replay import Replay
+from ttprun.rank.session import Session
+
+
+def resume(
+    session: Session, order: to_rank.Resume, again: list[tuple[Entry, Any]], check_overtaken: Callable[[], None]
+) -> None:
+    """Issue the journal again, thaw, and wait until all of it has completed.
+
+    again             empty; gets each entry with its new work, for a recovery that interrupts this one
+    check_overtaken   called now and then; its exception ends the order
+    """
+    session.journal.givers, session.journal.received = givers_of(order), order.received
+    is_connected = False
+    # A replacement connects these before it issues anything, and a backend may connect within an operation.
+    for group in groups_of(session):
+        if group.links.is_joined and group.number <= session.groups_at_boundary:
+            group.links.connect_in(session.generation)
+    while True:
+        with session.journal.lock:
+            entries, at = session.journal.entries, len(again)
+            entry = entries[at] if at < len(entries) else None
+            if entry is None and is_connected:
+                session.journal.is_frozen = False
+                session.journal.news.notify_all()
+                break
+        if entry is None:
+            _connect_up_to(session, None)
+            session.channel.send(from_rank.Rebuilt(session.generation))
+            is_connected = True
+            continue
+        if not entry.group.links.are_of(session.generation):
+            _connect_up_to(session, entry.group)
+        inner = issue_again(session, entry)
+        again.append((entry, inner))
+        moments.reached("reissue")
+        if not entry.is_done:
+            session.journal.attach(entry, inner)
+            if entry.future is not None:
+                entry.group.bridge(entry, inner)
+    session.verifier.prove_from(session.applied)
+    with session.changed:
+        session.is_holding = False
+        session.changed.notify_all()
+    moments.reached("thaw")
+    for entry, inner in again:
+        while not has_ended(inner, LOOK_AGAIN_S):
+            check_overtaken()
+        inner.wait()
+        entry.group.complete(entry, inner)
+    check_overtaken()
+    session.channel.send(from_rank.Reissued(session.generation))
+
+
+def _connect_up_to(session: Session, newest: ManagedGroup | None) -> None:
+    """Connect the groups made before this one, and this one; None: all.
+
+    Not before the journal needs them: a replacement that runs from the top makes a group only after it has issued the
+    operations before that. A group that was never connected is left to the main thread.
+    """
+    for group in groups_of(session):
+        if group.links.is_joined and (newest is None or group.number <= newest.number):
+            group.links.connect_in(session.generation)
+
+
+def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
+    """The replay has ended, and the tensors are loaded: connect, and let the main thread continue."""
+    for group in list(session.groups.values()):
+        group.links.connect_in(session.generation)
+        group.links.is_joined = True
+    session.channel.send(from_rank.Rebuilt(session.generation))
+    session.expected = Expected(session.channel, session.generation, order.expected)
+    session.journal.givers, session.journal.received = givers_of(order), order.received
+    session.verifier.prove_from(replay.boundary)
+    if replay.is_alone:
+        session.proof = Proof.of(session, replay.boundary)
+    replay.live.set()
+
+
+def givers_of(order: to_rank.Resume) -> dict[tuple[str, int], int]:
+    """The ranks that broadcast results, by the agent's order: see Journal.givers."""
+    return {(name, number): rank for name, number, rank in order.given}
