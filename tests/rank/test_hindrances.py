@@ -117,7 +117,7 @@ def test_a_rank_that_trains_without_a_group_says_so_at_its_first_step(tmp_path: 
     script = tmp_path / "script.py"
     script.write_text(
         "import torch\nw = torch.ones(2, requires_grad=True)\no = torch.optim.SGD([w], lr=0.1)\n"
-        "for _ in range(3):\n    w.sum().backward()\n    o.step()\n"
+        "for _ in range(3):\n    o.zero_grad()\n    w.sum().backward()\n    o.step()\n"
     )
 
     found = run_under_shim([str(script)], tmp_path, world_size=2, local_world_size=2)

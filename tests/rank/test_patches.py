@@ -62,6 +62,7 @@ CALLS: dict[str, Call] = {
     "torch.distributed.algorithms.join.Join.__enter__": ((THING,), {}),
     "torch.autograd.graph.saved_tensors_hooks.__enter__": ((THING,), {}),
     "torch.optim.optimizer.Optimizer.__init__": ((THING, [1, 2]), {"defaults": {}}),
+    "torch.optim.optimizer.Optimizer.add_param_group": ((THING, {"params": [1, 2]}), {}),
     "torch.utils.data.dataloader.DataLoader.__init__": ((THING, [1, 2]), {"batch_size": 3}),
     "torch.utils.data.dataloader.DataLoader.__iter__": ((THING,), {}),
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ((THING,), {}),

@@ -109,6 +109,12 @@ PATCHES: tuple[Patch, ...] = (
         "to know what the optimizers update; a global hook marks each step",
         "always",
     ),
+    Patch(
+        "torch.optim.optimizer",
+        "Optimizer.add_param_group",
+        "weights.optimizer_registry:wrap_add_param_group",
+        "to report parameters that are added during the training, which a replay would lack",
+    ),
     Patch(_LOADER, "DataLoader.__init__", "data.loaders:wrap_init", "to name a loader by its place in the script"),
     Patch(_LOADER, "DataLoader.__iter__", "data.loaders:wrap_iter", "to record the positions of its iterators"),
     Patch(

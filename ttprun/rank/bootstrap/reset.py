@@ -28,7 +28,7 @@ from ttprun import frameworks
 from ttprun.rank import fail_open, values
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, os_entropy
-from ttprun.rank.position import ast_transform, loops
+from ttprun.rank.position import ast_transform, loops, made_inside
 from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.process import random_state
 from ttprun.rank.step import step_hooks
@@ -106,8 +106,8 @@ def clear(error: BaseException) -> None:
     for function in _registered:
         atexit.unregister(function)
     _registered.clear()
-    for forget in (step_hooks.forget, optimizer_registry.forget, loaders.forget, gradients.forget, values.forget):
-        forget()
+    for room in (step_hooks, optimizer_registry, loaders, gradients, values, made_inside):
+        room.forget()
     loops.give_back()
     _empty_shared_states()
     _forget_modules()

@@ -148,6 +148,7 @@ def wrap_backward(original: Any) -> Any:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         global _going_backward
         session = current()
+        gradients.look_at_watched()
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(tensors, *args, **kwargs)
         if accelerator.is_capturing():  # nothing may be copied to the CPU now

@@ -21,6 +21,7 @@ from ttprun.rank.comm.connection import GivenUpError
 from ttprun.rank.comm.journal import PATIENCE_S
 from ttprun.rank.comm.process_group import GLOO_ALONE, INTERNAL_NAME, ManagedGroup
 from ttprun.rank.comm.transports import TRANSPORTS
+from ttprun.rank.position import made_inside
 from ttprun.rank.session import CONNECT, Session, current
 
 _LOOK_AGAIN_S = 1.0
@@ -149,6 +150,9 @@ def wrap_new_group(original: Any) -> Any:
             return original(ranks, timeout, backend, *args, **kwargs)
         if session.exchange.is_given_up:
             return original(ranks, timeout, backend, *args, **kwargs)
+        made_inside.note(
+            "a process group was made", "make all groups before the loop", lambda: True, fail_open.caller()
+        )
         shown = c10d._world.pg_map[world][0] if backend is None else backend
         others = {name: value for name, value in kwargs.items() if name != "device_id"}
         return _make_managed(

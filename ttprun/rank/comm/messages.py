@@ -124,7 +124,7 @@ def _pass_on(group: ManagedGroup, op: str, args: tuple[Any, ...], tensor: torch.
     if session.framework is None:
         what = f"{op} of tensors on {tensor.device.type}"
         if tensor.is_cpu:
-            what = "recv without src: which rank sends is not known before"
+            what = "recv without src (which rank sends is not known before: name it)"
         session.give_up_protection(f"the script uses {what}, which is not repaired")
     if session.replay is not None:
         raise RuntimeError(f"{op} cannot be replayed")

@@ -50,7 +50,7 @@ class _Patience:
             session.give_up_protection(
                 f"the script's {self._message.op} {what} rank {self._other} is still pending at optimizer step "
                 f"{self._boundary}, which rank {self._other} has reached too: messages are repaired if they are sent "
-                "and received in the same step"
+                "and received in the same step (wait for its handle before the optimizer's step)"
             )
         return bool(session.unprotected)
 

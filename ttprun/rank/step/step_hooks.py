@@ -22,7 +22,7 @@ from ttprun.rank import fail_open, moments, values
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins, os_entropy, output
-from ttprun.rank.position import call_site, iterables, loops
+from ttprun.rank.position import call_site, iterables, loops, made_inside
 from ttprun.rank.process import random_state
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import RecordTooLargeError
@@ -45,7 +45,10 @@ def wrap_join(original: Any) -> Any:
     def enter(self: Any) -> Any:
         session = current()
         if session is not None and self._enable and session.world_size > 1:
-            session.give_up_protection("with join() the ranks take different numbers of steps")
+            session.give_up_protection(
+                "with join() the ranks take different numbers of steps: give each as many batches (a "
+                "DistributedSampler, drop_last=True)"
+            )
         return original(self)
 
     return enter
@@ -113,6 +116,8 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
         session.give_up_protection("the script captures its optimizer's step in a graph of the device: use it outside")
     if session.expected is not None and gradients.are_carried_over(optimizer):
         report_mismatch(session.channel, session.generation, gradients.CARRIED)
+    if gradients.were_carried(optimizer):
+        session.give_up_protection(gradients.CARRIED)
     if not session.groups:
         hindrances.look_without_group(session)
     if session.is_recorded():
@@ -174,6 +179,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
         return
     moments.reached_step_end()
     session.updates.end()
+    gradients.watch(optimizer)
     if session.is_recorded():
         _note_weights(session)
         if session.is_alone():
@@ -292,7 +298,7 @@ def describe(
     record: dict[str, Any] = {
         "boundary": boundary,
         "place": standing.place,
-        "unfollowed": standing.why_not,
+        "unfollowed": standing.why_not or made_inside.why_skipped(boundary, standing),
         "variables": [
             snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")
             for depth, (code, scope) in enumerate(zip(standing.codes, standing.scopes, strict=True))

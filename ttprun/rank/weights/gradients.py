@@ -1,12 +1,14 @@
 """Refuse a script that carries gradients across a step.
 
-Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. After a
-replay they are made NaN; if NaN is left when their optimizer steps for the first time, the script has added to
-gradients that are lost.
+Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. In the first
+steps a gradient of each optimizer is watched: if the next backward adds to it, that is reported (`watch`). After a
+replay all are made NaN; if NaN is left when their optimizer steps for the first time, the script has added to gradients
+that are lost (`poison`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +18,73 @@ from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import elements_of
 
 CARRIED = (
-    "the script carries gradients across an optimizer step, and those of the lost rank are lost: call zero_grad() in "
+    "the script carries gradients across an optimizer step, and a replacement would not have them: call zero_grad() in "
     "each step"
 )
+_STEPS_WATCHED = 3
 _poisoned: list[torch.optim.Optimizer] = []
 
 
+class _Watched:
+    """One gradient of an optimizer, after its step.
+
+    kept         its value then
+    is_carried   whether a backward has found it unchanged, and no later one has found it zeroed; None: none has run yet
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.is_carried: bool | None = None
+        smallest_first = sorted(_parameters(optimizer), key=torch.Tensor.numel)
+        self.parameter = next((one for one in smallest_first if _is_watchable(one.grad)), None)
+        self.kept = None if self.parameter is None else local_of(self.parameter.grad).detach().clone()
+
+    def look(self) -> None:
+        """A backward is about to add gradients."""
+        gradient = None if self.parameter is None else self.parameter.grad
+        if gradient is None or self.kept is None or not local_of(gradient).any():
+            self.is_carried = False
+        elif self.is_carried is None:
+            self.is_carried = torch.equal(local_of(gradient), self.kept)
+
+
+_watched: list[_Watched] = []
+_steps_watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_watchable(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided and bool(local_of(gradient).any())
+
+
+def watch(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer has taken a step: in its first ones, watch what becomes of a gradient."""
+    steps = _steps_watched.get(optimizer, 0)
+    if steps < _STEPS_WATCHED:
+        _steps_watched[optimizer] = steps + 1
+        _watched[:] = [one for one in _watched if one.optimizer() is not None]
+        _watched.append(_Watched(optimizer))
+
+
+def look_at_watched() -> None:
+    """A backward begins."""
+    for one in _watched:
+        one.look()
+
+
+def were_carried(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer that is about to step has gradients of its last step in those of this one."""
+    mine = [one for one in _watched if one.optimizer() is optimizer]
+    if mine:
+        _watched[:] = [one for one in _watched if one not in mine]
+    return any(one.is_carried for one in mine)
+
+
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found: list[Any] = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    found = [parameter.grad for parameter in _parameters(optimizer)]
     return [local_of(gradient) for gradient in found if gradient is not None]
 
 
@@ -38,6 +99,8 @@ def poison(optimizers: list[torch.optim.Optimizer]) -> None:
 def forget() -> None:
     """The run of the script is over."""
     _poisoned.clear()
+    _watched.clear()
+    _steps_watched.clear()
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:

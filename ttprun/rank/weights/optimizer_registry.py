@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
+from ttprun.rank import fail_open
+from ttprun.rank.position import made_inside
 from ttprun.rank.weights import last_hook
 from ttprun.rank.weights.sharded import are_any, local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -26,10 +28,32 @@ def wrap_optimizer_init(original: Any) -> Any:
 
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _optimizers.append(weakref.ref(self))
+        known = weakref.ref(self)
+        _optimizers.append(known)
         last_hook.make_place(self)
+        made_inside.note(
+            "an optimizer was made", "make it before the loop", lambda: known() is not None, fail_open.caller()
+        )
 
     return init
+
+
+def wrap_add_param_group(original: Any) -> Any:
+    """Optimizer.add_param_group: note what is added during the training."""
+
+    def add_param_group(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        known = next((ref for ref in _optimizers if ref() is self), None)
+        if known is not None:  # else the optimizer is being made
+            made_inside.note(
+                "parameters were added to an optimizer (add_param_group)",
+                "give it all parameters before the loop; those that are not to learn yet get requires_grad_(False)",
+                lambda: known() is not None,
+                fail_open.caller(),
+            )
+        return result
+
+    return add_param_group
 
 
 def wrap_ddp_init(original: Any) -> Any:

@@ -1,0 +1,73 @@
+"""What the script makes inside its training loop and keeps: process groups, optimizers, parameters added to these.
+
+A replay jumps to the newest iteration, so what an earlier one has made is missing in it. That is known as soon as the
+loop goes on, and reported then. Begin with `note`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+
+from ttprun.rank.position import call_site
+from ttprun.rank.position.frames import user_frames
+
+
+class _Made:
+    """One of these.
+
+    why       a replay lacks it; complete sentence
+    is_kept   whether it still exists
+    passes    (loop, items that it had yielded) for each followed loop around its making
+    after     the boundary that it was made after
+    visited   the script's place at that boundary
+    """
+
+    __slots__ = ("after", "is_kept", "passes", "visited", "why")
+
+    def __init__(self, why: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
+        self.why = why
+        self.is_kept = is_kept
+        self.passes = [(loop.site, loop.position) for loop in call_site.look(frame).around]
+        self.after, self.visited = _newest
+
+    def is_skipped(self, boundary: int, standing: call_site.Whereabouts) -> bool:
+        """Whether a replay up to a boundary at this place runs past its making."""
+        trained = [(site, position) for site, position in self.passes if site.has_steps]
+        if trained:
+            now = {loop.site: loop.position for loop in standing.around}
+            return any(now.get(site) != position for site, position in trained)
+        # In a `while` loop: the same place was passed before and after it.
+        return 0 < self.after < boundary - 1 and self.visited == standing.place
+
+
+_made: list[_Made] = []
+_newest: tuple[int, list[list[str | int]]] = (0, [])  # boundary, and the script's place there
+
+
+def note(what: str, cure: str, is_kept: Callable[[], bool], frame: FrameType | None) -> None:
+    """The script makes something, called from this frame."""
+    users = user_frames(frame)
+    made = _Made(what, is_kept, frame)
+    if not (made.after or made.passes):
+        return  # before the training
+    where = f" ({users[-1].f_code.co_filename}:{users[-1].f_lineno})" if users else ""
+    made.why = f"{what} inside the training loop{where}, in an iteration that a replay skips: {cure}"
+    _made.append(made)
+
+
+def why_skipped(boundary: int, standing: call_site.Whereabouts) -> str:
+    """Called at each boundary: what of it a replay up to here would lack; "" if nothing."""
+    global _newest
+    _newest = (boundary, standing.place)
+    if not _made:
+        return ""
+    _made[:] = [made for made in _made if made.is_kept()]
+    return next((made.why for made in _made if made.is_skipped(boundary, standing)), "")
+
+
+def forget() -> None:
+    """The run of the script is over."""
+    global _newest
+    _made.clear()
+    _newest = (0, [])
