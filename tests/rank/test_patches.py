@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
+import pickle
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +185,37 @@ def without_some() -> list[str]:
     del sys.modules["torch.serialization"].save
     patches.PATCHES = (*PATCHES, Patch("torch.not_there", "x", "effects.files:wrap_save", ""))  # type: ignore[misc]
     return [*patches.apply_all(with_replay=False), str(hasattr(dist.init_process_group, "__wrapped__"))]
+
+
+class Clock:
+    """As logging.Formatter: functions in C as a class's attributes, which do not become methods."""
+
+    def __init__(self) -> None:
+        kept = {"converter": time.localtime, "pid": os.getpid, "opener": open}
+        self.kind = type("Formatter", (), kept)
+        self.copy = copy.deepcopy(kept)
+        self.pickled = pickle.loads(pickle.dumps(kept))
+
+    def used(self) -> tuple[bool, ...]:
+        found = self.kind()
+        with found.opener(os.devnull) as file:
+            name = file.name
+        return (
+            found.converter(86400 * 30).tm_year == 1970,
+            found.pid() == os.getpid(),
+            name == os.devnull,
+            self.copy["converter"] is self.pickled["converter"] is time.localtime,
+        )
+
+
+def uses_of_functions_in_c() -> tuple[bool, ...]:
+    patches.apply_all(with_replay=False)
+    become(make_session(world_size=1))
+    return Clock().used()
+
+
+def test_a_patched_function_in_c_as_a_class_attribute_does_not_become_a_method() -> None:
+    assert run_alone(uses_of_functions_in_c) == (True, True, True, True)
 
 
 def test_a_missing_attribute_switches_off_that_patch_alone() -> None:

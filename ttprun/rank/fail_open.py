@@ -13,6 +13,7 @@ Standard library only. Begin with `guard`.
 from __future__ import annotations
 
 import os
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable
@@ -67,7 +68,26 @@ def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         return run(name, ours, original, args, kwargs)
 
-    return guarded
+    return guarded if hasattr(original, "__get__") else LikeBuiltin(guarded)
+
+
+class LikeBuiltin:
+    """Calls ours in the place of a function in C, which does not become a method as a class's attribute.
+
+    `logging.Formatter.converter = time.localtime` relies on that. Pickled by name, as the original is.
+    """
+
+    def __init__(self, ours: Callable[..., Any]) -> None:
+        self._ours = ours
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ours(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(getattr(self, "__wrapped__", self._ours))
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
 
 
 def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:

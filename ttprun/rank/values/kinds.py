@@ -26,6 +26,7 @@ import weakref
 import numpy
 import torch
 
+from ttprun.rank import fail_open
 from ttprun.rank.values import (
     adapters,
     arrays,
@@ -78,6 +79,7 @@ EXACT: dict[type, Handler] = {
     types.WrapperDescriptorType: callables.record_named,
     types.MethodDescriptorType: callables.record_named,
     types.ClassMethodDescriptorType: callables.record_named,
+    fail_open.LikeBuiltin: callables.record_named,
     functools.partial: callables.record_partial,
     functools._lru_cache_wrapper: callables.record_cache,
     operator.methodcaller: process_local.record_unknown,
