@@ -68,7 +68,7 @@ def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         return run(name, ours, original, args, kwargs)
 
-    return guarded if hasattr(original, "__get__") else LikeBuiltin(guarded)
+    return guarded if hasattr(original, "__get__") else LikeBuiltin(guarded, original)
 
 
 class LikeBuiltin:
@@ -77,17 +77,18 @@ class LikeBuiltin:
     `logging.Formatter.converter = time.localtime` relies on that. Pickled by name, as the original is.
     """
 
-    def __init__(self, ours: Callable[..., Any]) -> None:
+    def __init__(self, ours: Callable[..., Any], original: Any) -> None:
         self._ours = ours
+        self._original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._ours(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return repr(getattr(self, "__wrapped__", self._ours))
+        return repr(self._original)
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return pkgutil.resolve_name, (f"{self.__module__}:{self.__qualname__}",)
+        return pkgutil.resolve_name, (f"{self._original.__module__}:{self._original.__qualname__}",)
 
 
 def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from tests.rank.processes import run_alone
 from tests.rank.user_values import (
@@ -50,6 +51,39 @@ def test_a_small_tensor_comes_back(tensor: torch.Tensor) -> None:
         assert found.dtype == tensor.dtype
         assert torch.equal(found.nan_to_num(7.0) if tensor.is_floating_point() else found, tensor.nan_to_num(7.0)
                            if tensor.is_floating_point() else tensor)  # fmt: skip
+
+
+def test_the_result_of_a_functional_collective_comes_back_as_a_plain_tensor() -> None:
+    here: Scope = {"x": AsyncCollectiveTensor(torch.zeros(3)), "new": None}
+
+    carry({"x": AsyncCollectiveTensor(torch.arange(3.0)), "new": AsyncCollectiveTensor(torch.arange(3.0))}, here)
+
+    for found in here.values():
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, torch.arange(3.0))
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_no_gradient_goes_back_through_the_result_of_a_functional_collective_of_the_step_before(size: int) -> None:
+    inputs = torch.ones(size, requires_grad=True)
+    here: Scope = {"output": AsyncCollectiveTensor(torch.zeros(size)) * inputs}
+
+    carry({"output": _Wrapped.apply(inputs)}, here)
+
+    with pytest.raises(UnrecordedTensorError, match="output"):
+        here["output"].sum().backward()
+
+
+class _Wrapped(torch.autograd.Function):
+    """As the output of a layer in tensor parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return AsyncCollectiveTensor(inputs * 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
 BATCHES = {

@@ -26,10 +26,11 @@ from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 from ttprun.rank.values.unrecorded import Unrecorded, forget_gradient, shape_of, without_history
-from ttprun.rank.weights.sharded import local_of
+from ttprun.rank.weights.sharded import local_of, waited_for
 from ttprun.rank.weights.tensor_bytes import plain
 
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
+_FLAGS = 6  # their place in a node
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node
 
 
@@ -51,6 +52,9 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         storage = value.untyped_storage()
         at = storage.data_ptr()
     except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
+        result = waited_for(value)
+        if result is not value:
+            return _record_result(snapshot, value, result)
         return [Tag.REFUSED, f"is a {name_of(type(value))} without memory of its own"]
     index = snapshot.stepped.get(at)
     dtype, shape = dtype_name(value.dtype), list(value.shape)
@@ -91,6 +95,19 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
         snapshot.storages[at] = number
         return [*node, layout, _contents(snapshot, _whole(storage)), flags, device, *more]
     return [*node, layout, first, flags, device, *more]
+
+
+def _record_result(snapshot: Snapshot, value: torch.Tensor, result: torch.Tensor) -> Any:
+    """The result of a functional collective, in place of the wrapper by which it is waited for."""
+    if value.grad_fn is None:
+        return record_tensor(snapshot, result, 0)
+    snapshot.computed.append(value)
+    if result.nbytes > SMALL_BYTES:
+        return [Tag.ACTIVATION, list(value.shape)]
+    node = record_tensor(snapshot, result, 0)
+    if node[0] is Tag.TENSOR:
+        node[_FLAGS] |= _COMPUTED
+    return node
 
 
 def _in_array(snapshot: Snapshot, at: int) -> tuple[int | None, int]:
@@ -194,7 +211,7 @@ def restore_activation(restore: Restore, live: Any, node: list[Any], name: str) 
 def restore_tensor(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
     """In place where the live tensor lies in memory as the recorded one, else a new one; with its gradient."""
     found = _restored(restore, live, node, name)
-    if node[6] & _LEAF and restore.is_comparing:
+    if node[_FLAGS] & _LEAF and restore.is_comparing:
         _restore_gradient(found, tensor_of(node[2], node[3], node[9]) if isinstance(node[9], bytes) else node[9])
     return found
 

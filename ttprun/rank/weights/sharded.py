@@ -37,9 +37,17 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor in this rank's memory; the tensor itself if it is not a DTensor."""
     if not is_distributed(tensor):
-        return tensor
+        return waited_for(tensor)
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
+    return waited_for(local)
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, which a tensor without memory of its own stands for until it is used."""
+    if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
+        return tensor
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
 
 
 def place_of(tensor: torch.Tensor) -> str | None:
