@@ -82,6 +82,10 @@ class Config(BaseModel):
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         30, description="seconds to wait for a spare, or for a lost node to come back; 0: only a spare that waits"
     )
+    elastic: bool = Field(
+        False,
+        description="train on as many nodes as there are, from MIN to MAX of --nnodes MIN:MAX: they may join and leave",
+    )
     save_dir: str | None = Field(
         None, min_length=1, description="directory for checkpoints; default: checkpoints/ in the run directory"
     )

@@ -27,7 +27,7 @@ class Lead:
     """The agent that leads two nodes, of which the second is lost; its supervisor's loop runs here."""
 
     def __init__(self) -> None:
-        door = Door("127.0.0.1", meeting._KNOWN)
+        door = Door("127.0.0.1", meeting.KNOWN)
         self.where, room = door.where, Room(door, ALIKE)
         names = {0: "127.0.0.1", 1: "10.0.0.2"}
         self.peers = Peers(0, "127.0.0.1", 2, {}, names, 2, room, "10.0.0.1 29500")

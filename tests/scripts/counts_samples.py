@@ -6,6 +6,7 @@ All sums are of whole numbers, so the weights are the same whatever the number o
 import argparse
 import hashlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,8 @@ parser.add_argument("--batch-size", type=int, default=4)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--ahead", type=int, default=0)
 parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--gate", default="")
+parser.add_argument("--gates", default="")  # steps after which all wait until the file GATE<step> is there
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -85,6 +88,8 @@ for epoch in range(args.epochs):
         schedule.step()
         steps += 1
         print(f"[rank {rank} of {world}] epoch {epoch} batch {i} step {steps} indices {indices.tolist()}", flush=True)
+        while str(steps) in args.gates.split(",") and not os.path.exists(f"{args.gate}{steps}"):
+            time.sleep(0.02)
     optimizer.zero_grad()
     total = torch.tensor(trained)
     dist.all_reduce(total)

@@ -17,20 +17,25 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.failures import Failure
-from ttprun.agent.meeting import NotMetError, Place, Taken, meet, wait_for_seats
+from ttprun.agent.meeting import KNOWN, NotMetError, Place, Taken, meet, wait_for_seats
 from ttprun.agent.peers import Peers
 from ttprun.agent.processes import RankHandler
-from ttprun.agent.room import Hallway
+from ttprun.agent.regroup import meet_again
+from ttprun.agent.room import Door, Hallway
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
+from ttprun.agent.verdict import Verdict
+from ttprun.protocol.nodes import Regroup, Where
 from ttprun.torch_versions import GRACE_S
 
 logger = logging.getLogger("ttprun")
 _NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
 _LOOK_AGAIN_S = 0.3
+torch_distributed: Any = importlib.import_module("torch.distributed")
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
 
@@ -38,32 +43,44 @@ class ReplacingAgent(LocalElasticAgent):
     """An elastic agent whose local ranks are replaced one by one.
 
     supervisor, signals   set on the class before torch makes its agent
+    seen_file             who sees it shares the save directory
     address, alike, save_dir   as in `meeting.Place`; the same holds for them in a job on several nodes
     nodes                 that train
+    is_elastic            nodes may join and leave
     has_started_ranks     at least one group of ranks was started
     """
 
     supervisor: Supervisor
     signals: Signals
-    address = save_dir = ""
+    address = save_dir = seen_file = ""
     alike: Mapping[str, str] = MappingProxyType({})
     nodes = 1
+    is_elastic = False
     has_started_ranks = False
     _groups_started = 0
     _has_entered = False
     _taken: Taken | None = None
+    _order: Regroup | None = None  # which the present group has followed
+    _again: Peers | None = None  # who have met for it
+    _door: Door | None = None  # at which the others come in if this agent leads the next group
+    _ranks_store: Any = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         supervisor = self.supervisor
         ranks = [(worker.global_rank, worker.local_rank) for worker in worker_group.workers]
-        taken = self._taken
+        taken, again = self._taken, self._again
         try:
-            peers = self._meet(worker_group) if taken is None else taken.peers
+            peers = again or (self._meet(worker_group) if taken is None else taken.peers)
         except NotMetError as error:
             logger.warning("nothing is repaired, as under torchrun: %s", error)
             self._judge = super()._monitor_workers  # type: ignore[method-assign]
             return dict(super()._start_workers(worker_group))
-        supervisor.begin_group(ranks, self._replace_handler, peers)
+        if again is not None and self._order is not None:
+            supervisor.begin_resized_group(ranks, self._replace_handler, again, self._order)
+            self._announce(worker_group, again)
+        else:
+            supervisor.begin_group(ranks, self._replace_handler, peers)
+        supervisor.node.attempt = worker_group.spec.max_restarts - self._remaining_restarts
         if taken is not None:
             supervisor.take_over(taken.records)
         if peers is not None:  # who comes later waits for seats, and that is no reason to start all ranks again
@@ -80,34 +97,88 @@ class ReplacingAgent(LocalElasticAgent):
     def _meet(self, worker_group: WorkerGroup) -> Peers | None:
         """Connect to the agents of the other nodes; None if there are none."""
         group: Any = worker_group
-        if group.group_world_size <= 1:
+        if group.group_world_size <= 1 and not self.is_elastic:
             return None
         master = f"{group.master_addr} {group.master_port}"
         sizes = group.group_rank, group.group_world_size, len(group.workers)
-        place = Place(*sizes, self.address, self.alike, master, self.save_dir)
+        place = Place(*sizes, self.address, self.alike, master, self.save_dir, self._next_door())
         peers = meet(group.store, place)
+        self._announce(worker_group, peers)
+        return peers
+
+    def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
+        """Name the room of a group that this agent leads."""
         hallway = self._hallway(worker_group)
         if peers.room is not None and hallway is not None:
-            hallway.announce(peers.room.door.where)
-        return peers
+            try:
+                hallway.announce(peers.room.door.where | {"seen": self.seen_file})
+            except Exception as error:  # torch's stores raise errors of their own
+                logger.warning("no other node can join: the rendezvous store is lost (%s)", error)
+
+    # Another group, on other nodes.
+
+    def _next_door(self) -> Where | None:
+        """Where this agent listens if it leads the next group; None: there is none on other nodes."""
+        if not self.is_elastic:
+            return None
+        self._door = Door(self.address, KNOWN)
+        return Where(**self._door.where)
+
+    def _meet_again(self, worker_group: WorkerGroup, order: Regroup) -> None:
+        """Take the place in a group that the order names. Raises SignalException if too few nodes come."""
+        door = self._door
+        assert door is not None
+        self._order, self._again, self._taken = order, None, None
+        group: Any = worker_group
+        ranks = group.spec.local_world_size
+        place = Place(order.node, order.size, ranks, self.address, self.alike, "", self.save_dir, self._next_door())
+        try:
+            self._again, master = meet_again(order, place, door, self._make_store)
+        except NotMetError as error:
+            reason = f"{order.reason}; the nodes have not met again: {error}"
+            self.supervisor.node.conclude(Verdict("fail", reason))
+            raise SignalException(reason, signal.SIGTERM) from None
+        self._remaining_restarts -= 0 if order.place else 1
+        group.spec.max_restarts = order.attempt + self._remaining_restarts
+        self._sit(worker_group, self._again, master)
+
+    def _make_store(self) -> str:
+        """A store for the ranks of the next group; returns its address and port."""
+        self._ranks_store = torch_distributed.TCPStore(self.address, 0, is_master=True, wait_for_workers=False)
+        return f"{self.address} {self._ranks_store.port}"
 
     # Seats of a lost node.
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Take part in the rendezvous; a launcher that comes when the job has all its nodes waits for seats instead."""
-        self._taken = None if self._has_entered or not self.alike else self._wait_for_seats(worker_group)
+        order, self.supervisor.node.regroup = self.supervisor.node.regroup, None
+        self._taken = self._again = None
+        if order is None and not self._has_entered and self.alike:
+            found = self._wait_for_seats(worker_group)
+            if isinstance(found, Taken):
+                self._taken = found
+            else:
+                order = found
         self._has_entered = True
-        if self._taken is None:
+        if order is not None:
+            self._meet_again(worker_group, order)
+        elif self._taken is not None:
+            self._sit(worker_group, self._taken.peers, self._taken.master)
+        else:
             super()._rendezvous(worker_group)
-            return
+
+    def _sit(self, worker_group: WorkerGroup, peers: Peers, master: str) -> None:
+        """Let the group be as the others have it.
+
+        master   address and port of the ranks' store
+        """
         group: Any = worker_group
-        peers = self._taken.peers
         size, first = peers.size * peers.ranks_per_node, peers.node * peers.ranks_per_node
         everywhere = {"world_size": size, "role_world_size": size}
         numbers = range(peers.ranks_per_node)
         group.workers = [Worker(one, global_rank=first + one, role_rank=first + one, **everywhere) for one in numbers]
         group.group_rank, group.group_world_size = peers.node, peers.size
-        group.master_addr, port = self._taken.master.split()
+        group.master_addr, port = master.split()
         group.master_port = int(port)
         self._store = group.store = group.spec.rdzv_handler._store
 
@@ -117,8 +188,8 @@ class ReplacingAgent(LocalElasticAgent):
         store = getattr(handler, "_store", None)
         return None if store is None else Hallway(store, handler.get_run_id())
 
-    def _wait_for_seats(self, worker_group: WorkerGroup) -> Taken | None:
-        """Seats of a lost node; None: the job has room for one more node, or nobody runs it."""
+    def _wait_for_seats(self, worker_group: WorkerGroup) -> Taken | Regroup | None:
+        """Seats of a lost node, or of a group that grows; None: the job has room for one more, or nobody runs it."""
         hallway = self._hallway(worker_group)
         if hallway is None or hallway.arrive() <= self.nodes:
             return None
@@ -131,11 +202,13 @@ class ReplacingAgent(LocalElasticAgent):
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             tried.add(where["token"])
-            logger.warning("the job has all its nodes: this one waits to take the place of one that is lost")
-            taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys)
-            if isinstance(taken, Taken):
+            what_for = "to join at a boundary" if self.is_elastic else "to take the place of one that is lost"
+            logger.warning("the job has all its nodes: this one waits %s", what_for)
+            door = self._next_door()
+            taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys, door)
+            if isinstance(taken, Taken | Regroup):
                 return taken
-            if taken is not None and taken.kind != "restart":
+            if taken is not None and taken.kind not in ("restart", "resize"):
                 raise SystemExit(0)
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
@@ -147,7 +220,7 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _make_handler(self, **start: Any) -> RankHandler:
         node = self.supervisor.node
-        if self._taken is not None:
+        if self._taken is not None or self._again is not None:
             handler = self.supervisor.start_from_standby(start)
         else:
             handler = RankHandler(start, str(node.run.path), is_new=True, is_python=node.is_python)
@@ -162,6 +235,8 @@ class ReplacingAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         try:
             return self._judge(worker_group)
+        except SignalException:
+            raise
         except Exception:
             logger.exception("ttprun cannot monitor the ranks; torch does, and nothing is repaired from now on")
             self._judge = super()._monitor_workers  # type: ignore[method-assign]
@@ -172,6 +247,12 @@ class ReplacingAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()
         verdict = self.supervisor.node.verdict  # only now it is final
+        if verdict.kind == "resize":
+            self.supervisor.end_ranks_at_once()  # their state is saved
+            self._restart_workers(worker_group)
+            return RunResult(state=WorkerState.HEALTHY)
+        if verdict.kind == "leave":
+            raise SignalException(verdict.reason, signal.SIGUSR1)
         if verdict.kind == "done" and self.supervisor.node.job.away:  # torch would take these for failed ones
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)

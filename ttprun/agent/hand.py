@@ -166,6 +166,10 @@ class Hand:
                 self.injections.strike_here(order)
             case nodes.Concluded():
                 self._conclude(order)
+            case nodes.Regroup():
+                node.regroup = order
+                node.log("regroup", nodes=order.size, node=order.node, reason=order.reason)
+                node.conclude(Verdict("resize", order.reason))
             case Refused(reason=reason):
                 node.log("message_refused", reason=reason)
                 logger.warning("a message of the agent that leads is ignored: %s", reason)
@@ -231,6 +235,8 @@ class Hand:
 
     def _conclude(self, order: nodes.Concluded) -> None:
         node = self.node
+        if node.verdict is not None:
+            return
         if order.kind != "done" and node.first_failure.found is None:
             node.first_failure.note(Failure(node.here[0].rank, 0, order.exit_code, order.reason), is_new_incident=True)
         if order.kind == "restart":

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from ttprun.agent.supervisor import Supervisor
 from ttprun.config import Config
 from ttprun.errors import ConfigError
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.recovery.membership import Membership
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
@@ -58,7 +60,7 @@ def launch(
         os.environ.update(mindio.put_on_path(dict(os.environ)))
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="ttprun: %(message)s")
     is_on_several = launch_config.max_nodes > 1
-    why_not = why_not_over_nodes(launch_config, is_python) if is_on_several else ""
+    why_not = why_not_over_nodes(launch_config, is_python, config.elastic) if is_on_several else ""
     if why_not:
         logger.warning("nothing is repaired or saved, as under torchrun: %s", why_not)
     if why_not or not isinstance(entrypoint, str):
@@ -67,35 +69,56 @@ def launch(
         write_last_status(run, code, reason)
         return code
     spares = launch_config.max_nodes - launch_config.min_nodes
+    policy = Membership(launch_config.min_nodes, launch_config.max_nodes) if config.elastic else None
     launch_config.max_nodes = launch_config.min_nodes  # the others wait, and take no part in torch's rendezvous
     world_size = launch_config.nproc_per_node * launch_config.max_nodes
     if is_on_several:
         config = config.for_several_nodes()
         _prepare_meeting(config, launch_config, entrypoint, args)
-        logger.warning(
-            "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
-            "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
-            "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
-            launch_config.max_nodes,
-            spares,
-            config.node_wait_s,
-            launch_config.max_restarts,
-        )
+        _say_how(config, launch_config, spares)
     store = CheckpointStore(config.save_dir or run.path / "checkpoints", config.keep_checkpoints)
     if is_python and store.save_dir.parent != run.path and not is_on_several:
         store.lock(config.run_id or "")  # whoever has it could add and remove checkpoints while one is chosen
+    seen = Path(store.save_dir) / f".ttprun-{secrets.token_hex(8)}" if config.elastic else None
     try:
+        if seen is not None:
+            seen.parent.mkdir(parents=True, exist_ok=True)
+            seen.touch()
+            ReplacingAgent.seen_file = str(seen)
         words = command_of({"args": args}) if is_python else []
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
         supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
+        supervisor.parts.roster.policy = policy
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
+        if seen is not None:
+            seen.unlink(missing_ok=True)
         store.unlock()
 
 
-def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool) -> str:
+def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares: int) -> None:
+    """Say on the console what a job on several nodes can expect."""
+    if config.elastic:
+        logger.warning(
+            "%d nodes at first, %d at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
+            "again; a lost rank is replaced on its node; tried with gloo on CPUs, never with NCCL or HCCL",
+            *(launch_config.max_nodes, launch_config.max_nodes + spares),
+        )
+        return
+    logger.warning(
+        "%d nodes: a lost rank is replaced on its node; the ranks of a lost node on a spare one (%d) or on one "
+        "that comes within %g s (--node-wait-s), else all restart (--max-restarts %d); no snapshots, and "
+        "checkpoints only in a --save-dir that all nodes share; tried with gloo on CPUs, never with NCCL or HCCL",
+        launch_config.max_nodes,
+        spares,
+        config.node_wait_s,
+        launch_config.max_restarts,
+    )
+
+
+def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bool, is_elastic: bool) -> str:
     """Why no rank of a job on several nodes is repaired; "" if they are."""
-    if launch_config.min_nodes == 1:
+    if launch_config.min_nodes == 1 and not is_elastic:
         return "with --nnodes 1:N their number is not fixed (--nnodes 2, or 2:3 for a spare)"
     return "" if is_python else "on several nodes the ranks must run Python (not --no-python)"
 
@@ -115,8 +138,10 @@ def _prepare_meeting(
     words = command_of({"args": args})
     ReplacingAgent.nodes = launch_config.max_nodes
     ReplacingAgent.save_dir = config.save_dir or ""
+    ReplacingAgent.is_elastic = config.elastic
     ReplacingAgent.alike = {
         "ttprun": __version__,
+        "--elastic": str(config.elastic),
         "ranks (--nproc-per-node)": str(launch_config.nproc_per_node),
         "the script": hash_of(words[0]) if words else "",
     }

@@ -17,6 +17,7 @@ from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
 from ttprun.agent.reports import Reports
+from ttprun.agent.roster import Roster
 from ttprun.agent.spares import Spares
 from ttprun.agent.standing import Standing
 from ttprun.chaos.faults import parse_fault
@@ -38,6 +39,7 @@ class Leader:
     own_states: OwnStates
     reports: Reports
     spares: Spares
+    roster: Roster
     standing: Standing
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
@@ -53,6 +55,7 @@ class Leader:
             return
         self._next_s = now + _EVERY_S
         self.spares.look()
+        self.roster.look()
         node, peers = self.node, self.node.peers
         for number in peers.hands() if now >= self._rows_next_s else ():
             self._rows_next_s = now + _ROWS_EVERY_S

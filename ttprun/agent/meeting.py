@@ -34,7 +34,7 @@ _ROOM_LIMIT_S = 10.0  # to be let in
 _LOOK_AGAIN_S = 0.5
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
-_KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
+KNOWN = {kind.__name__: kind for kind in (*get_args(nodes.OfHand), *get_args(nodes.OfLeader))}
 _SIOCGIFADDR = 0x8915
 
 
@@ -53,6 +53,7 @@ class Place:
     alike    what must be the same on all nodes, by its name for people
     master   address and port for the script's environment
     save_dir where checkpoints are kept if its agent leads
+    door     where its agent would listen if it led the next group; None: nodes neither join nor leave
     """
 
     number: int
@@ -62,6 +63,7 @@ class Place:
     alike: Mapping[str, str]
     master: str = ""
     save_dir: str = ""
+    door: nodes.Where | None = None
 
 
 def meet(store: Any, place: Place) -> Peers:
@@ -79,7 +81,7 @@ def _lead(store: Any, place: Place) -> Peers:
     found: dict[int, tuple[Channel, nodes.Hello]] = {}
     ahead_s: dict[int, float] = {}
     ends_s = time.monotonic() + LIMIT_S
-    door = Door(place.address, _KNOWN)
+    door = Door(place.address, KNOWN)
     with selectors.DefaultSelector() as selector, _seen_file(place) as seen, contextlib.ExitStack() as undone:
         undone.callback(door.close)
 
@@ -110,10 +112,16 @@ def _lead(store: Any, place: Place) -> Peers:
         undone.pop_all()
     names = {number: hello.address for number, (_, hello) in found.items()} | {0: place.address}
     links = {number: ready(link) for number, (link, _) in found.items()}
-    own, room = address_for_ranks(place.address), Room(door, place.alike)
+    own, room = address_for_ranks(place.address), Room(door, place.alike, sees_needed=place.door is not None)
     peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
     peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
+    peers.doors = doors_of(place, [hello for _, hello in found.values()])
     return peers
+
+
+def doors_of(place: Place, others: list[nodes.Hello]) -> dict[int, nodes.Where]:
+    """Where each agent would listen if it led the next group, by node."""
+    return {0: place.door or nodes.Where()} | {hello.node: hello.door for hello in others}
 
 
 @contextlib.contextmanager
@@ -144,6 +152,9 @@ def _why_unfit(place: Place, others: list[nodes.Hello], ahead_s: Mapping[int, fl
             off = f"{abs(ahead_s[hello.node]):.0f} s {'ahead of' if ahead_s[hello.node] > 0 else 'behind'}"
             why = f"the clock of node {hello.node} ({hello.address}) is {off} that of node 0 ({place.address})"
             return why, "set the clocks of all nodes, by NTP for example"
+        if place.door is not None and not hello.shares:
+            why = f"node {hello.node} ({hello.address}) does not see the save directory of node 0 ({place.address})"
+            return why, "--elastic needs one that all nodes share (--save-dir)"
         for name, mine in place.alike.items():
             theirs = hello.alike.get(name, "")
             if theirs != mine:
@@ -175,10 +186,12 @@ def _follow(store: Any, place: Place) -> Peers:
 
 def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
     sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
-    link = Channel(sock, _KNOWN)
+    link = Channel(sock, KNOWN)
     try:
         shares = bool(where["seen"]) and os.path.exists(where["seen"])
-        link.send(nodes.Hello(where["token"], place.number, place.address, dict(place.alike), shares, time.time()))
+        door = place.door or nodes.Where()
+        hello = nodes.Hello(where["token"], place.number, place.address, dict(place.alike), shares, time.time(), door)
+        link.send(hello)
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()
@@ -210,12 +223,14 @@ def wait_for_seats(
     address: str,
     alike: Mapping[str, str],
     warm_up: Callable[[list[str], list[str]], None],
-) -> Taken | nodes.Concluded | None:
-    """Wait in the room of a group until seats become free.
+    door: nodes.Where | None = None,
+) -> Taken | nodes.Regroup | nodes.Concluded | None:
+    """Wait in the room of a group until seats become free, or until the group starts again with this node.
 
     where     the room is, as it was announced
     address   of this node
     warm_up   called with what standbys should import and compile
+    door      as in `Place`
 
     returns   how the group has ended, if it did so first; None: nobody leads it any more
 
@@ -226,12 +241,14 @@ def wait_for_seats(
         sock = socket.create_connection((where["address"], where["port"]), timeout=_ROOM_LIMIT_S)
     except OSError:
         return None
-    link = Channel(sock, _KNOWN)
+    link = Channel(sock, KNOWN)
     keep_alive(sock)
     seats: nodes.Seats | None = None
     records: dict[int, str] = {}
     try:
-        link.send(nodes.Hello(where["token"], -1, address, dict(alike)))
+        shares = bool(where.get("seen")) and os.path.exists(where["seen"])
+        own_door = door or nodes.Where()
+        link.send(nodes.Hello(where["token"], -1, address, dict(alike), shares, time.time(), own_door))
         while seats is None or len(records) < seats.ranks:
             message: Any = link.receive_with_fds()[0]
             match message:
@@ -239,7 +256,7 @@ def wait_for_seats(
                     sock.settimeout(None)
                 case nodes.Rejected(reason=reason, cure=cure):
                     raise ConfigError(reason, cure)
-                case nodes.Concluded():
+                case nodes.Concluded() | nodes.Regroup():
                     link.close()
                     return message
                 case nodes.Warmth(modules=modules, files=files):

@@ -49,6 +49,8 @@ class Node:
     is_broken      the supervisor has failed: nothing is decided any more, and the job goes on as under torchrun
     first_failure  the root cause of what the present group suffers
     ended_by       the signal to the launcher of some node that ends the job; 0 while there is none
+    attempt        number of the present group's attempt, as torch counts restarts
+    regroup        the order to take part in another group, with the verdict "resize"
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Node:
         self.is_broken = False
         self.first_failure = FirstFailure()
         self.ended_by = 0
+        self.attempt = 0
+        self.regroup: nodes.Regroup | None = None
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
         self._past: set[int] = set()  # pids of ranks that have ended

@@ -18,6 +18,7 @@ from ttprun.agent.node import Node
 from ttprun.agent.processes import RankHandler, StandbyHandler
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.rewinds import Rewinds
+from ttprun.agent.roster import Roster
 from ttprun.agent.spares import Spares
 from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
@@ -45,6 +46,7 @@ class Orders:
     lookout: Lookout
     repairs: Repairs
     rewinds: Rewinds
+    roster: Roster
     spares: Spares
     standbys: Standbys
     standby_watch: StandbyWatch
@@ -85,6 +87,10 @@ class Orders:
                 self.record_incident(incident)
             case recovery.RestartGroup(reason=reason):
                 self._end_group("restart", reason)
+            case recovery.Regroup():
+                self.roster.regroup(action)
+            case recovery.GiveUpResize():
+                self.roster.give_up(action)
             case recovery.FailJob(reason=reason, has_progress=has_progress):
                 self._end_group("fail", reason, has_progress)
             case recovery.FinishJob():

@@ -24,6 +24,7 @@ from ttprun.agent.reports import Reports
 from ttprun.agent.requests import Requests
 from ttprun.agent.resume import Resumption
 from ttprun.agent.rewinds import Rewinds
+from ttprun.agent.roster import Roster
 from ttprun.agent.snapshot_times import SnapshotTimes
 from ttprun.agent.snapshots import Snapshots
 from ttprun.agent.spares import Spares
@@ -84,8 +85,10 @@ class Parts:
             node, self.reports, self.own_states, self.mirrors, self.snapshots, self.injections, self.unseen
         )
         self.spares = Spares(node)
+        self.roster = Roster(node, resumption, self.standing)
         self.orders = Orders(
             node,
+            roster=self.roster,
             spares=self.spares,
             checkpoints=self.checkpoints,
             incidents=incidents,
@@ -97,7 +100,7 @@ class Parts:
             watch=self.watch,
             set_deadline=set_deadline,
         )
-        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.standing)
+        self.leader = Leader(node, self.own_states, self.reports, self.spares, self.roster, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
         self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.hand.forward
@@ -107,6 +110,7 @@ class Parts:
     def begin_group(self) -> None:
         """All ranks are new."""
         self.spares.begin_group()
+        self.roster.begin_group()
         self.lookout.begin_group()
         self.snapshots.begin_group()
         self.own_states.begin_group()

@@ -36,6 +36,7 @@ class Peers:
     size            number of nodes
     is_hand         another agent leads
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
+    doors           where each agent would listen if it led the next group, by node; on the leader
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Peers:
         self.is_hand = node > 0
         self.room = room
         self.without_save_dir: list[int] = []
+        self.doors: dict[int, nodes.Where] = {}
         self._listen: Callable[[int], None] = lambda node: None
         self._master = master
         self._last_word: nodes.Concluded | None = None

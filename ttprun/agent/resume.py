@@ -61,6 +61,11 @@ class Resumption:
         self._fingerprint = ""
         self._opened: Stored | None = None
 
+    def resize(self, world_size: int) -> None:
+        """The job has so many ranks from now on."""
+        if world_size != self._world_size:
+            self._world_size, self._opened, self._fingerprint = world_size, None, ""
+
     def find(self) -> tuple[recovery.Saved, ...]:
         """The checkpoint that `--resume` asks for, which is opened, and those to try if a rank refuses it.
 
@@ -125,6 +130,11 @@ class Resumption:
         """The checkpoint in a directory; one that was opened before is not checked again. Raises as `open` does."""
         known = self._opened
         return known if known is not None and known.place == place else self.open(Path(place))
+
+    def open_new(self, place: str) -> Stored:
+        """One that has just been written, by this agent or the one that led before it. Raises as `open` does."""
+        known = self._opened
+        return known if known is not None and known.place == place else self.open(Path(place), is_new=True)
 
     def open(self, path: Path, is_new: bool = False) -> Stored:
         """Open a checkpoint, once everything is checked that can be before a rank runs.

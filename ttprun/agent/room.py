@@ -12,7 +12,9 @@ import json
 import secrets
 import selectors
 import socket
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ttprun.protocol import nodes
@@ -105,25 +107,42 @@ class Door:
         self._listener.close()
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """A launcher that waits.
+
+    address   of its node
+    door      where its agent would listen if it led the next group
+    since_s   when it came
+    """
+
+    link: Channel
+    address: str
+    door: nodes.Where
+    since_s: float
+
+
 class Room:
     """The room of one group.
 
-    door     which its agents have come through before
-    alike    what must be the same on all nodes, by its name for people
+    door          which its agents have come through before
+    alike         what must be the same on all nodes, by its name for people
+    sees_needed   who waits must see the save directory: its ranks will resume from there
     """
 
-    def __init__(self, door: Door, alike: Mapping[str, str]) -> None:
+    def __init__(self, door: Door, alike: Mapping[str, str], sees_needed: bool = False) -> None:
         self.door = door
+        self._sees_needed = sees_needed
         self._alike = dict(alike)
-        self._waiting: list[tuple[Channel, str]] = []
+        self._waiting: list[Waiting] = []
         self._selector: selectors.BaseSelector | None = None
         self._warmth: nodes.Warmth | None = None
 
     def warm_up(self, warmth: nodes.Warmth) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
         self._warmth = warmth
-        for link, _ in self._waiting:
-            link.send(warmth)
+        for one in self._waiting:
+            one.link.send(warmth)
 
     def watch(self, selector: selectors.BaseSelector, came: Callable[[str], None]) -> None:
         """Let launchers in from now on.
@@ -139,7 +158,12 @@ class Room:
                 link.send(nodes.Rejected(reason, "start the same on every node"))
                 link.close()
                 return
-            self._waiting.append((link, hello.address))
+            if self._sees_needed and not hello.shares:
+                reason = f"this node ({hello.address}) does not see the save directory of the job"
+                link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
+                link.close()
+                return
+            self._waiting.append(Waiting(link, hello.address, hello.door, time.monotonic()))
             selector.register(link.sock, selectors.EVENT_READ, lambda: self._leave(link))
             link.send(nodes.Accepted())
             if self._warmth is not None:
@@ -157,25 +181,35 @@ class Room:
         assert self._selector is not None
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(link.sock)
-        self._waiting = [one for one in self._waiting if one[0] is not link]
+        self._waiting = [one for one in self._waiting if one.link is not link]
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> tuple[Waiting, ...]:
+        """Who waits, the first to come first."""
+        return tuple(self._waiting)
 
     def take(self) -> tuple[Channel, str] | None:
         """The launcher that has waited longest, and the address of its node; None if there is none."""
         if not self._waiting:
             return None
-        link, address = self._waiting[0]
-        self._forget(link)
-        return link, address
+        first = self._waiting[0]
+        self._forget(first.link)
+        return first.link, first.address
+
+    def dismiss(self, one: Waiting, order: nodes.Regroup) -> None:
+        """Who waits takes part in the next group."""
+        one.link.send(order)
+        self._leave(one.link)
 
     def close(self, last_word: nodes.Concluded | None) -> None:
         """The group has ended: report that to whoever waits, who then waits for another group, or for none."""
-        for link, _ in list(self._waiting):
+        for one in list(self._waiting):
             if last_word is not None:
-                link.send(last_word)
-            self._leave(link)
+                one.link.send(last_word)
+            self._leave(one.link)
         self.door.close()
 
 

@@ -24,10 +24,11 @@ def settings_of(
         # A rank that must reach its next collective to quiesce needs more time.
         halt_s=config.freeze_timeout_s if config.mindio else recovery.Limits().halt_s,
     )
-    rungs = config.without_repair() if not is_python else config if world_size > 1 else config.for_one_rank()
+    is_one = world_size == 1 and not config.elastic
+    rungs = config.without_repair() if not is_python else config.for_one_rank() if is_one else config
     return recovery.Settings(
         world_size=world_size,
-        is_alone=world_size == 1 and is_python and not config.mindio,
+        is_alone=world_size == 1 and is_python and not config.mindio and not config.elastic,
         rungs=frozenset(rungs.rungs),
         max_incidents_per_hour=config.max_incidents_per_hour,
         max_restarts=max_restarts,
@@ -35,5 +36,6 @@ def settings_of(
         begins_anew=not resumption.is_named,
         same_command_goes_on=resumption.is_found_by_same_command,
         are_replicas_declared=config.mindio,
+        is_elastic=config.elastic,
         limits=limits,
     )

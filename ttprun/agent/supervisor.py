@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from ttprun import recovery
@@ -31,7 +32,9 @@ from ttprun.agent.settings import settings_of
 from ttprun.agent.verdict import Verdict
 from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
+from ttprun.protocol import nodes
 from ttprun.protocol.board import LEADER, Field
+from ttprun.recovery.replicas import UNKNOWN
 from ttprun.state.store import CheckpointStore
 
 logger = logging.getLogger("ttprun")
@@ -62,6 +65,7 @@ class Supervisor:
         self.node = Node(config, run, is_python, recovery.new_job(settings), self._advance)
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
+        self._resized: nodes.Regroup | None = None
         self.parts = Parts(self.node, store, resumption, self._set_deadline)
         self._deadlines: list[tuple[float, int, recovery.SetDeadline]] = []
         self._count = itertools.count()
@@ -92,12 +96,40 @@ class Supervisor:
 
         Raises ConfigError as `Resumption.find` does, in the agent that leads several nodes.
         """
-        is_leading_first = peers is not None and not peers.is_hand and not self.node.has_board
+        is_leading_first = peers is not None and not peers.is_hand and not self.node.has_board and not self._resized
         if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
             self._resume_from = self._resumption.find()
         self.node.begin_group(ranks, peers)
         self.parts.begin_group()
         self.parts.orders.replace_handler = replace_handler
+
+    def begin_resized_group(
+        self,
+        ranks: list[tuple[int, int]],
+        replace_handler: Callable[[int, RankHandler], None],
+        peers: Peers,
+        order: nodes.Regroup,
+    ) -> None:
+        """The same for a group that starts again on other nodes; the number of ranks is another one from now on."""
+        done: Future[None] = Future()
+
+        def begin() -> None:
+            node = self.node
+            size = len(ranks) * peers.size
+            generation = max(node.job.generation, order.generation)
+            try:
+                node.job = recovery.with_size(replace(node.job, generation=generation), size)
+                self._resumption.resize(size)
+                self._resized = order
+                self.begin_group(ranks, replace_handler, peers)
+                self.parts.standbys.preloads.begin_group()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self._resume_from = ()
+        self.node.call(begin)
+        done.result(_START_LIMIT_S)
 
     def take_over(self, records: Mapping[int, str]) -> None:
         """The seats of the group are those of a lost node, whose ranks' records these are. After `begin_group`."""
@@ -140,11 +172,15 @@ class Supervisor:
         node = self.node
         if node.peers.is_hand:
             self._is_paused = node.is_broken
-            if is_restart:
+            if is_restart and self._resized is None:
                 self.parts.standbys.preloads.begin_group()
+            self._resized = None
             node.peers.watch(node.selector, self.parts.hand.take_order, self._lose_leader)  # it says when
             return
         resume_from, self._resume_from = self._resume_from, ()
+        resized, self._resized = self._resized, None
+        if resized is not None and resized.place:
+            resume_from = (recovery.Saved(resized.boundary, resized.place),)
         blind = ", ".join(map(node.peers.name_of, node.peers.without_save_dir))
         if blind:
             self.parts.checkpoints.why_never = f"{blind} does not see the save directory of this node"
@@ -154,16 +190,24 @@ class Supervisor:
         is_resumed = bool(resume_from) and not node.is_broken and not blind
         try:
             self._is_paused = False
-            if is_restart:
+            if is_restart and resized is None:
                 self.parts.standbys.preloads.begin_group()
                 self._advance(recovery.GroupRestarted(at_s=time.monotonic()))
             self._is_paused = node.is_broken
+            now = time.monotonic()
             if is_resumed:
-                where = self._resumption.opened(resume_from[0].place)
+                place = resume_from[0].place
+                where = self._resumption.opened(place) if resized is None else self._resumption.open_new(place)
                 node.log("checkpoint_found", boundary=where.boundary, place=where.place, took_s=where.checked_s)
-                event = recovery.ResumeAsked(at_s=time.monotonic(), saved=resume_from, replicas=where.replicas)
+                event: recovery.Event = recovery.ResumeAsked(at_s=now, saved=resume_from, replicas=where.replicas)
+                if resized is not None:
+                    event = recovery.GroupResized(
+                        at_s=now, saved=resume_from, replicas=where.replicas, reason=resized.reason
+                    )
                 self._advance(event)
                 self.parts.comparisons.begin_resumed(where.replicas)
+            elif resized is not None:
+                self._advance(recovery.GroupResized(at_s=now, saved=(), replicas=UNKNOWN, reason=resized.reason))
             self.parts.injections.begin()
             self.parts.leader.begin(is_resumed)
             for seat in node.here:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Verdict:
     """What the supervisor reports to torch's agent when a group has come to its end.
 
-    kind          "done", "restart" or "fail"
+    kind          "done", "restart", "fail"; "resize": the group starts again on other nodes; "leave": without this one
     reason        a sentence; empty for "done"
     has_progress  False: the same fault came back, the scheduler should not requeue
     """

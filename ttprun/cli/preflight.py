@@ -59,6 +59,8 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
     check_script(torchrun)
     check_files(determine_local_world_size(torchrun.nproc_per_node))
+    if config.elastic:
+        check_elastic(torchrun, config)
     if config.mindio:
         check_mindio(torchrun)
     for path in config.user_paths:
@@ -79,6 +81,29 @@ def check_files(ranks: int) -> None:
             f"--nproc-per-node: {ranks} ranks need {needed} open files, and {limit} are allowed",
             f"start at most {most}, or raise 'ulimit -n'",
         )
+
+
+def check_elastic(torchrun: Namespace, config: Config) -> None:
+    """What a job whose nodes join and leave needs. Raises ConfigError."""
+    _, max_nodes = parse_min_max_nnodes(torchrun.nnodes)
+    if max_nodes == 1:
+        raise ConfigError("--elastic needs more than one node", "name how few and how many may train (--nnodes 1:4)")
+    if torchrun.rdzv_backend != "c10d":
+        raise ConfigError(
+            f"--elastic does not work with --rdzv-backend {torchrun.rdzv_backend}",
+            "use c10d: --rdzv-backend c10d --rdzv-endpoint HOST:PORT",
+        )
+    if config.save_dir is None:
+        raise ConfigError(
+            "--elastic needs a directory that all nodes share: nodes that join resume from there",
+            "name it (--save-dir)",
+        )
+    missing = [rung for rung in ("persist", "restart") if rung not in config.rungs]
+    if missing:
+        raise ConfigError(f"--elastic needs the rung '{missing[0]}' (rungs)", "leave it in")
+    for name, is_on in (("mindio", config.mindio), ("buddy", config.buddy), ("no_python", torchrun.no_python)):
+        if is_on:
+            raise ConfigError(f"--elastic cannot be combined with {option_name(name)}", "leave one of them out")
 
 
 def check_mindio(torchrun: Namespace) -> None:

@@ -33,6 +33,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Where:
+    """Where an agent listens; "" and 0: nowhere."""
+
+    address: str = ""
+    port: int = 0
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class Hello:
     """A hand has connected.
 
@@ -42,6 +51,7 @@ class Hello:
     alike     what must be the same on all nodes, by its name for people
     shares    this node sees the file that the leader has written next to its checkpoints
     at_s      time of the node's clock, seconds since 1970
+    door      where this agent would listen if it led the next group
     """
 
     token: str
@@ -50,11 +60,21 @@ class Hello:
     alike: dict[str, str]
     shares: bool = False
     at_s: float = 0.0
+    door: Where = Where()
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """All nodes of the group are there, and fit each other."""
+    """All nodes of the group are there, and fit each other.
+
+    node     number of the receiver in a group that has met again; -1: the one that it has
+    size     nodes of that group
+    master   address and port for the script's environment there
+    """
+
+    node: int = -1
+    size: int = 0
+    master: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,6 +127,39 @@ class Seats:
     ranks: int
     names: dict[int, str]
     master: str
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """Take part in a group that starts again on other nodes.
+
+    node        number in it, if all come
+    size        nodes
+    least       so many must come
+    where       its leader listens
+    attempt     number of the attempt, as torch counts restarts
+    generation  of the group before
+    place       of the checkpoint from which all resume; "": from the script's top
+    boundary    of that
+    reason      which nodes join or leave
+    """
+
+    node: int
+    size: int
+    least: int
+    where: Where
+    attempt: int
+    generation: int
+    place: str
+    boundary: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The launcher of this node has got a signal: it leaves, and the others train on."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -367,7 +420,20 @@ class Concluded:
     ended_by: int = 0
 
 
-OfHand = Hello | Started | NotStarted | Said | Ended | Rows | Differs | EndAsked | FaultAsked | PartStored | Records
+OfHand = (
+    Hello
+    | Started
+    | NotStarted
+    | Said
+    | Ended
+    | Rows
+    | Differs
+    | EndAsked
+    | FaultAsked
+    | PartStored
+    | Records
+    | Leaving
+)
 OfLeader = (
     Accepted
     | Rejected
@@ -387,6 +453,7 @@ OfLeader = (
     | Rows
     | Warmth
     | Seats
+    | Regroup
     | GiveRecords
     | Records
 )

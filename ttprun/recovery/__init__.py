@@ -6,9 +6,9 @@
 Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`, `incident`, `actions` (data);
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ladder` (ways out of an incident); `repair`, `resize`, `faults`,
-`hung`, `planned`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table). Apart from
-these are `hangs` (which rank hangs), `cost` (what a loss would cost) and `replicas` (which rank has diverged). Read
-TRANSITIONS in `machine` first.
+`hung`, `planned`, `regroup`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table).
+Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged)
+and `membership` (which nodes train). Read TRANSITIONS in `machine` first.
 """
 
 from ttprun.recovery.actions import (
@@ -17,12 +17,14 @@ from ttprun.recovery.actions import (
     FinishJob,
     Freeze,
     GiveUpCheckpoint,
+    GiveUpResize,
     KillRank,
     LoadMirror,
     LoadState,
     NoteUnusable,
     Persist,
     RecordIncident,
+    Regroup,
     Replay,
     RestartGroup,
     Resume,
@@ -40,6 +42,7 @@ from ttprun.recovery.events import (
     DeadlinePassed,
     DowngradeAsked,
     ElasticDeclared,
+    GroupResized,
     GroupRestarted,
     MismatchFound,
     RankFrozen,
@@ -55,6 +58,7 @@ from ttprun.recovery.events import (
     RankTrainsAlone,
     RankUnprotected,
     ReplacementAsked,
+    ResizeAsked,
     ResumeAsked,
     Saved,
     SnapshotTaken,
@@ -78,6 +82,7 @@ from ttprun.recovery.ladder import may_persist, why_not_saved
 from ttprun.recovery.machine import TRANSITIONS, advance
 from ttprun.recovery.members import Life, Member
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
+from ttprun.recovery.regroup import with_size
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
 
 __all__ = [
@@ -95,6 +100,8 @@ __all__ = [
     "ForbiddenTransition",
     "Freeze",
     "GiveUpCheckpoint",
+    "GiveUpResize",
+    "GroupResized",
     "GroupRestarted",
     "Incident",
     "Job",
@@ -129,9 +136,11 @@ __all__ = [
     "RankUnprotected",
     "RanksCompared",
     "RecordIncident",
+    "Regroup",
     "RepairEvent",
     "ReplacementAsked",
     "Replay",
+    "ResizeAsked",
     "RestartGroup",
     "Resume",
     "ResumeAsked",
@@ -160,4 +169,5 @@ __all__ = [
     "why_not_saved",
     "why_not_upgradable",
     "why_not_without",
+    "with_size",
 ]

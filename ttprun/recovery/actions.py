@@ -188,6 +188,30 @@ class RestartGroup(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Regroup(Action):
+    """End all ranks and start the group again on the nodes that are there then; the answer is GroupResized.
+
+    place      of the checkpoint from which all resume; "": they run the script from its top
+    boundary   of that
+    reason     for the operator
+    """
+
+    place: str
+    boundary: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpResize(Action):
+    """The group stays on its nodes for now.
+
+    reason   why its state could not be saved, or not resumed from
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FailJob(Action):
     """End all ranks; the job has failed.
 

@@ -276,6 +276,30 @@ class GroupRestarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeAsked(Event):
+    """Nodes join or leave: the group must start again on other nodes, from its state now.
+
+    reason   which nodes, a phrase
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResized(Event):
+    """The group starts again on other nodes; the job has their number of ranks already (`with_size`).
+
+    saved      the checkpoint from which all resume; none: they run the script from its top
+    replicas   as in ResumeAsked
+    reason     which nodes, for an agent that did not lead before
+    """
+
+    saved: tuple[Saved, ...]
+    replicas: Replicas
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StopAsked(Event):
     """The job must end, once its state is written: the user or the scheduler has asked.
 

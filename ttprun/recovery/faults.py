@@ -240,7 +240,13 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
     reason = reason_of(job, "the agent restarted the whole group")
     if job.phase is Phase.RESTARTING and job.incident is not None:
         reason = job.incident.reason
-    job = replace(
+    job = replace(with_new_ranks(job), restarts=job.restarts + 1)
+    return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
+
+
+def with_new_ranks(job: Job) -> Job:
+    """The job without what was known about its old processes."""
+    return replace(
         job,
         generation=job.generation + 1,
         members=fresh_members(job.settings),
@@ -255,9 +261,7 @@ def on_group_restarted(job: Job, event: GroupRestarted) -> Result:
         went_back_to=None,
         stood_at=None,
         persists_at=None,
-        restarts=job.restarts + 1,
     )
-    return enter(job, Phase.RUNNING, event.at_s, outcome="restarted", rung="restart", reason=reason)
 
 
 def answer_fault(job: Job, event: Loss, is_costly: bool = False) -> Result:

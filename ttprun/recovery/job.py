@@ -67,6 +67,7 @@ class Settings:
     begins_anew           a new launch that cannot resume from any checkpoint runs the script from its top; False: ends
     same_command_goes_on  the next launch of the same command finds what this job saves
     are_replicas_declared  a framework declares the replicas, and finds the sources itself: nothing is compared
+    is_elastic            the job trains on as many nodes as there are: it resumes its saved state on others
     """
 
     world_size: int
@@ -82,6 +83,7 @@ class Settings:
     begins_anew: bool = True
     same_command_goes_on: bool = True
     are_replicas_declared: bool = False
+    is_elastic: bool = False
     limits: Limits = Limits()
 
 
@@ -113,6 +115,7 @@ class Ending:
     is_restart      the group is restarted, and runs the script from its top
     goes_on         the job resumes from the newest saved state, if there is one
     is_replayable   False: a replay of the script has differed, so nothing should resume from the saved state
+    is_resize       nothing ends but the present processes: nodes join or leave
     why             if it resumes: the reason, without why a restart is impossible
     """
 
@@ -123,6 +126,7 @@ class Ending:
     is_restart: bool = False
     goes_on: bool = False
     is_replayable: bool = True
+    is_resize: bool = False
     why: str = ""
 
 

@@ -16,6 +16,7 @@ from ttprun.recovery.actions import (
     Freeze,
     KillRank,
     NoteUnusable,
+    Regroup,
     RestartGroup,
     Rewind,
     SetDeadline,
@@ -297,6 +298,8 @@ def begin_rewind(job: Job, at_s: float) -> Result:
     ranks = tuple(member.rank for member in present)
     actions = (*kills, Rewind(ranks, boundary, job.rewind_place), *spawns, deadline_of(job, Phase.REPLAYING))
     rung = "restart" if job.rewind_place and not job.is_resumed else "rewind"
+    if rung == "restart" and job.incident is not None and job.incident.rung == "resize":
+        rung = "resize"
     if is_alone and not job.rewind_place and boundary >= steps_reached(job):
         rung = "replace"
     return enter(job, Phase.REPLAYING, at_s, actions, rung=rung, **UNDONE | {"boundary": boundary})
@@ -324,19 +327,32 @@ def end_job(job: Job, at_s: float) -> Result:
     """End the job, or the current processes, as `job.ending` says; or all resume from the newest saved state."""
     ending = job.ending
     assert ending is not None
-    if ending.goes_on and job.saved and not job.finished and not job.count(Mark.IS_UNSEATED):
+    is_unseated = bool(job.count(Mark.IS_UNSEATED))
+    if ending.goes_on and job.saved and not job.finished and (job.settings.is_elastic or not is_unseated):
         newest = job.saved[0]
         if job.went_back_to is None or newest.boundary > job.went_back_to:
             why = f"{ending.why}; all resume from the state saved at step {newest.boundary}"
-            return go_back(job, at_s, newest, why)
+            return regroup(job, at_s, newest, why) if is_unseated else go_back(job, at_s, newest, why)
         why = f"{ending.reason}; no optimizer step was completed since all went back to step {job.went_back_to}"
         ending = replace(ending, reason=why, has_progress=ending.has_progress and ending.is_restart)
+    if ending.is_restart and job.settings.is_elastic:
+        return regroup(job, at_s, Saved(0, place=""), ending.reason)
     if ending.is_restart:
         actions = (RestartGroup(ending.reason),)
         return enter(replace(job, ending=None), Phase.RESTARTING, at_s, actions, rung="restart", reason=ending.reason)
     order = FailJob(ending.reason, ending.has_progress)
     changes = {"rung": ending.rung} if ending.rung else {}
     return enter(job, Phase.FAILED, at_s, (order,), outcome="failed", reason=ending.reason, **changes)
+
+
+def regroup(job: Job, at_s: float, to: Saved, why: str) -> Result:
+    """Rung "resize": all ranks end, and the group starts again on the nodes that are there.
+
+    to   what they resume from; boundary 0: they run the script from its top
+    """
+    order = Regroup(to.place, to.boundary, why)
+    rung = "resize" if to.place else "restart"
+    return enter(replace(job, ending=None), Phase.RESTARTING, at_s, (order,), rung=rung, reason=why)
 
 
 def may_persist(job: Job) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttprun.recovery import alone, faults, hung, persist, planned, repair, resize
+from ttprun.recovery import alone, faults, hung, persist, planned, regroup, repair, resize
 from ttprun.recovery.errors import ForbiddenTransition, MachineError, MissingTransition
 from ttprun.recovery.event import Event, RankEvent, RepairEvent
 from ttprun.recovery.events import (
@@ -22,6 +22,7 @@ from ttprun.recovery.events import (
     DeadlinePassed,
     DowngradeAsked,
     ElasticDeclared,
+    GroupResized,
     GroupRestarted,
     MismatchFound,
     RankFrozen,
@@ -37,6 +38,7 @@ from ttprun.recovery.events import (
     RankTrainsAlone,
     RankUnprotected,
     ReplacementAsked,
+    ResizeAsked,
     ResumeAsked,
     SnapshotTaken,
     SpawnFailed,
@@ -93,7 +95,7 @@ def ignored(phase: P, why: str, *event_types: type[Event]) -> dict[Key, Row]:
     return {(phase, event_type): Row(unchanged, (phase,), why) for event_type in event_types}
 
 
-OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, StatePersisted)
+OF_CHECKPOINTS = (SnapshotTaken, ResumeAsked, CheckpointAsked, ResizeAsked, StatePersisted)
 OF_TIES = (RankTrainsAlone, RankJoined)
 OF_SIZE = (ElasticDeclared, DowngradeAsked, UpgradeAsked)
 
@@ -125,10 +127,12 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.RUNNING, "no rank is lost", DowngradeAsked),
     (P.RUNNING, MismatchFound): row(faults.on_mismatch_in_running, *DOWN),
     (P.RUNNING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RUNNING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.RUNNING, StopAsked): row(faults.on_stop, *END),
     (P.RUNNING, SnapshotTaken): row(persist.on_snapshot, P.RUNNING),
     (P.RUNNING, ResumeAsked): row(persist.on_resume_asked, P.REPLAYING),
     (P.RUNNING, CheckpointAsked): row(persist.on_checkpoint_asked, P.RUNNING, P.PERSISTING),
+    (P.RUNNING, ResizeAsked): row(regroup.on_resize_asked, P.RUNNING, P.PERSISTING),
     **ignored(P.RUNNING, "it came too late", StatePersisted),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     **ignored(P.RUNNING, "reported twice: its repair is over", RankRebuilt, RankReissued),
@@ -153,9 +157,12 @@ TRANSITIONS: dict[Key, Row] = {
     (P.FREEZING, SnapshotTaken): row(persist.on_snapshot, P.FREEZING),
     (P.FREEZING, ElasticDeclared): row(resize.on_declared, P.FREEZING),
     (P.FREEZING, DowngradeAsked): row(planned.on_downgrade_asked, P.FREEZING),
-    **ignored(P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
+    **ignored(
+        P.FREEZING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked, ResizeAsked
+    ),
     **ignored(P.FREEZING, "all ranks have been started", ResumeAsked),
     (P.FREEZING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.FREEZING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.FREEZING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.FREEZING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.FREEZING, "not asked for yet", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
@@ -179,9 +186,18 @@ TRANSITIONS: dict[Key, Row] = {
     (P.REPLAYING, SnapshotTaken): row(persist.on_snapshot, P.REPLAYING),
     (P.REPLAYING, ElasticDeclared): row(resize.on_declared, P.REPLAYING),
     (P.REPLAYING, DowngradeAsked): row(planned.on_downgrade_asked, P.REPLAYING, P.FREEZING),
-    **ignored(P.REPLAYING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
+    **ignored(
+        P.REPLAYING,
+        "a repair comes first",
+        CheckpointAsked,
+        StatePersisted,
+        ReplacementAsked,
+        UpgradeAsked,
+        ResizeAsked,
+    ),
     **ignored(P.REPLAYING, "all ranks have been started", ResumeAsked),
     (P.REPLAYING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.REPLAYING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.REPLAYING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.REPLAYING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.REPLAYING, "reported twice: all survivors are quiesced", RankFrozen),
@@ -207,9 +223,18 @@ TRANSITIONS: dict[Key, Row] = {
     (P.TRANSFERRING, SnapshotTaken): row(persist.on_snapshot, P.TRANSFERRING),
     (P.TRANSFERRING, ElasticDeclared): row(resize.on_declared, P.TRANSFERRING),
     (P.TRANSFERRING, DowngradeAsked): row(planned.on_downgrade_asked, P.TRANSFERRING, P.FREEZING),
-    **ignored(P.TRANSFERRING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
+    **ignored(
+        P.TRANSFERRING,
+        "a repair comes first",
+        CheckpointAsked,
+        StatePersisted,
+        ReplacementAsked,
+        UpgradeAsked,
+        ResizeAsked,
+    ),
     **ignored(P.TRANSFERRING, "all ranks have been started", ResumeAsked),
     (P.TRANSFERRING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.TRANSFERRING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.TRANSFERRING, StopAsked): row(faults.on_stop, *END),
     **ignored(P.TRANSFERRING, "all connections are cut anyway", ConnectionBroken),
     **ignored(P.TRANSFERRING, "reported twice: its phase is over", RankFrozen, RankReplayed),
@@ -237,10 +262,13 @@ TRANSITIONS: dict[Key, Row] = {
     (P.RESUMING, DeadlinePassed): row(hung.on_deadline, P.RESUMING, *ANSWERS),
     (P.RESUMING, SnapshotTaken): row(persist.on_snapshot, P.RESUMING),
     (P.RESUMING, ElasticDeclared): row(resize.on_declared, P.RESUMING),
-    **ignored(P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked),
+    **ignored(
+        P.RESUMING, "a repair comes first", CheckpointAsked, StatePersisted, ReplacementAsked, UpgradeAsked, ResizeAsked
+    ),
     **ignored(P.RESUMING, "the replacements are there", DowngradeAsked),
     **ignored(P.RESUMING, "all ranks have been started", ResumeAsked),
     (P.RESUMING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RESUMING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.RESUMING, StopAsked): row(persist.unless_ending(faults.on_stop), *END),
     **ignored(P.RESUMING, "reported twice: its phase is over", RankFrozen, RankReplayed, StateSent, RankRepaired),
     #
@@ -254,15 +282,24 @@ TRANSITIONS: dict[Key, Row] = {
     (P.PERSISTING, RankHindered): row(faults.on_hindered, P.PERSISTING),
     (P.PERSISTING, RankTrainsAlone): row(alone.on_trains_alone, P.PERSISTING),
     (P.PERSISTING, RankJoined): row(alone.on_joined, P.PERSISTING),
-    (P.PERSISTING, RankExited): row(persist.on_exit_to_persist, P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS),
-    (P.PERSISTING, RankFaulted): row(persist.on_faulted_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
-    (P.PERSISTING, NodeLost): row(persist.on_node_lost_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, RankExited): row(
+        regroup.unless_resizing(persist.on_exit_to_persist), P.PERSISTING, P.RESUMING, P.DONE, *ANSWERS
+    ),
+    (P.PERSISTING, RankFaulted): row(
+        regroup.unless_resizing(persist.on_faulted_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+    ),
+    (P.PERSISTING, NodeLost): row(
+        regroup.unless_resizing(persist.on_node_lost_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+    ),
     (P.PERSISTING, MismatchFound): row(persist.on_mismatch_to_persist, P.RESUMING, P.FREEZING, *OVER),
-    (P.PERSISTING, DeadlinePassed): row(persist.on_deadline_to_persist, P.PERSISTING, P.RESUMING, *ANSWERS),
+    (P.PERSISTING, DeadlinePassed): row(
+        regroup.unless_resizing(persist.on_deadline_to_persist), P.PERSISTING, P.RESUMING, *ANSWERS
+    ),
     (P.PERSISTING, SnapshotTaken): row(persist.on_snapshot, P.PERSISTING),
     (P.PERSISTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.PERSISTING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.PERSISTING, StopAsked): row(persist.on_stop_while_persisting, P.PERSISTING),
-    **ignored(P.PERSISTING, "one is being written", CheckpointAsked),
+    **ignored(P.PERSISTING, "one is being written", CheckpointAsked, ResizeAsked),
     (P.PERSISTING, ElasticDeclared): row(resize.on_declared, P.PERSISTING),
     **ignored(P.PERSISTING, "it comes first, and whoever asked is informed", ReplacementAsked, UpgradeAsked),
     **ignored(P.PERSISTING, "nobody waits for replacements", DowngradeAsked),
@@ -278,6 +315,7 @@ TRANSITIONS: dict[Key, Row] = {
     (P.DRAINING, NodeLost): row(faults.on_node_lost_while_draining, P.DRAINING, P.DONE, *DOWN),
     (P.DRAINING, DeadlinePassed): row(faults.on_drain_deadline, P.DRAINING, *DOWN),
     (P.DRAINING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.DRAINING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.DRAINING, StopAsked): row(faults.on_stop, *END),
     **ignored(
         P.DRAINING,
@@ -285,6 +323,7 @@ TRANSITIONS: dict[Key, Row] = {
         SnapshotTaken,
         ResumeAsked,
         CheckpointAsked,
+        ResizeAsked,
         StatePersisted,
         ReplacementAsked,
         *OF_SIZE,
@@ -296,6 +335,7 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.DRAINING, "the repair was abandoned", RankRebuilt, RankReissued),
     #
     (P.RESTARTING, GroupRestarted): row(faults.on_group_restarted, P.RUNNING),
+    (P.RESTARTING, GroupResized): row(regroup.on_group_resized, P.REPLAYING, P.RUNNING),
     (P.RESTARTING, StopAsked): row(faults.on_stop, P.FAILED),
     **ignored(P.RESTARTING, "a consequence of a group that has ended", *OF_CHECKPOINTS),
     **ignored(P.RESTARTING, "the agent is ending this process", RankFaulted, RankHung, RankDiverged, ConnectionBroken),
@@ -312,14 +352,16 @@ TRANSITIONS: dict[Key, Row] = {
     **ignored(P.DONE, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.DONE, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.DONE, "the job is over", RankHindered, *OF_TIES),
-    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
+    **ignored(P.DONE, "the job is over", MismatchFound, DeadlinePassed, StopAsked, ReplacementAsked),
+    **ignored(P.DONE, "the job is over", GroupRestarted, GroupResized),
     #
     **ignored(P.FAILED, "the job is over", *OF_CHECKPOINTS, *OF_SIZE, SpawnFailed, RanksCompared),
     **ignored(P.FAILED, "the job is over", RankFaulted, RankHung, RankDiverged, NodeLost, ConnectionBroken),
     **ignored(P.FAILED, "the job is over", RankStarted, RankProtected, RankUnprotected, RankExited, RankFrozen),
     **ignored(P.FAILED, "the job is over", RankReplayed, StateSent, RankRepaired, RankRebuilt, RankReissued),
     **ignored(P.FAILED, "the job is over", RankHindered, *OF_TIES),
-    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, GroupRestarted, StopAsked, ReplacementAsked),
+    **ignored(P.FAILED, "the job is over", MismatchFound, DeadlinePassed, StopAsked, ReplacementAsked),
+    **ignored(P.FAILED, "the job is over", GroupRestarted, GroupResized),
 }
 
 

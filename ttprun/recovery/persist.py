@@ -42,6 +42,7 @@ from ttprun.recovery.phases import (
     reason_of,
     unchanged,
 )
+from ttprun.recovery.regroup import is_resizing, keep_nodes, on_saved_to_resize
 from ttprun.recovery.repair import is_anyone_moving, note_process, why_survivors_disagree
 
 
@@ -83,12 +84,16 @@ def on_frozen_to_persist(job: Job, event: RankFrozen) -> Result:
         return give_up(job, event.at_s, why_not)
     job = replace(job, persists_at=event.boundary, stood_at=event.boundary)
     cause = "asked" if job.ending is None else "dying gasp" if job.ending.is_fault else "ended"
+    cause = "resize" if is_resizing(job) else cause
     order = Persist(job.survivors, job.generation, event.boundary, cause)
     return enter(job, Phase.PERSISTING, event.at_s, (order, deadline_of(job, Phase.PERSISTING)))
 
 
 def on_persisted(job: Job, event: StatePersisted) -> Result:
     """The checkpoint is written, or it could not be, by the agent's report."""
+    if is_resizing(job):
+        at_s, is_handled = event.at_s, event.is_handled
+        return on_saved_to_resize(job, event, lambda job, why_not: go_on(job, at_s, why_not, is_handled))
     is_usable = bool(event.place) and not event.why_unusable
     if is_usable and job.persists_at is not None and not job.settings.saves_before_restart:
         job = replace(job, saved=(Saved(job.persists_at, event.place), *job.saved))
@@ -122,7 +127,9 @@ def on_mismatch_to_persist(job: Job, event: MismatchFound) -> Result:
 
 def give_up(job: Job, at_s: float, why_not: str) -> Result:
     """No checkpoint can be written: the job ends, or all resume."""
-    return giving_up(job, why_not, go_on(job, at_s, why_not))
+    job, notes = keep_nodes(job, why_not)
+    job, actions = giving_up(job, why_not, go_on(job, at_s, why_not))
+    return job, (*notes, *actions)
 
 
 def giving_up(job: Job, why_not: str, answer: Result) -> Result:
@@ -218,7 +225,7 @@ def on_deadline_to_persist(job: Job, event: DeadlinePassed) -> Result:
 
 def on_stop_while_persisting(job: Job, event: StopAsked) -> Result:
     """The job ends after the checkpoint that is being written."""
-    if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on):
+    if job.ending is not None and not (job.ending.is_restart or job.ending.goes_on or job.ending.is_resize):
         return unchanged(job, event)
     return replace(job, ending=Ending(reason=reason_of(job, event.reason), is_fault=False)), ()
 

@@ -1,0 +1,102 @@
+"""Nodes join and leave while the job runs (`--elastic`): network namespaces of this machine, a launcher in each."""
+
+from __future__ import annotations
+
+import ast
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import Launch, Run, assert_no_orphans, start_ttprun
+from tests.nodes import Nodes, why_none
+
+pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
+COUNTS = "counts_samples.py"
+
+
+class Job:
+    """Launchers of one elastic job, whose ranks wait before some steps until a gate is open.
+
+    samples   of an epoch; there are two
+    """
+
+    def __init__(self, nodes: Nodes, folder: Path, size: str, samples: int, gates: str) -> None:
+        self.nodes, self.folder, self.samples = nodes, folder, samples
+        self._size, self._gates = size, gates
+        self.launches: dict[str, Launch] = {}
+
+    def start(self, number: int, name: str = "", ranks: int = 1, options: tuple[str, ...] = ()) -> Launch:
+        """A launcher on a node."""
+        launch = start_ttprun(
+            COUNTS,
+            ranks,
+            self.folder / (name or str(number)),
+            options=[
+                *self.nodes.rendezvous(number, self._size),
+                *("--elastic", "--save-dir", str(self.folder / "save"), *options),
+            ],
+            script_args=["--samples", str(self.samples), "--gates", self._gates, "--gate", str(self.folder / "gate")],
+            out=self.folder / "out",
+            within=self.nodes.inside(number),
+        )
+        self.launches[name or str(number)] = launch
+        return launch
+
+    def open(self, step: int) -> None:
+        """Let the ranks go on from this gate."""
+        (self.folder / f"gate{step}").touch()
+
+    def wait_for_resizes(self, name: str, count: int) -> None:
+        """Block until this launcher has asked so often for other nodes."""
+        events = self.folder / name / "run" / "events.jsonl"
+        wait_until(lambda: events.read_text().count('"resize_asked"') >= count)
+
+    def finished(self) -> dict[str, Run]:
+        """The runs of all launchers at their end."""
+        runs = {name: launch.finish(120) for name, launch in self.launches.items()}
+        for run in runs.values():
+            assert_no_orphans(run)
+        return runs
+
+
+def wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
+    ends_s = time.monotonic() + limit_s
+    while not is_so():
+        assert time.monotonic() < ends_s
+        time.sleep(0.05)
+
+
+def counts_of(run: Run) -> list[int]:
+    """How often each sample was trained on."""
+    (line,) = [line for line in run.stdout[0] if line.startswith("counts ")]
+    return list(ast.literal_eval(line.removeprefix("counts ")))
+
+
+def resizes(run: Run) -> list[tuple[str, int, int]]:
+    """(outcome, boundary, steps lost) of each change of the nodes."""
+    return [(one["outcome"], one["boundary"], one["steps_lost"]) for one in run.incidents if one["rung"] == "resize"]
+
+
+def test_a12_nodes_join_while_the_job_runs_and_each_sample_is_trained_on_once_an_epoch(tmp_path: Path) -> None:
+    with Nodes(3) as nodes:
+        job = Job(nodes, tmp_path, "1:3", 120, "3,6")
+        first = job.start(0)
+        first.wait_for_line(0, "step 3 ")
+        job.start(1)
+        job.wait_for_resizes("0", 1)
+        job.open(3)
+        first.wait_for_line(0, "step 6 ")
+        job.start(2)
+        job.wait_for_resizes("0", 2)
+        job.open(6)
+        runs = job.finished()
+
+    leader = runs["0"]
+    assert {run.exit_code for run in runs.values()} == {0}, leader.story()
+    assert leader.status["world_size"] == 3, leader.story()
+    assert [outcome for outcome, _, _ in resizes(leader)] == ["recovered"] * 2, leader.story()
+    assert {lost for _, _, lost in resizes(leader)} == {0}, leader.story()
+    assert [boundary for _, boundary, _ in resizes(leader)] == [3, 6], leader.story()
+    assert counts_of(leader) == [2] * 120, leader.story()

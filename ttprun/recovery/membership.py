@@ -1,0 +1,143 @@
+"""Which nodes train, which wait, and when the group starts again on others: the policy of `--elastic`, without a clock.
+
+A node is a host with one launcher. Those that train stay, in their order, so the first of them has rank 0 afterwards
+too; those that wait join behind them in the order in which they have come. A host whose node was lost is kept waiting,
+each time twice as long. Begin with `Membership.planned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+SETTLE_S = 3.0  # newcomers are waited for, so that several that come together cost one pause
+COOLDOWN_S = 10.0  # of a host whose node was lost for the first time
+MOST_COOLDOWN_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What is known at one moment.
+
+    members   hosts of the group's nodes, by number
+    lost      numbers of nodes that are gone
+    leaving   numbers of nodes that have announced that they leave
+    waiting   (host, since when) of the launchers that wait, the first to come first
+    named     host -> how many launchers it may have, by the discovery command; None: there is no such command
+    """
+
+    at_s: float
+    members: tuple[str, ...]
+    lost: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+    waiting: tuple[tuple[str, float], ...] = ()
+    named: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The group as it should be.
+
+    stay      numbers of nodes that stay, in order
+    join      which of those that wait join, in order
+    leave     numbers of nodes that leave though they are there
+    is_due    it differs from what there is, and need not wait
+    why_not   why such a group cannot train; "" if it can
+    """
+
+    stay: tuple[int, ...]
+    join: tuple[int, ...]
+    leave: tuple[int, ...]
+    is_due: bool
+    why_not: str = ""
+
+    @property
+    def size(self) -> int:
+        """Nodes of the group."""
+        return len(self.stay) + len(self.join)
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """A host whose node was lost.
+
+    times     how often
+    until_s   when its launcher may train again
+    """
+
+    times: int
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The policy of one job, with what it remembers of hosts."""
+
+    min_nodes: int
+    max_nodes: int
+    quarantines: Mapping[str, Quarantine] = field(default_factory=dict)
+
+    def planned(self, sight: Sight) -> Plan:
+        """The group as it should be now."""
+        room = dict(sight.named) if sight.named is not None else None
+        stay: list[int] = []
+        leave: list[int] = []
+        for number, host in enumerate(sight.members):
+            if number in sight.lost:
+                continue
+            is_kept = number not in sight.leaving and _has_room(room, host)
+            (stay if is_kept else leave).append(number)
+        able = [
+            place
+            for place, (host, _) in enumerate(sight.waiting)
+            if not self.is_quarantined(host, sight.at_s) and _has_room(room, host)
+        ]
+        join = able[: max(0, self.max_nodes - len(stay))]
+        has_settled = all(sight.at_s - sight.waiting[place][1] >= SETTLE_S for place in join)
+        is_smaller = len(stay) < len(sight.members)
+        why_not = ""
+        if len(stay) + len(join) < self.min_nodes:
+            why_not = f"{len(stay) + len(join)} of at least {self.min_nodes} nodes are there"
+        is_due = is_smaller or (bool(join) and has_settled)
+        return Plan(stay=tuple(stay), join=tuple(join), leave=tuple(leave), is_due=is_due, why_not=why_not)
+
+    def is_quarantined(self, host: str, at_s: float) -> bool:
+        """A host must wait since its node was lost."""
+        known = self.quarantines.get(host)
+        return known is not None and at_s < known.until_s
+
+    def with_lost(self, hosts: Collection[str], at_s: float) -> Membership:
+        """The nodes of these hosts were lost."""
+        known = dict(self.quarantines)
+        for host in hosts:
+            times = known[host].times + 1 if host in known else 1
+            cooldown_s = min(MOST_COOLDOWN_S, COOLDOWN_S * 2.0 ** (times - 1))
+            known[host] = Quarantine(times, at_s + cooldown_s)
+        return replace(self, quarantines=known)
+
+
+def _has_room(room: dict[str, int] | None, host: str) -> bool:
+    """Whether a host may have one more launcher, which is then counted."""
+    if room is None:
+        return True
+    left = room.get(host, 0)
+    room[host] = left - 1
+    return left > 0
+
+
+def parse_hosts(text: str, ranks_per_node: int) -> dict[str, int]:
+    """Host -> how many launchers it may have, of what a discovery command has printed, in its order.
+
+    Lines are `host`, for one launcher, or `host:slots`, for as many as have ranks in so many slots. Blank lines and
+    comments (#) are skipped; of a host that is named several times the first line counts. Raises ValueError.
+    """
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        words = line.partition("#")[0].strip()
+        if not words:
+            continue
+        host, colon, slots = words.partition(":")
+        if colon and not slots.strip().isdecimal():
+            raise ValueError(f"'{words}' is not 'host' or 'host:slots'")
+        found.setdefault(host.strip(), int(slots) // ranks_per_node if colon else 1)
+    return found
