@@ -33,12 +33,12 @@ from runs import (  # noqa: E402
     TTPRUN,
     BenchmarkError,
     Run,
+    formatted,
     headline,
     machine,
     positive,
     print_table,
     spread,
-    told,
 )
 
 from ttprun import __version__  # noqa: E402
@@ -173,8 +173,8 @@ def measure_steps(options: argparse.Namespace, root: Path, backend: str) -> bool
     say(f"\na step of the size {size}, {options.ranks} ranks over {backend}, {options.repeats} runs each:")
     ratios = spread(ours / theirs for ours, theirs in zip(medians[TTPRUN], medians[TORCHRUN], strict=True))
     rows = [["median step, ms (least-greatest)", *LAUNCHERS, "ttprun/torchrun"]]
-    in_ms = (told(spread(value * 1e3 for value in medians[launcher]), 1) for launcher in LAUNCHERS)
-    rows.append(["", *in_ms, told(ratios, 3)])
+    in_ms = (formatted(spread(value * 1e3 for value in medians[launcher]), 1) for launcher in LAUNCHERS)
+    rows.append(["", *in_ms, formatted(ratios, 3)])
     print_table(rows)
     _said.extend(f"    {'; '.join(row)}" for row in rows)
     if len(weights) != 1 or "" in weights:

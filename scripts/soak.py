@@ -266,7 +266,7 @@ def processes_of(run_dir: Path, limit_s: float = 5.0) -> list[int]:
 
 
 def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
-    """Run until so many faults were ordered, or the time is over; tells of each run. Blocks accordingly."""
+    """Run until so many faults were ordered, or the time is over; reports each run. Blocks accordingly."""
     drawn = random.Random(options.seed)
     ends_at_s = time.monotonic() + options.minutes * 60 if options.minutes else float("inf")
     references: dict[Subject, Twin] = {}
@@ -338,11 +338,11 @@ def percentiles(values: list[float]) -> dict[str, float] | None:
 
 def show(summary: dict[str, Any]) -> None:
     """The figures as lines."""
-    told = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
+    counts = {name: " ".join(f"{key} {count}" for key, count in summary[name].items()) for name in ("by_kind", "rungs")}
     lines = [
         f"faults     {summary['injected']} of {summary['ordered']} injected, {summary['accounted_for']} noticed",
-        f"kinds      {told['by_kind']}",
-        f"rungs      {told['rungs']}; {summary['steps_lost']} steps lost",
+        f"kinds      {counts['by_kind']}",
+        f"rungs      {counts['rungs']}; {summary['steps_lost']} steps lost",
     ]
     for name, label in (("recover_s", "recovery"), ("beyond_setup_s", "  of it"), ("detect_s", "detection")):
         found = summary[name]

@@ -43,12 +43,12 @@ from runs import (
     BenchmarkError,
     Run,
     environment,
+    formatted,
     headline,
     machine,
     positive,
     print_table,
     spread,
-    told,
 )
 from steplog import LOOK_AGAIN_S, START_LIMIT_S, read_log, read_logs
 
@@ -96,24 +96,24 @@ TABLE = (
 )
 
 
-def measure_round(options: argparse.Namespace, folder: Path, tell: Callable[[str], None]) -> Figures:
+def measure_round(options: argparse.Namespace, folder: Path, report: Callable[[str], None]) -> Figures:
     """One round. Raises BenchmarkError if a run does not do what it should."""
     found: Figures = {}
     save_dir = folder / "save"
     before = dd_bytes_s(options.mib, folder)
     found |= measure_never(options, folder / "never", save_dir)
     found["dd_bytes_s"] = mean([before, dd_bytes_s(options.mib, folder)])
-    tell(f"dying gasp of {found['size_bytes'] / MIB:.0f} MiB in {found['gasp_s']:.2f} s")
+    report(f"dying gasp of {found['size_bytes'] / MIB:.0f} MiB in {found['gasp_s']:.2f} s")
     for path in save_dir.glob("*/*"):
         evict(path)
     found |= measure_every(options, folder / "every", save_dir)
-    tell(
+    report(
         f"resumed in {found['check_s'] + found['transfer_s']:.2f} s, stalls {found['every_stall_s'] * 1e3:.0f} ms, "
         f"those of a plain copy {found['copy_stall_s'] * 1e3:.0f} ms"
     )
     for kind in ("torch", "async"):
         found |= measure_saving(kind, options, folder / kind)
-        tell(f"{kind}: stalls {found[f'{kind}_stall_s'] * 1e3:.0f} ms")
+        report(f"{kind}: stalls {found[f'{kind}_stall_s'] * 1e3:.0f} ms")
     return found | ratios_of(found)
 
 
@@ -308,7 +308,7 @@ def show(rounds: list[Figures]) -> None:
     rows = [["", "median (min-max)"]]
     for label, name, factor, digits in TABLE:
         found = spread(figures.get(name) for figures in rounds)
-        rows.append([label, told(found and {key: value * factor for key, value in found.items()}, digits)])
+        rows.append([label, formatted(found and {key: value * factor for key, value in found.items()}, digits)])
     print()
     print_table(rows)
 
@@ -334,12 +334,12 @@ def main() -> int:
     try:
         for number in range(1, options.rounds + 1):
 
-            def tell(text: str, number: int = number) -> None:
+            def report(text: str, number: int = number) -> None:
                 print(f"[{number}/{options.rounds}, {time.monotonic() - began_s:.0f} s] {text}", flush=True)
 
             with tempfile.TemporaryDirectory(prefix="ttprun-bench-", dir=options.folder) as scratch:
                 load = os.getloadavg()[0]
-                rounds.append(measure_round(options, Path(scratch), tell) | {"load": load})
+                rounds.append(measure_round(options, Path(scratch), report) | {"load": load})
     except BenchmarkError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

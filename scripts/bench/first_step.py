@@ -21,12 +21,12 @@ from runs import (
     TTPRUN,
     BenchmarkError,
     Run,
+    formatted,
     headline,
     machine,
     positive,
     print_table,
     spread,
-    told,
 )
 from steplog import read_logs, wait_for_step
 
@@ -61,11 +61,11 @@ def main() -> int:
         print(f"failed: {error}", file=sys.stderr)
         return 1
     ratios = spread(ours / theirs for ours, theirs in zip(found[TTPRUN], found[TORCHRUN], strict=True))
-    times = [told(spread(found[launcher])) for launcher in LAUNCHERS]
+    times = [formatted(spread(found[launcher])) for launcher in LAUNCHERS]
     print_table(
         [
             [f"{options.ranks} ranks: median (min-max)", *LAUNCHERS, "ttprun/torchrun, pair by pair"],
-            ["command to first step, s", *times, told(ratios)],
+            ["command to first step, s", *times, formatted(ratios)],
         ]
     )
     print(f"at the end: {headline(machine())}")

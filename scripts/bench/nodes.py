@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runs import LAUNCHERS, TTPRUN, BenchmarkError, Run, headline, machine, positive, print_table, spread, told
+from runs import LAUNCHERS, TTPRUN, BenchmarkError, Run, formatted, headline, machine, positive, print_table, spread
 from steplog import read_logs, wait_for_step
 from turns import wait_for_standby
 
@@ -142,12 +142,12 @@ def show(found: dict[str, Any]) -> None:
     names = {"next_step_s": "kill to next step on all ranks, s", "progress_s": "kill to first new step, s"}
     for name, text in {**names, "run_again": "steps run again by all ranks"}.items():
         of = {one: [kill[name] for kill in found["kills"] if kill["launcher"] == one] for one in LAUNCHERS}
-        rows.append([text, *(told(spread(of[one])) for one in LAUNCHERS)])
+        rows.append([text, *(formatted(spread(of[one])) for one in LAUNCHERS)])
     steps = found["step_s"]
-    rows.append(["a step, ms", *(told(spread(s * 1e3 for s in steps[one]), 1) for one in LAUNCHERS)])
+    rows.append(["a step, ms", *(formatted(spread(s * 1e3 for s in steps[one]), 1) for one in LAUNCHERS)])
     print_table(rows)
     ratios = [ours / theirs for theirs, ours in zip(*(steps[one] for one in LAUNCHERS), strict=True)]
-    print(f"overhead of a step, {TTPRUN} to torchrun: {told(spread(ratios), 3)}")
+    print(f"overhead of a step, {TTPRUN} to torchrun: {formatted(spread(ratios), 3)}")
 
 
 if __name__ == "__main__":

@@ -44,12 +44,12 @@ from runs import (
     TTPRUN,
     BenchmarkError,
     Run,
+    formatted,
     headline,
     machine,
     positive,
     print_table,
     spread,
-    told,
 )
 from turns import FRAMEWORKS, HELD, HELD_SCRIPT, LAYOUT_SCRIPT, LAYOUTS, measure_pairs
 
@@ -195,11 +195,11 @@ def show(summary: dict[str, Any]) -> None:
     """A summary as a table."""
     both = [summary[launcher] for launcher in LAUNCHERS]
     rows = [[f"{summary['size']}: median (min-max)", *LAUNCHERS, "ttprun/torchrun, pair by pair"]]
-    rows.append(["median step, ms", *(scaled(one["step_s"], 1e3, 3) for one in both), told(summary["ratio"], 4)])
-    rows.append(["  torchrun from turn to turn", "", "", told(summary["torchrun_ratio"], 4)])
+    rows.append(["median step, ms", *(scaled(one["step_s"], 1e3, 3) for one in both), formatted(summary["ratio"], 4)])
+    rows.append(["  torchrun from turn to turn", "", "", formatted(summary["torchrun_ratio"], 4)])
     rows.append(["90th percentile of steps, ms", *(scaled(one["p90_step_s"], 1e3, 3) for one in both), ""])
     cpu = (scaled(one["cpu_step_s"], 1e3, 3) for one in both)
-    rows.append(["processor time of a step, ms", *cpu, told(summary["cpu_ratio"], 4)])
+    rows.append(["processor time of a step, ms", *cpu, formatted(summary["cpu_ratio"], 4)])
     rows.append(["  more under ttprun, ms", "", "", scaled(summary["extra_cpu_s"], 1e3, 3)])
     for label, name in (
         ("peak memory of a rank, MiB", "peak_bytes"),
@@ -223,7 +223,7 @@ def show(summary: dict[str, Any]) -> None:
 
 def scaled(found: dict[str, float] | None, factor: float, digits: int) -> str:
     """A spread in another unit, as text."""
-    return told(found and {name: value * factor for name, value in found.items()}, digits)
+    return formatted(found and {name: value * factor for name, value in found.items()}, digits)
 
 
 def measure_all(options: argparse.Namespace, sizes: list[Size], root: Path) -> list[Measurement]:
@@ -262,7 +262,7 @@ def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str
         more = quartiles([one - base for one, base in zip(ours, theirs, strict=True)])
         found[figure] = {TORCHRUN: theirs, TTPRUN: ours, "ratio": ratio, "more": more}
         cells = [scaled(quartiles(each), 1e3, 2) for each in (theirs, ours)]
-        rows.append([label, *cells, told(ratio, 3), scaled(more, 1e3, 2)])
+        rows.append([label, *cells, formatted(ratio, 3), scaled(more, 1e3, 2)])
     for label, figure in (
         ("peak memory of a rank, MiB", "peak_bytes"),
         ("  shared memory files in it, MiB", "memory_file_bytes"),

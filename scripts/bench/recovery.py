@@ -37,19 +37,19 @@ from runs import (
     TTPRUN,
     BenchmarkError,
     Run,
+    formatted,
     headline,
     machine,
     positive,
     print_table,
     spread,
-    told,
 )
 from steplog import LOOK_AGAIN_S, Line, Setup, read_logs, read_setup, wait_for_step
 from turns import FRAMEWORKS, wait_for_standby
 
 ENDLESS = 1_000_000  # steps
 PHASES = ("detect_s", "freeze_s", "spawn_s", "replay_s", "transfer_s", "rebuild_s", "reissue_s", "total_s")
-# Label, name, digits: what is told of each launcher.
+# Label, name, digits: what is printed of each launcher.
 FIGURES = (
     ("kill to next step on all ranks, s", "next_step_s", 2),
     ("kill to first new step, s", "progress_s", 2),
@@ -266,14 +266,14 @@ def show(summary: dict[str, Any], kills: int) -> None:
     rows = [[f"{summary['ranks']} ranks: median (min-max)", *LAUNCHERS, "ttprun/torchrun"]]
     rows.append(["runs that recovered", *(f"{found['good_runs']} of {kills}" for found in both), ""])
     for label, name, digits in FIGURES:
-        ratio = told(summary[f"ratio_{name}"], 3) if f"ratio_{name}" in summary else ""
-        rows.append([label, *(told(found[name], digits) for found in both), ratio])
+        ratio = formatted(summary[f"ratio_{name}"], 3) if f"ratio_{name}" in summary else ""
+        rows.append([label, *(formatted(found[name], digits) for found in both), ratio])
     rows.append(["different weights at the end", *(str(found["different_weights"]) for found in both), ""])
     print()
     print_table(rows)
     ours = summary[TTPRUN]
     print(f"ttprun: lost rank replaced in {ours['replaced']} runs; a standby was ready in {ours['standby_ready']}")
-    print("        " + ", ".join(f"{name} {told(ours['phases'][name])}" for name in PHASES))
+    print("        " + ", ".join(f"{name} {formatted(ours['phases'][name])}" for name in PHASES))
 
 
 def measure_all(options: argparse.Namespace, root: Path) -> list[Outcome]:

@@ -57,7 +57,7 @@ class Run:
         self.logs, self.reports, self.run_dir = folder / "logs", folder / "reports", folder / "run"
         for path in (self.logs, self.reports):
             path.mkdir(parents=True)
-        # torchrun makes its directory for logs in /tmp, and leaves it there, unless it is told where.
+        # torchrun makes its directory for logs in /tmp, and leaves it there, unless a directory is named.
         ours = ["--run-dir", str(self.run_dir)] if launcher == TTPRUN else ["--log-dir", str(folder / "torchrun-logs")]
         with open(folder / "launcher.log", "wb") as log:
             self.process = subprocess.Popen(
@@ -164,7 +164,7 @@ def spread(values: Iterable[float | None]) -> dict[str, float] | None:
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
 
 
-def told(found: dict[str, float] | None, digits: int = 2) -> str:
+def formatted(found: dict[str, float] | None, digits: int = 2) -> str:
     """A spread as text: `0.52 (0.48-0.71)`; `-` for None."""
     if found is None:
         return "-"

@@ -81,7 +81,7 @@ def test_at_an_open_boundary_the_ranks_train_on_to_the_next(job: Job, applied: i
 
 
 def test_the_first_rank_is_held_back_until_the_job_runs_again(job: Job) -> None:
-    """Before it has heard that it is to stand still, it must not be let go."""
+    """Before it has heard that it is to quiesce, it must not be released."""
     job.ask("checkpoint", is_end=False)
 
     job.standing.look()

@@ -1,4 +1,4 @@
-"""A rank that does not come is found, named and replaced; links are mended; a second fault begins anew: A19, A22.
+"""A rank that does not come is found, named and replaced; links are rebuilt; a second fault begins anew: A19, A22.
 
 Each test asserts that its fault was injected, and the incident's record. Limits are short, so that a test takes no
 longer than a run; what limits are learnt from is tested on a fake clock in tests/recovery/test_hangs.py.

@@ -15,7 +15,7 @@ from ttprun.errors import ConfigError
 
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Another package of that name, in front of ours."""
+    """Another package of that name, found before ours."""
     package = tmp_path / "mindio_ttp"
     package.mkdir()
     (package / "__init__.py").write_text("")

@@ -102,14 +102,14 @@ EXPECTED_AFTER_HANGING: dict[str, Any] = {
 
 
 def be_held_up(rank: int, name: str) -> None:
-    """Rank 0 goes on into an operation; rank 1 waits until the connection has been broken and mended."""
+    """Rank 0 goes on into an operation; rank 1 waits until the connection has been broken and rebuilt."""
     if rank == 0:
         say(f"waiting {name}")
     else:
         wait_for(f"go {name}")
 
 
-def mend(agent: FakeAgent, name: str, times: int = 1) -> None:
+def rebuild(agent: FakeAgent, name: str, times: int = 1) -> None:
     """In the scenario: what a broken link brings about while rank 0 waits."""
     agent.wait_for(0, from_rank.Note, text=f"waiting {name}")
     agent.pause()
@@ -139,14 +139,14 @@ def hang_everywhere(rank: int) -> dict[str, Any]:
     return found
 
 
-def mend_everywhere(agent: FakeAgent) -> None:
+def rebuild_everywhere(agent: FakeAgent) -> None:
     for name in HANGING:
-        mend(agent, name)
+        rebuild(agent, name)
 
 
 @pytest.fixture(scope="module")
 def after_hanging() -> list[Any]:
-    return run_world(hang_everywhere, scenario=mend_everywhere)
+    return run_world(hang_everywhere, scenario=rebuild_everywhere)
 
 
 @pytest.mark.parametrize("name", HANGING)
@@ -178,16 +178,16 @@ def train_and_be_cut(rank: int) -> dict[str, Any]:
     return {how: losses_and_weights(rank, how, at_step=functools.partial(at_step, how=how)) for how in CUT_STYLES}
 
 
-def mend_in_training(agent: FakeAgent) -> None:
+def rebuild_in_training(agent: FakeAgent) -> None:
     for how in CUT_STYLES:
         agent.boundary += 3
-        mend(agent, how)
+        rebuild(agent, how)
         agent.boundary += 2
 
 
 @pytest.fixture(scope="module")
 def after_cut() -> list[Any]:
-    return run_world(train_and_be_cut, scenario=mend_in_training)
+    return run_world(train_and_be_cut, scenario=rebuild_in_training)
 
 
 @pytest.mark.parametrize("how", CUT_STYLES)
@@ -202,12 +202,12 @@ def hang_once(rank: int) -> Any:
     return plain(several_at_once(rank))
 
 
-def mend_thrice(agent: FakeAgent) -> None:
-    mend(agent, "once", times=3)
+def rebuild_thrice(agent: FakeAgent) -> None:
+    rebuild(agent, "once", times=3)
 
 
 def test_a_connection_may_break_again_while_it_is_mended() -> None:
-    assert run_world(hang_once, scenario=mend_thrice) == EXPECTED_AFTER_HANGING["several at once"]
+    assert run_world(hang_once, scenario=rebuild_thrice) == EXPECTED_AFTER_HANGING["several at once"]
 
 
 def make_a_group(rank: int) -> Any:
@@ -217,12 +217,12 @@ def make_a_group(rank: int) -> Any:
     return plain(x)
 
 
-def mend_while_a_group_is_made(agent: FakeAgent) -> None:
-    mend(agent, "group")
+def rebuild_while_a_group_is_made(agent: FakeAgent) -> None:
+    rebuild(agent, "group")
 
 
 def test_a_rank_that_waits_in_new_group_when_the_connection_breaks_gets_its_group() -> None:
-    found = run_world(make_a_group, scenario=mend_while_a_group_is_made, limit_s=8.0)
+    found = run_world(make_a_group, scenario=rebuild_while_a_group_is_made, limit_s=8.0)
 
     assert found == [[FLOAT, SUMS]] * 2
 

@@ -108,7 +108,7 @@ def look_before_each_step() -> None:
 
 
 def look_for_nans(rank: int, values: list[float]) -> list[str]:
-    """What is known in front of the step, for each of the parameters in which rank 1 gets these values."""
+    """What is known before the step, for each of the parameters in which rank 1 gets these values."""
     training = Training(rank)
     look_before_each_step()
     for _ in range(BEGINS_AT):

@@ -37,7 +37,7 @@ class Handler:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT"])
 def test_a_script_that_handles_a_signal_which_ends_jobs_has_something_to_do_then(tmp_path: Path, name: str) -> None:
-    """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that stands still as well."""
+    """Python's own handler of SIGINT does not count: what it raises, it raises in a rank that is quiesced as well."""
     channel = FakeChannel()
     session = make_session(channel=channel, rank=1)
     order = to_rank.Dump(4, str(tmp_path / "gone" / "x"), share=0, of=1, owners={}, writers=[0])

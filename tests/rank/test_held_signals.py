@@ -95,7 +95,7 @@ def test_a_rank_that_has_been_ordered_to_end_dies_of_the_signal_at_once() -> Non
 
 
 def stand_behind(set_up: Callable[[], object]) -> int:
-    """The signal that ends a rank which has got one, and stands still behind it; LIVES if it goes on."""
+    """The signal that ends a rank which has got one, and is quiesced after it; LIVES if it continues."""
 
     def signal_itself() -> None:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -17,7 +17,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--out", default="out")
 parser.add_argument("--handles-term", action="store_true", help="stop at the end of the step in which SIGTERM comes")
 parser.add_argument("--workers", type=int, default=0, help="processes that load the data")
-parser.add_argument("--stays", action="store_true", help="rank 1 stays in front of a backward pass")
+parser.add_argument("--stays", action="store_true", help="rank 1 stays before a backward pass")
 args = parser.parse_args()
 
 rank = os.environ["RANK"]

@@ -1,5 +1,5 @@
 """The ranks do not step together: rank 0 alone steps the optimizer and hands the weights out, or all step, but a
-collective that rank 0 has issued in front of its step, the others issue behind theirs (--kind straddle).
+collective that rank 0 has issued before its step, the others issue after theirs (--kind straddle).
 
 torchrun --nproc-per-node 2 steps_alone.py --out DIR
 """

@@ -1,7 +1,7 @@
-"""Why a process has ended, as far as the system tells: out of memory, a crash, a signal from outside.
+"""Why a process has ended, as far as the system shows: out of memory, a crash, a signal from outside.
 
-The kernel's out-of-memory killer sends SIGKILL like anybody else. That it was it, the memory events of the control
-group tell, or the kernel's log where it may be read.
+The kernel's out-of-memory killer sends SIGKILL like anybody else. The memory events of the
+control group show that it was the sender, or the kernel's log where it may be read.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def why_not_over_nodes(launch_config: torch_launcher.LaunchConfig, is_python: bo
 def _prepare_meeting(
     config: Config, launch_config: torch_launcher.LaunchConfig, entrypoint: Any, args: list[str]
 ) -> None:
-    """What the agents of the nodes tell each other. Raises ConfigError if this node does not find its address."""
+    """What the agents of the nodes report to each other. Raises ConfigError if this node does not find its address."""
     try:
         ReplacingAgent.address = own_address(launch_config.local_addr, launch_config.rdzv_endpoint)
         address_for_ranks(ReplacingAgent.address)

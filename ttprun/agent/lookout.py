@@ -118,7 +118,7 @@ class Lookout:
         return found
 
     def silent_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold the present phase of a recovery up, as far as the board tells; () if it does not."""
+        """Ranks that hold the present phase of a recovery up, as far as the board shows; () if it does not."""
         node, now = self._node, time.monotonic()
         job, board = node.job, node.board
         sights = self._sights()
@@ -140,7 +140,7 @@ class Lookout:
         return late or behind
 
     def stack_of_late(self, seat: Seat) -> str:
-        """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot tell."""
+        """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot be read."""
         is_reported = seat.pid in self._reported_pids
         if is_reported or self._node.job.phase not in _REPAIRING or not seat.is_present or not seat.is_here:
             return ""

@@ -34,7 +34,7 @@ def with_agent(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
 
 
 def rank_environment(environment: Mapping[str, str], run_dir: str) -> dict[str, str]:
-    """What a rank's Python is started with: also the shim in front of its PYTHONPATH, and a seed for its hashes."""
+    """What a rank's Python is started with: also the shim first in its PYTHONPATH, and a seed for its hashes."""
     inherited = environment.get("PYTHONPATH")
     path = SHIM + (os.pathsep + inherited if inherited else "")
     return with_agent(environment, run_dir) | {"PYTHONPATH": path} | text_hashes.seeded(environment)

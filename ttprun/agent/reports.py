@@ -292,7 +292,7 @@ class Reports:
         )
 
     def _compare_journals(self, last: Seat, generation: int) -> None:
-        """A survivor stands still; if it is the last one, all must have issued the same collectives."""
+        """A survivor is quiesced; if it is the last one, all must have issued the same collectives."""
         job = self.node.job
         is_anyone_moving = any(rank != last.rank and job.members[rank].frozen is None for rank in job.survivors)
         if is_anyone_moving or generation != job.generation:

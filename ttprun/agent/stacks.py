@@ -84,7 +84,7 @@ def _spy(pid: int, is_stopped: bool) -> str:
     program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
     if program is None:
         return ""
-    # It holds a process with ptrace while it reads, which fails with one that stands still already (py-spy 0.4).
+    # It holds a process with ptrace while it reads, which fails with one that is stopped already (py-spy 0.4).
     how = ["--nonblocking"] if is_stopped else []
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(

@@ -204,8 +204,8 @@ def draw(report: Report, kept: str | None) -> None:
 
 def _one_a_reason(rows: Sequence[Row]) -> Iterator[Row]:
     """Of the rows that are not exact, the first with each reason."""
-    told = set()
+    printed = set()
     for row in rows:
-        if row.result != "exact" and row.detail not in told:
-            told.add(row.detail)
+        if row.result != "exact" and row.detail not in printed:
+            printed.add(row.detail)
             yield row

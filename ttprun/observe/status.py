@@ -91,7 +91,7 @@ class CheckpointStatus:
     """The newest checkpoint of a run, or the newest attempt at one.
 
     number      1 for the run's first
-    boundary    optimizer steps that it holds; 0 if there is no telling, since it was not written
+    boundary    optimizer steps that it holds; 0 if unknown, since it was not written
     cause       periodic, asked, ended (the user has ended the job) or dying gasp (it could not continue)
     path        its directory; "" if none was written
     bytes       size of all its files

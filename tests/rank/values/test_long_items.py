@@ -140,7 +140,7 @@ def test_rows_with_an_object_of_the_scripts_own_among_them_come_back() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_row_at_which_the_script_stands_is_the_one_in_the_rows(is_first: bool) -> None:
-    """A variable for a row may come in front of the one for all."""
+    """A variable for a row may come before the one for all."""
     rows, here = make_rows(), make_rows()
     names = ("row", "rows", "turns") if is_first else ("rows", "row", "turns")
     lost: Scope = {name: {"row": rows[5], "rows": rows, "turns": rows[6]["turns"]}[name] for name in names}

@@ -401,7 +401,7 @@ def test_state_of_a_dataclass_is_merged_like_any_object() -> None:
 
 
 def after_a_first_step(first: Scope, last: Scope, before: Scope, mine: Scope) -> Scope:
-    """What becomes of `mine`, if the new run's variables were `before` in front of its first step."""
+    """What becomes of `mine`, if the new run's variables were `before` before its first step."""
     tree, own = told(first), told(mine)
     spoil(tree, told(before), own)
     merge = merged(tree, told(last), own)

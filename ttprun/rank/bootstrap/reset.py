@@ -152,7 +152,7 @@ def _clear_frames_of(trace: TracebackType | None) -> None:
 
 
 def _empty_shared_states() -> None:
-    """Empty what a framework's objects share, which would tell the next run that all is set up."""
+    """Empty what a framework's objects share, by which the next run would take all as set up."""
     for name in frameworks.SHARED:
         module, _, path = name.partition(":")
         found: Any = sys.modules.get(module)

@@ -1,7 +1,7 @@
 """The processes that a rank forks are noted in a file of the run, for the agent: it removes what a killed one has left.
 
 A DataLoader's worker that is killed between the making and the unlinking of a shared-memory file leaves that file, and
-the kernel tells nobody whose it was. Standard library only.
+the kernel records nowhere whose it was. Standard library only.
 """
 
 from __future__ import annotations

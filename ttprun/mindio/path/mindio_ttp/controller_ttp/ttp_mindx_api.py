@@ -45,7 +45,7 @@ def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> in
 
 def tft_notify_controller_prepare_action(action: str, fault_ranks: dict[int, int] | None = None) -> int:
     """ "hot switch": the processes of these ranks, which are healthy, are replaced by new ones once all ranks have
-    finished the step; report_result tells what came of it. "stop switch": they are not, if it has not begun.
+    finished the step; report_result reports the outcome. "stop switch": they are not, if it has not begun.
     """
     return scheduler.prepare(action, fault_ranks or {})
 
