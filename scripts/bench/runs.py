@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,11 @@ FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)
 
 class BenchmarkError(Exception):
     """A run did not do what the benchmark needs; the message is for the person who measures."""
+
+
+def _leave(number: int, _: object) -> None:
+    """A benchmark that is ended by a signal ends its runs, too."""
+    sys.exit(128 + number)
 
 
 class Run:
@@ -53,6 +59,7 @@ class Run:
         script: Path = SCRIPT,
         within: Sequence[str] = (),
     ) -> None:
+        signal.signal(signal.SIGTERM, _leave)
         self.launcher, self.ranks, self.folder = launcher, ranks, folder
         self.logs, self.reports, self.run_dir = folder / "logs", folder / "reports", folder / "run"
         for path in (self.logs, self.reports):
