@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,16 @@ class Job:
         events = self.folder / name / "run" / "events.jsonl"
         wait_until(lambda: events.read_text().count('"resize_asked"') >= count)
 
+    def wait_for_size(self, name: str, world_size: int) -> None:
+        """Block until this launcher's status has so many ranks, and all of them train."""
+        path = self.folder / name / "run" / "status.json"
+
+        def is_so() -> bool:
+            status = json.loads(path.read_text())
+            return bool(status["world_size"] == world_size and status["state"] == "healthy")
+
+        wait_until(is_so)
+
     def finished(self) -> dict[str, Run]:
         """The runs of all launchers at their end."""
         runs = {name: launch.finish(120) for name, launch in self.launches.items()}
@@ -100,3 +112,52 @@ def test_a12_nodes_join_while_the_job_runs_and_each_sample_is_trained_on_once_an
     assert {lost for _, _, lost in resizes(leader)} == {0}, leader.story()
     assert [boundary for _, boundary, _ in resizes(leader)] == [3, 6], leader.story()
     assert counts_of(leader) == [2] * 120, leader.story()
+
+
+def test_a13_nodes_leave_one_after_the_other_also_the_one_that_leads_and_nothing_is_lost(tmp_path: Path) -> None:
+    with Nodes(3) as nodes:
+        job = Job(nodes, tmp_path, "1:3", 120, "3,6,9")
+        first = job.start(0)
+        first.wait_for_line(0, "step 3 ")
+        second, third = job.start(1), job.start(2)
+        job.wait_for_resizes("0", 1)
+        job.open(3)
+        second.wait_for_line(0, "step 6 ")
+        third.process.send_signal(signal.SIGUSR1)
+        job.wait_for_resizes("0", 2)
+        job.open(6)
+        second.wait_for_line(0, "step 9 ")
+        first.process.send_signal(signal.SIGUSR1)
+        job.wait_for_resizes("0", 3)
+        job.open(9)
+        runs = job.finished()
+
+    assert [runs[name].exit_code for name in "012"] == [143, 0, 143], runs["1"].story()
+    assert resizes(runs["0"])[:2] == [("recovered", 3, 0), ("recovered", 6, 0)], runs["0"].story()
+    assert resizes(runs["1"]) == [("recovered", 9, 0)], runs["1"].story()
+    assert counts_of(runs["1"]) == [2] * 120, runs["1"].story()
+
+
+def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        job = Job(nodes, tmp_path, "1:2", 120, "3,6,9")
+        first = job.start(0)
+        first.wait_for_line(0, "step 3 ")
+        job.start(1)
+        job.wait_for_resizes("0", 1)
+        job.open(3)
+        first.wait_for_line(0, "step 6 ")
+        nodes.end_processes(1)
+        del job.launches["1"]
+        job.wait_for_size("0", 1)
+        job.open(6)
+        first.wait_for_line(0, "step 9 ")
+        again = job.start(1, "again")
+        job.wait_for_resizes("0", 2)
+        job.open(9)
+        runs = job.finished()
+
+    assert [run.exit_code for run in runs.values()] == [0, 0], runs["0"].story()
+    assert [(outcome, lost) for outcome, _, lost in resizes(runs["0"])] == [("recovered", 0)] * 3, runs["0"].story()
+    assert counts_of(runs["0"]) == [2] * 120, runs["0"].story()
+    assert again.process.returncode == 0

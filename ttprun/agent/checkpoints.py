@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgpack
 
 from ttprun import recovery
+from ttprun.agent import copied
 from ttprun.agent.checkpoint_writer import Apart, CheckpointWriter, Written
 from ttprun.agent.comparisons import Comparisons
 from ttprun.agent.node import Node
@@ -39,6 +40,7 @@ class _Writing:
     reports   what the others have said, by rank
     apart     ranks of other nodes whose own parts are not written yet
     missing   ranks whose own parts there are no records for
+    kept      ranks of a lost node whose records this node keeps copies of
     """
 
     draft: Draft
@@ -47,6 +49,7 @@ class _Writing:
     began_s: float
     apart: set[int] = field(default_factory=set)
     missing: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     reports: dict[int, Dumped] = field(default_factory=dict)
 
     @property
@@ -107,12 +110,17 @@ class Checkpoints:
         for seat in self._node.seats:
             if seat.is_here:
                 continue
-            if peers.node_of(seat.rank) not in hands:
+            holder = peers.node_of(seat.rank)
+            if holder not in hands:
+                holder = (holder + 1) % peers.size  # it keeps copies of the lost node's records
+            if holder == peers.node:
+                writing.kept.add(seat.rank)
+            elif holder in hands:
+                path = str(writing.draft.path(rank_file(seat.rank)))
+                writing.apart.add(seat.rank)
+                peers.send(holder, nodes.StorePart(seat.rank, writing.order.boundary, path))
+            else:
                 writing.missing.add(seat.rank)
-                continue
-            path = str(writing.draft.path(rank_file(seat.rank)))
-            writing.apart.add(seat.rank)
-            peers.to_node_of(seat.rank, nodes.StorePart(seat.rank, writing.order.boundary, path))
 
     def take_part(self, message: nodes.PartStored) -> None:
         """The agent of another node has written what is a rank's own, or could not."""
@@ -155,7 +163,8 @@ class Checkpoints:
         boundary = writing.order.boundary
         replicas = self._node.job.replicas
         first = next(share for share in writing.shares.values() if share.share == 0)
-        parts, missing = self._rank_parts(boundary)
+        kept = [self._node.seats[rank] for rank in sorted(writing.kept)]
+        parts, missing = self._rank_parts(boundary, [*self._node.here, *kept])
         missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
         held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, writing.order.ranks)]
         missing += what_is_missing(held_of(first.held), [*writing.order.ranks, *held_still])
@@ -213,10 +222,10 @@ class Checkpoints:
         self.writer.note_failure(order.boundary, order.cause, why_not)
         self._report_to_machine(order.generation, why_not=why_not, is_handled=is_handled)
 
-    def _rank_parts(self, boundary: int) -> tuple[dict[int, bytes], list[str]]:
-        """(each own part of a rank of this node, what is missing): the records outlive their ranks."""
+    def _rank_parts(self, boundary: int, seats: Sequence[Seat]) -> tuple[dict[int, bytes], list[str]]:
+        """(each own part of these ranks, what is missing): the records outlive their ranks."""
         parts, missing = {}, []
-        for seat in self._node.here:
+        for seat in seats:
             try:
                 parts[seat.rank] = own_part(self._node, seat, boundary)
             except KeyError:
@@ -258,7 +267,13 @@ class Checkpoints:
 
 
 def own_part(node: Node, seat: Seat, boundary: int) -> bytes:
-    """What a checkpoint has of a rank of this node alone. Raises KeyError if there is no record of the boundary."""
+    """What a checkpoint has of a rank alone: of this node, or of the one before it, whose records this one keeps.
+
+    Raises KeyError if there is no record of the boundary.
+    """
+    if not seat.is_here:
+        kept: bytes = msgpack.packb(copied.kept_of(node, seat.rank).export(boundary) | {"lines": [0, 0]})
+        return kept
     exported = node.recorder_of(seat).export(boundary)
     packed: bytes = msgpack.packb(exported | {"lines": node.lines_since(seat, boundary)})
     return packed

@@ -10,16 +10,20 @@ import msgpack
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.protocol.board import Field
-from ttprun.rank.records.recorder import NO_BOUNDARY
+from ttprun.rank.records.recorder import NO_BOUNDARY, Recorder
 
 
 def give(node: Node, rank: int) -> str:
     """What this node keeps of a rank of the node before it; "" if that is nothing."""
-    keeper = node.seats[(rank + len(node.here)) % len(node.seats)]
-    kept = node.copies_in(keeper)
+    kept = kept_of(node, rank)
     if kept.newest == NO_BOUNDARY:
         return ""
     return base64.b64encode(zlib.compress(msgpack.packb(kept.export(kept.newest)), 1)).decode()
+
+
+def kept_of(node: Node, rank: int) -> Recorder:
+    """The records that this node keeps of a rank of the node before it."""
+    return node.copies_in(node.seats[(rank + len(node.here)) % len(node.seats)])
 
 
 def restore(node: Node, seat: Seat, part: str) -> None:

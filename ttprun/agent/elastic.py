@@ -208,7 +208,7 @@ class ReplacingAgent(LocalElasticAgent):
             taken = wait_for_seats(where, self.address, self.alike, self.supervisor.warm_up_standbys, door)
             if isinstance(taken, Taken | Regroup):
                 return taken
-            if taken is not None and taken.kind not in ("restart", "resize"):
+            if taken is not None and taken.kind not in ("restart", "resize", "leave"):
                 raise SystemExit(0)
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
@@ -284,7 +284,10 @@ class ReplacingAgent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         elsewhere = self.supervisor.node.ended_by
-        if self.signals.first is not None:
+        is_announced = self.is_elastic and self.signals.first is signal.SIGUSR1 and self.has_started_ranks
+        if is_announced and self.supervisor.leave(signal.SIGUSR1):
+            self.supervisor.end_ranks_at_once()
+        elif self.signals.first is not None:
             self.supervisor.end(self.signals.first, kwargs.get("timeout", GRACE_S))
             self.supervisor.announce_signal(death_sig)
         elif elsewhere:

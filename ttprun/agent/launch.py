@@ -100,7 +100,7 @@ def _say_how(config: Config, launch_config: torch_launcher.LaunchConfig, spares:
     """Say on the console what a job on several nodes can expect."""
     if config.elastic:
         logger.warning(
-            "%d nodes at first, %d at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
+            "%d at first, %d nodes at most: nodes join and leave at a boundary (--elastic), and samples are dealt out "
             "again; a lost rank is replaced on its node; tried with gloo on CPUs, never with NCCL or HCCL",
             *(launch_config.max_nodes, launch_config.max_nodes + spares),
         )

@@ -76,6 +76,7 @@ class Leader:
             return
         peers.hang_up(number, node.selector)
         self.spares.forget(number)
+        self.roster.note_lost(number)
         seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
         for seat in seats:
             seat.is_lost, seat.pid = True, 0
@@ -130,6 +131,8 @@ class Leader:
                 node.ended_by = node.ended_by or signal
                 stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
                 self.standing.ask(lambda: node.advance(stop), is_end=True)
+            case nodes.Leaving(reason=reason):
+                self.roster.leave(number, reason)
             case nodes.PartStored():
                 self.reports.checkpoints.take_part(message)
             case nodes.FaultAsked(fault=fault):

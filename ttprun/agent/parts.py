@@ -86,6 +86,7 @@ class Parts:
         )
         self.spares = Spares(node)
         self.roster = Roster(node, resumption, self.standing)
+        self.spares.may_shrink = self.roster.may_shrink
         self.orders = Orders(
             node,
             roster=self.roster,
@@ -102,6 +103,7 @@ class Parts:
         )
         self.leader = Leader(node, self.own_states, self.reports, self.spares, self.roster, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)
+        self.status.waits_for = lambda: self.spares.waited_for or self.roster.waits
         self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.hand.forward
         self._node = node

@@ -96,8 +96,44 @@ class Roster:
         waiting = peers.room.waiting if peers.room is not None else ()
         join = ", ".join(waiting[place].address for place in plan.join)
         leave = ", ".join(map(peers.name_of, plan.leave))
-        parts = [f"{join} joins" if join else "", f"{leave} leaves" if leave else ""]
+        parts = [
+            f"{join} join{'s' * (len(plan.join) == 1)}" if join else "",
+            f"{leave} leave{'s' * (len(plan.leave) == 1)}" if leave else "",
+        ]
         return " and ".join(filter(None, parts)) or f"{len(plan.stay)} nodes are left"
+
+    def leave(self, number: int, reason: str) -> None:
+        """A node has announced that it leaves. If too few would be left, the job is saved and ends."""
+        node = self._node
+        self._leaving[number] = reason
+        self._not_before_s = 0.0
+        node.log("node_leaves", node=number, reason=reason)
+        if self.policy is None or self.policy.planned(self._sight()).why_not:
+            self._end(reason)
+        else:
+            self.look()
+
+    def _end(self, reason: str) -> None:
+        """A node leaves, and the others cannot train on without it."""
+        node = self._node
+        node.ended_by = node.ended_by or signal.SIGUSR1
+        stop = recovery.StopAsked(at_s=time.monotonic(), reason=reason)
+        self._standing.ask(lambda: node.advance(stop), is_end=True)
+
+    def note_lost(self, number: int) -> None:
+        """A node is lost: its host has to wait before it may train again."""
+        if self.policy is not None:
+            self._leaving.pop(number, None)
+            self.policy = self.policy.with_lost([self._node.peers.names[number]], time.monotonic())
+
+    def may_shrink(self) -> bool:
+        """Whether the nodes that are left are enough to train on; the checkpoint will then be resumed on those."""
+        if self.policy is None:
+            return False
+        plan = self.policy.planned(self._sight())
+        if not plan.why_not:
+            self._resumption.resize(plan.size * self._node.peers.ranks_per_node)
+        return not plan.why_not
 
     def give_up(self, order: recovery.GiveUpResize) -> None:
         """The group stays on its nodes for now."""
@@ -108,6 +144,8 @@ class Roster:
         self._resumption.resize(len(node.seats))
         node.log("resize_given_up", reason=order.reason)
         logger.warning("the nodes stay as they are: %s", self.waits)
+        if self._leaving:
+            self._end("; ".join(self._leaving.values()))
 
     def regroup(self, order: recovery.Regroup) -> None:
         """Have the group start again on the nodes that are there now."""
@@ -125,7 +163,7 @@ class Roster:
         waiting = [peers.room.waiting[place] for place in plan.join]
         doors = [*(peers.doors[number] for number in plan.stay), *(one.door for one in waiting)]
         node.log("regroup", nodes=plan.size, stay=plan.stay, join=[one.address for one in waiting], reason=order.reason)
-        logger.warning("all ranks start again on %d nodes: %s", plan.size, order.reason)
+        logger.warning("all ranks start again on %d node%s: %s", plan.size, "s" * (plan.size > 1), order.reason)
         orders = [
             nodes.Regroup(
                 node=number,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ttprun import recovery
@@ -32,11 +33,26 @@ class Vacancy:
 
 
 class Spares:
-    """Gives the seats of lost nodes away."""
+    """Gives the seats of lost nodes away.
+
+    may_shrink   whether the nodes that are left train on at once if nobody waits for seats
+    """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._vacant: dict[int, Vacancy] = {}
+        self.may_shrink: Callable[[], bool] = lambda: False
+
+    @property
+    def waited_for(self) -> str:
+        """What the ranks that are left wait for; "" if they do not."""
+        lost = [number for number, vacancy in self._vacant.items() if vacancy.due is None]
+        if not lost:
+            return ""
+        since_s = min(self._vacant[number].since_s for number in lost)
+        left_s = max(0.0, self._node.config.node_wait_s - (time.monotonic() - since_s))
+        names = ", ".join(map(self._node.peers.name_of, lost))
+        return f"{names} is lost: waiting {left_s:.0f} s more for a launcher to take its place (--node-wait-s)"
 
     def begin_group(self) -> None:
         """All nodes are there."""
@@ -111,11 +127,16 @@ class Spares:
         """Time has passed: nobody waits for ever."""
         limit_s = self._node.config.node_wait_s
         for number, vacancy in list(self._vacant.items()):
-            if vacancy.due is None and time.monotonic() - vacancy.since_s >= limit_s:
-                name = self._node.peers.name_of(number)
-                for rank in list(vacancy.spawns):
-                    why = f"{name} is lost, and no other took its place within {limit_s:g} s (--node-wait-s)"
-                    self._fail(vacancy, rank, why)
+            if vacancy.due is not None or not vacancy.spawns:
+                continue
+            name = self._node.peers.name_of(number)
+            why = f"{name} is lost, and no other took its place within {limit_s:g} s (--node-wait-s)"
+            if self.may_shrink():
+                why = f"{name} is lost, and the nodes that are left are enough (--elastic)"
+            elif time.monotonic() - vacancy.since_s < limit_s:
+                continue
+            for rank in list(vacancy.spawns):
+                self._fail(vacancy, rank, why)
 
     def _fail(self, vacancy: Vacancy, rank: int, reason: str) -> None:
         if vacancy.spawns.pop(rank, None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ttprun.agent.checkpoint_writer import CheckpointWriter
@@ -63,6 +63,7 @@ class StatusPublisher:
     """Writes the status of a run.
 
     restarts_left   how often torch may still restart all ranks
+    waits_for       gives what the job waits for, "" if it does not
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class StatusPublisher:
         self._seen: tuple[object, ...] = ()
         self._of_all: RunStatus | None = None
         self.restarts_left = 0
+        self.waits_for: Callable[[], str] = str
 
     def publish(self) -> None:
         """Write the status if something has changed, or if half a second has passed."""
@@ -144,7 +146,7 @@ class StatusPublisher:
             standby_state=self._standbys.state if exit_code is None else "",
             protection=self._protection(),
             exit_code=exit_code,
-            reason=reason or (node.verdict.reason if node.verdict else ""),
+            reason=reason or (node.verdict.reason if node.verdict else self.waits_for()),
             ranks=tuple(_rank(node, seat, exit_code is not None) for seat in seats),
             incidents=self._incidents.published(),
             checkpoint=self._checkpoint_writer.status,

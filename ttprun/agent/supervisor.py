@@ -259,6 +259,30 @@ class Supervisor:
         while not self.node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
             pass
 
+    def leave(self, ended_by: signal.Signals) -> bool:
+        """This node leaves, and the others train on; returns when they do, or when the job ends instead.
+
+        returns   whether the others train on
+
+        What is saved, and how long that may take, is the leader's affair; a second signal ends the ranks.
+        """
+        node = self.node
+        reason = f"ended by {ended_by.name} on {node.peers.name_of(node.peers.node)}"
+        node.log("leaving", reason=reason)
+
+        def leave() -> None:
+            if self._is_paused or node.verdict is not None:
+                node.is_settled.set()
+            elif node.peers.is_hand:
+                node.peers.to_leader(nodes.Leaving(reason))
+            else:
+                self.parts.roster.leave(node.peers.node, reason)
+
+        node.call(leave)
+        while not node.is_settled.wait(_LOOK_AGAIN_S) and self._thread.is_alive():
+            pass
+        return node.verdict is not None and node.verdict.kind == "leave"
+
     def pause(self) -> None:
         """The group is about to be ended on purpose: exits are no faults from now on."""
         done = threading.Event()
