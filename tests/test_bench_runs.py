@@ -24,14 +24,12 @@ with Run("torchrun", 1, Path(sys.argv[1]), within=("sh", "-c", "exec sleep 1000"
 
 def test_a_benchmark_that_gets_sigterm_ends_its_runs(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{BENCH}{os.pathsep}{BENCH.parent.parent}"}
-    benchmark = subprocess.Popen(
-        [sys.executable, "-c", BENCHMARK, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    assert benchmark.stdout is not None
-    launcher = int(benchmark.stdout.readline())
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        launcher = int(benchmark.stdout.readline())
+        benchmark.terminate()
+        assert benchmark.wait(30) == 143
 
-    benchmark.terminate()
-
-    assert benchmark.wait(30) == 143
     with pytest.raises(psutil.NoSuchProcess):
         psutil.Process(launcher)
