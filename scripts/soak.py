@@ -82,7 +82,7 @@ ON_NPU = (
     Subject("on_device.py", ("--out={folder}/out", "--with=batchnorm,dropout"), 32, ("forward", *STEP)),
     Subject("while_true_get_batch.py", ("--out={folder}/out", "--device=npu", "--backend=hccl", "--max_iters=32"), 32,
             ("forward", *STEP)),
-    Subject("on_device.py", ("--out={folder}/out", "--with=fp16,loader,pinned"), 32, ("forward", *STEP)),
+    Subject("on_device.py", ("--out={folder}/out", "--with=fp16,loader,pinned"), 24, ("forward", *STEP)),
     Subject("trainer_class.py", ("--out={folder}/out", "--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
     Subject("on_device.py", ("--out={folder}/out", "--with=dropout", "--by-hand"), 32, STEP),
 )  # fmt: skip

@@ -35,3 +35,15 @@ def test_each_error_of_a_device_is_answered_in_its_way_and_nothing_differs(
     assert_same_outcome(result, reference)
     started = [event["rank"] for event in result.events if event["event"] == "rank_started"]
     assert [started.count(rank) for rank in (0, 1)] == processes
+
+
+def test_a_link_error_among_four_ranks_is_answered_in_the_same_process_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    reference = undisturbed(SCRIPT, 4, device=NPU)
+
+    result = run_ttprun(SCRIPT, 4, faults=["link:rank=2,step=12,phase=collective"], device=NPU)
+
+    assert_recovered_by(result, ["rerun"])
+    assert [incident["kind"] for incident in result.incidents] == ["link"], result.story()
+    assert_same_outcome(result, reference)

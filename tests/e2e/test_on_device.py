@@ -13,6 +13,7 @@ from tests.e2e.harness import (
 )
 
 SCRIPT = "on_device.py"
+STYLES = "device_styles.py"
 NPU = "npu"
 
 
@@ -74,6 +75,45 @@ def test_one_of_four_ranks_that_is_lost_or_hangs_is_replaced_and_nothing_differs
     reference = undisturbed(SCRIPT, 4, arguments, device=NPU)
 
     result = run_ttprun(SCRIPT, 4, script_args=arguments, faults=[fault], options=["--hang-timeout", "6"], device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["forward", "backward", "collective", "before_step", "in_step", "after_step"])
+def test_a_rank_is_replaced_from_each_moment_of_a_step_on_a_device(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, phase: str, rank: int
+) -> None:
+    arguments = ["--style", "epochs", "--with", "batchnorm,dropout"]
+    reference = undisturbed(STYLES, 2, arguments, device=NPU)
+
+    result = run_ttprun(STYLES, 2, script_args=arguments, faults=[f"kill:rank={rank},step=7,phase={phase}"], device=NPU)
+
+    assert_same_outcome(result, reference)
+    assert_only_replaced(result)
+    assert_survivors_kept_their_pids(result)
+
+
+@pytest.mark.parametrize("style", ["epochs", "while", "class", "two"])
+@pytest.mark.parametrize(
+    ("more", "ranks", "fault"),
+    [
+        ("batchnorm,dropout", 4, "kill:rank=2,step=5,phase=before_step"),
+        ("fp16", 2, "kill:rank=1,step=2,phase=backward"),
+        ("fp16,accumulation,dropout", 4, "kill:rank=0,step=4,phase=after_step"),
+        ("bf16", 2, "kill:rank=0,step=5,phase=collective"),
+        ("accumulation,dropout", 2, "kill:rank=1,step=4,phase=forward"),
+    ],
+)
+def test_each_style_of_a_loop_on_a_device_is_repaired_with_what_it_does_there(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, style: str, more: str, ranks: int, fault: str
+) -> None:
+    arguments = ["--style", style, "--with", more]
+    reference = undisturbed(STYLES, ranks, arguments, device=NPU)
+
+    result = run_ttprun(STYLES, ranks, script_args=arguments, faults=[fault], device=NPU)
 
     assert_same_outcome(result, reference)
     assert_only_replaced(result)

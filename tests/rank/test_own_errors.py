@@ -71,6 +71,29 @@ def test_weights_that_cannot_be_noted_cost_the_protection_and_not_the_step() -> 
     )
 
 
+def _step_on_failed_memory() -> tuple[str, str]:
+    def note(number: int) -> None:
+        raise RuntimeError("UCE ERROR, error code is 507053")
+
+    patches.apply_all(with_replay=False)
+    session = make_session()
+    become(session)
+    session.kept_weights.note = note  # type: ignore[method-assign]
+    session.groups["a group"] = None  # type: ignore[assignment]  # without one nothing is recorded
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    step_hooks._running = optimizer
+    try:
+        step_hooks.after_step(optimizer, (), {})
+    except RuntimeError as error:
+        return str(error), session.unprotected
+    return "", session.unprotected
+
+
+def test_an_error_of_the_device_that_our_own_operation_meets_is_the_scripts_and_is_repaired() -> None:
+    assert run_alone(_step_on_failed_memory) == ("UCE ERROR, error code is 507053", "")
+
+
 def test_a_replay_that_fails_in_its_own_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay_guard, "_KILL_LIMIT_S", 0.0)
     session = make_session(str(tmp_path))

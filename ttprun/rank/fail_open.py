@@ -174,6 +174,12 @@ def is_meant(error: BaseException) -> bool:
     return session.framework is not None or session.diagnose(error).is_of_computation
 
 
+def raise_if_meant(error: BaseException) -> None:
+    """Raise an exception again that is meant for the script: a device's, which one of our own operations has met."""
+    if is_meant(error):
+        raise error
+
+
 def _session() -> Any:
     module = sys.modules.get("ttprun.rank.session")
     return module.current() if module is not None else None

@@ -146,6 +146,27 @@ PATCHES: tuple[Patch, ...] = (
         "data.workers:wrap_worker_loop",
         "to keep the random states of DataLoader workers",
     ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler._maybe_opt_step",
+        "replay.loss_scaling:wrap_maybe_opt_step",
+        "in a replay, to leave out the steps that the lost rank's scaler has left out, and no others",
+        "replay",
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.step",
+        "replay.loss_scaling:wrap_step",
+        "in a replay, to know which scaler takes a step",
+        "replay",
+    ),
+    Patch(
+        "torch.amp.grad_scaler",
+        "GradScaler.update",
+        "replay.loss_scaling:wrap_update",
+        "in a replay, to do nothing after a loop of steps that was skipped",
+        "replay",
+    ),
     Patch("torch.serialization", "save", "effects.files:wrap_save", "in a replay, to save nothing"),
     Patch("safetensors", "serialize_file", "effects.files:wrap_save", "the same"),
     Patch(

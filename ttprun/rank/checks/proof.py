@@ -17,6 +17,7 @@ import torch
 
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
+from ttprun.rank import fail_open
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
 from ttprun.rank.session import Session, current
@@ -137,6 +138,7 @@ def note(session: Session, kind: int, name: str, values: Sequence[Any], what: st
     except MismatchError:
         raise
     except Exception as error:  # not proved; training continues
+        fail_open.raise_if_meant(error)
         if session.proof is not None:
             session.proof = None
             report(session, [], [f"step {session.applied} cannot be compared with the lost rank's: {error!r}"])

@@ -112,6 +112,7 @@ class Verifier:
             held, names = holdings.in_full(optimizer), holdings.names(frame)
             shards, why_not_stored = holdings.shards()
         except Exception as error:
+            fail_open.raise_if_meant(error)
             self._turn_off(error)
             return
         session = current()
@@ -163,6 +164,7 @@ class Verifier:
                 self._thread = threading.Thread(target=self._work_off, name="ttprun-verification", daemon=True)
                 self._thread.start()
         except Exception as error:  # e.g. no memory: training continues
+            fail_open.raise_if_meant(error)
             self._turn_off(error)
             return
         self._is_idle.clear()

@@ -346,10 +346,12 @@ class ManagedGroup(ProcessGroup):
                 return
             entry.note_result()
             entry.is_done = True
-        if entry.place:
-            self.session.results.keep(entry)
-        entry.settle(entry.outputs)
-        entry.release()
+        try:
+            if entry.place:
+                self.session.results.keep(entry)
+        finally:  # a device may have failed meanwhile: whoever waits must not wait for ever
+            entry.settle(entry.outputs)
+            entry.release()
 
 
 def _operation(op: str) -> Callable[..., Work]:

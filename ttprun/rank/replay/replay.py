@@ -34,6 +34,7 @@ from ttprun.rank.position.frames import place, user_frames
 from ttprun.rank.process import random_state
 from ttprun.rank.records import replayable
 from ttprun.rank.records.record import Record
+from ttprun.rank.replay import loss_scaling
 from ttprun.rank.session import Session
 from ttprun.rank.values import CannotRestoreError, Restore, restore_loop, room_to_walk
 from ttprun.rank.weights import gradients, mirror, optimizer_registry
@@ -91,6 +92,7 @@ class Replay:
         self._has_arrived = self._before is None
         self._is_at_target = False
         self._steps_passed = 0
+        self._steps_left_out = 0  # by a GradScaler
         self.difference = ""
         self._loops_used: set[int] = set()
         self._iterators_used: set[int] = set()
@@ -204,13 +206,25 @@ class Replay:
             self.refuse(f"the variables of the lost rank cannot be restored: {error!r}")
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """All that the step begins with is the lost rank's, if it is taken again: refuses if it cannot be."""
+        """What the step begins with is the lost rank's, all of it if it is taken again: refuses if it cannot be."""
+        loss_scaling.take_over(optimizer)
         if not self._is_at_target or not self.step_from:
             return
         try:
             mirror.load_step(self.step_from, optimizer)
         except Exception as error:  # the step must not be taken with half of the state
             self.refuse(f"the step of boundary {self.boundary} cannot be taken again from the mirror: {error!r}")
+
+    def leaves_step_out(self, frame: FrameType) -> bool:
+        """Whether a GradScaler has left out the lost rank's step at this place: it is not the next boundary's."""
+        if not self._has_arrived:
+            return False
+        number = self._passed + 1
+        record = self._target if number == self.boundary else replayable.read_record(self.session.recorder, number)
+        if not self._difference(record, frame):
+            return False
+        self._steps_left_out += 1
+        return self._steps_left_out <= STEPS_TO_LOOK_FOR
 
     def _arrive(self, frame: FrameType, returned: Any) -> Any:
         """The script is before a step: if that is at a record's place, restore the record."""

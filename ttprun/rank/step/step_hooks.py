@@ -196,6 +196,7 @@ def _note_weights(session: Session) -> None:
     try:
         session.kept_weights.note(session.applied + 1)
     except Exception as error:  # e.g. no memory for copies: fail open
+        fail_open.raise_if_meant(error)
         session.give_up_protection(f"the weights after step {session.applied + 1} cannot be noted: {error!r}")
 
 
@@ -251,6 +252,7 @@ def _write_record(
     except RecordTooLargeError as error:
         session.give_up_protection(str(error))
     except Exception as error:  # fail open
+        fail_open.raise_if_meant(error)
         session.give_up_protection(f"the state of boundary {boundary} cannot be recorded: {error!r}")
     if session.local_rank == LEADER and not session.trains_alone:
         session.snapshots.agree(session.channel, boundary, is_open)

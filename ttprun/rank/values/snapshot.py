@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ttprun.rank import fail_open
 from ttprun.rank.position import iterables, loops
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
 from ttprun.rank.values.unchanged import Remembered, Unchanged
@@ -235,6 +236,7 @@ class Snapshot:
         try:
             return handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
+            fail_open.raise_if_meant(error)
             return [Tag.REFUSED, f"raised {type(error).__name__} when it was read"]
 
     def _not_proved(self, kind: type, why: str) -> list[Any]:

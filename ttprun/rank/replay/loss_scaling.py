@@ -1,0 +1,68 @@
+"""GradScaler in a replay: a step is taken where the lost rank has taken it, and left out where it was left out.
+
+A scaler leaves a step out if a gradient has overflowed. The gradients of a replay are those of other weights: they say
+nothing of what the lost rank did. Its records do: it has a boundary where the scaler let the optimizer step. What the
+scaler keeps of the overflow until its `update` follows from that, or, if the optimizer itself leaves the step out
+(fused=True), is in the record. The scale itself is in the records, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ttprun.rank import fail_open
+from ttprun.rank.session import current
+
+_stepping: list[Any] = []  # scalers whose `step` is running
+
+
+def wrap_step(original: Any) -> Any:
+    """GradScaler.step: note that it runs."""
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _stepping.append(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _stepping.pop()
+
+    return step
+
+
+def wrap_maybe_opt_step(original: Any) -> Any:
+    """GradScaler._maybe_opt_step: step if the lost rank has, whether or not a gradient has overflowed."""
+
+    def maybe_opt_step(self: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        session = current()
+        if session is not None and session.replay is not None:
+            is_left_out = session.replay.leaves_step_out(fail_open.caller())
+            for found in state["found_inf_per_device"].values():
+                found.fill_(float(is_left_out))
+        return original(self, optimizer, state, *args, **kwargs)
+
+    return maybe_opt_step
+
+
+def wrap_update(original: Any) -> Any:
+    """GradScaler.update: nothing, where the replay has skipped the loop in which the steps are taken."""
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session = current()
+        is_in_replay = session is not None and session.replay is not None
+        if is_in_replay and not any(one["found_inf_per_device"] for one in self._per_optimizer_states.values()):
+            return None
+        return original(self, *args, **kwargs)
+
+    return update
+
+
+def take_over(optimizer: torch.optim.Optimizer) -> None:
+    """A record is restored, and with it the optimizer's `found_inf`: the running scaler has found the same."""
+    found = getattr(optimizer, "found_inf", None)
+    if not _stepping or not isinstance(found, torch.Tensor):
+        return
+    known = _stepping[-1]._per_optimizer_states.get(id(optimizer), {})
+    for held in known.get("found_inf_per_device", {}).values():
+        held.copy_(found.reshape(held.shape))
