@@ -86,6 +86,11 @@ class Config(BaseModel):
         False,
         description="train on as many nodes as there are, from MIN to MAX of --nnodes MIN:MAX: they may join and leave",
     )
+    discovery: str | None = Field(
+        None,
+        min_length=1,
+        description="with --elastic: command that prints the hosts that may train, each as host or host:slots",
+    )
     save_dir: str | None = Field(
         None, min_length=1, description="directory for checkpoints; default: checkpoints/ in the run directory"
     )

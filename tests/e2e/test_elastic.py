@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Launch, Run, assert_no_orphans, start_ttprun
+from tests.e2e.harness import Launch, Run, Undisturbed, assert_no_orphans, start_ttprun
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
@@ -161,3 +161,43 @@ def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tm
     assert [(outcome, lost) for outcome, _, lost in resizes(runs["0"])] == [("recovered", 0)] * 3, runs["0"].story()
     assert counts_of(runs["0"]) == [2] * 120, runs["0"].story()
     assert again.process.returncode == 0
+
+
+def test_a14_hosts_that_the_discovery_command_names_replace_others_and_not_a_bit_differs(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    hosts, script = tmp_path / "hosts", "gated_steps.py"
+    hosts.write_text("10.77.0.1\n10.77.0.2\n")
+    with Nodes(3) as nodes:
+
+        def start(number: int) -> Launch:
+            elastic = ["--elastic", "--save-dir", str(tmp_path / "save"), "--discovery", f"cat {hosts}"]
+            return start_ttprun(
+                script,
+                1,
+                tmp_path / str(number),
+                options=[*nodes.rendezvous(number, "2:2", host=1), *elastic],
+                script_args=["--gate", str(tmp_path / "gate")],
+                out=tmp_path / "out",
+                within=nodes.inside(number),
+            )
+
+        launches = [start(0), start(1)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        launches.append(start(2))
+
+        def has_happened(event: str) -> bool:
+            return any(event in (tmp_path / name / "run/events.jsonl").read_text() for name in "01")
+
+        wait_until(lambda: has_happened("node_waits"))
+        hosts.write_text("10.77.0.2\n10.77.0.3\n")
+        wait_until(lambda: has_happened("resize_asked"))
+        (tmp_path / "gate").touch()
+        runs = [launch.finish(120) for launch in launches]
+
+    assert [run.exit_code for run in runs] == [143, 0, 0], runs[1].story()
+    assert runs[1].status["nodes"] == ["10.77.0.2", "10.77.0.3"], runs[1].story()
+    reference = undisturbed(script, 2)
+    assert [one[-1:] for one in runs[1].hashes.values()] == [one[-1:] for one in reference.hashes.values()][:1]
+    assert runs[1].final == reference.final, runs[1].story()

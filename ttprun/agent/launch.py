@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from ttprun import __version__, mindio, torch_versions
+from ttprun.agent.discovery import Discovery
 from ttprun.agent.elastic import ReplacingAgent
 from ttprun.agent.loopback import ADDRESS, ONE_NODE_ENDPOINT, stores_on_loopback
 from ttprun.agent.meeting import address_for_ranks, own_address
@@ -89,6 +90,9 @@ def launch(
         resumption = Resumption(config, store, world_size, words, is_place_named, is_on_several)
         supervisor = Supervisor(config, run, world_size, is_python, launch_config.max_restarts, store, resumption)
         supervisor.parts.roster.policy = policy
+        if config.discovery is not None:
+            supervisor.parts.roster.discovery = Discovery(config.discovery, launch_config.nproc_per_node)
+            supervisor.parts.roster.discovery.first()
         return _supervise(supervisor, launch_config, entrypoint, args)
     finally:
         if seen is not None:

@@ -11,6 +11,7 @@ import signal
 import time
 
 from ttprun import recovery
+from ttprun.agent.discovery import Discovery
 from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.resume import Resumption
@@ -30,8 +31,9 @@ _TRY_AGAIN_S = 60.0  # after a resize that came to nothing
 class Roster:
     """Has nodes join and leave.
 
-    policy   None: the job is not elastic
-    waits    why nodes do not join or leave though they should; "" if there is nothing to wait for
+    policy      None: the job is not elastic
+    discovery   None: no command names the hosts
+    waits       why nodes do not join or leave though they should; "" if there is nothing to wait for
     """
 
     def __init__(self, node: Node, resumption: Resumption, standing: Standing) -> None:
@@ -39,6 +41,7 @@ class Roster:
         self._resumption = resumption
         self._standing = standing
         self.policy: Membership | None = None
+        self.discovery: Discovery | None = None
         self.waits = ""
         self._is_asked = False
         self._not_before_s = 0.0
@@ -54,6 +57,8 @@ class Roster:
         node = self._node
         if self.policy is None or self._is_asked or node.verdict is not None:
             return
+        if self.discovery is not None:
+            self.discovery.start()
         plan = self.policy.planned(self._sight())
         if not plan.is_due or time.monotonic() < self._not_before_s:
             self._wait_for("" if not plan.is_due else self.waits)
@@ -88,6 +93,7 @@ class Roster:
             lost=frozenset(number for number in range(peers.size) if not peers.is_connected(number)),
             leaving=frozenset(self._leaving),
             waiting=tuple((one.address, one.since_s) for one in waiting),
+            named=None if self.discovery is None else self.discovery.named,
         )
 
     def _named(self, plan: Plan) -> str:

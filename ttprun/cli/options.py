@@ -16,6 +16,7 @@ _METAVARS = {
     "faults": "FAULT",
     "retry_on": "PATTERN",
     "follow": "MODULE",
+    "discovery": "COMMAND",
 }
 
 

@@ -59,6 +59,8 @@ def check_host(torchrun: Namespace, config: Config) -> None:
     """Check what the options name on this machine: script, directories, port. Raises ConfigError; touches nothing."""
     check_script(torchrun)
     check_files(determine_local_world_size(torchrun.nproc_per_node))
+    if config.discovery is not None and not config.elastic:
+        raise ConfigError("--discovery is for jobs whose nodes join and leave", "add --elastic")
     if config.elastic:
         check_elastic(torchrun, config)
     if config.mindio:
