@@ -69,6 +69,17 @@ def test_an_update_after_a_loop_of_steps_that_was_skipped_does_nothing(replay: A
     assert scaler.get_scale() == 8.0
 
 
+def test_a_scaler_that_is_not_enabled_is_left_alone(replay: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
+    scaler.update()
+
+    assert weight.item() == -1.0
+
+
 def test_outside_of_a_replay_the_gradients_decide(replay: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_scaling, "current", lambda: None)
 

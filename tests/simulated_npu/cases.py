@@ -14,6 +14,8 @@ from torch import nn
 from torch_npu import breaking
 from torch_npu.breaking import State
 
+from ttprun.rank.weights.tensor_bytes import bytes_of, content_of, folded
+
 TOO_LONG = 1200  # a product of matrices of this size runs for a while
 
 
@@ -170,6 +172,28 @@ def test_batch_norm_is_the_cpus_also_when_it_is_not_training() -> None:
     both.append((norm(images), on_device(images.to("npu"))))
 
     assert all(torch.equal(expected, result.cpu()) for expected, result in both)
+
+
+def test_what_is_copied_to_the_host_is_counted() -> None:
+    tensor = torch.ones(64, device="npu")
+    size, count = torch.npu.copied_to_host()
+
+    tensor.cpu()
+    tensor[0].item()
+    tensor + tensor
+
+    assert torch.npu.copied_to_host() == (size + 256 + 4, count + 2)
+
+
+def test_a_large_tensor_is_hashed_on_the_device_as_on_the_host() -> None:
+    tensor = torch.randn(1000, 1000)
+    on_device = tensor.to("npu")
+    size, _ = torch.npu.copied_to_host()
+
+    found = bytes(content_of(on_device))
+
+    assert torch.npu.copied_to_host()[0] - size < 4 * tensor.numel() / 1000
+    assert found == bytes(bytes_of(folded(tensor)))
 
 
 def test_memory_is_counted_kept_and_given_back() -> None:

@@ -29,7 +29,7 @@ from ttprun.rank.session import Session, current
 from ttprun.rank.values import pack
 from ttprun.rank.weights import optimizer_registry
 from ttprun.rank.weights.sharded import local_of
-from ttprun.rank.weights.tensor_bytes import bytes_of, elements_of
+from ttprun.rank.weights.tensor_bytes import content_of, elements_of
 
 VARIABLE = "_TTPRUN_CHECK"
 _SEED = 20  # of what the script does not seed, so that two runs of it can be compared
@@ -144,7 +144,7 @@ def _digest(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         held = elements_of(local_of(tensor).detach())
         found.update(f"{held.dtype} {list(tensor.shape)}".encode())
-        found.update(bytes_of(held))
+        found.update(content_of(held))
     return found.hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -237,6 +238,18 @@ def max_memory_allocated(device: Any = None) -> int:
     return int(_C.memory(_index(device))[2])
 
 
+def copied_to_host() -> tuple[int, int]:
+    """Bytes that were copied from devices to the host so far, and in how many copies; only the simulated one counts."""
+    counts: tuple[int, int] = _C.copied_to_host()
+    return counts
+
+
+def _report_copies() -> None:
+    """Append the counts to the file that SIMULATED_NPU_COPIES names."""
+    with open(os.environ["SIMULATED_NPU_COPIES"], "a", encoding="utf-8") as report:
+        report.write(f"{os.environ.get('RANK', '?')} {os.getpid()} {' '.join(map(str, copied_to_host()))}\n")
+
+
 def reset_peak_memory_stats(device: Any = None) -> None:
     """Count the most from now on."""
     _C.reset_peak(_index(device))
@@ -305,3 +318,5 @@ def is_bf16_supported() -> bool:
 
 
 atexit.register(_C.shutdown)
+if os.environ.get("SIMULATED_NPU_COPIES"):
+    atexit.register(_report_copies)

@@ -27,7 +27,7 @@ from ttprun.rank.checks.reduced_gradients import find_nan, has_nan
 from ttprun.rank.session import current
 from ttprun.rank.weights import holdings
 from ttprun.rank.weights.sharded import local_of
-from ttprun.rank.weights.tensor_bytes import bytes_of, elements_of
+from ttprun.rank.weights.tensor_bytes import FOLDED_FROM, bytes_of, elements_of, folded
 
 if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
@@ -176,7 +176,8 @@ class Verifier:
         self._channel.send(from_rank.Note(f"{self._why_off}: from now on the ranks' weights are not compared"))
 
     def _copy(self, weights: list[torch.Tensor]) -> None:
-        """Copy into the buffers of the previous comparison, whose hashing is done."""
+        """Copy into the buffers of the previous comparison, whose hashing is done; of what is on a device, its sums."""
+        weights = [one if one.is_cpu or one.nbytes < FOLDED_FROM else folded(one) for one in weights]
         if [(copy.shape, copy.dtype) for copy in self._copies] != [(one.shape, one.dtype) for one in weights]:
             self._copies = [torch.empty_like(one, device="cpu", requires_grad=False) for one in weights]
         for copy, one in zip(self._copies, weights, strict=True):

@@ -50,7 +50,7 @@ def wrap_update(original: Any) -> Any:
 
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         session = current()
-        is_in_replay = session is not None and session.replay is not None
+        is_in_replay = session is not None and session.replay is not None and self.is_enabled()
         if is_in_replay and not any(one["found_inf_per_device"] for one in self._per_optimizer_states.values()):
             return None
         return original(self, *args, **kwargs)
@@ -63,6 +63,6 @@ def take_over(optimizer: torch.optim.Optimizer) -> None:
     found = getattr(optimizer, "found_inf", None)
     if not _stepping or not isinstance(found, torch.Tensor):
         return
-    known = _stepping[-1]._per_optimizer_states.get(id(optimizer), {})
+    known = getattr(_stepping[-1], "_per_optimizer_states", {}).get(id(optimizer), {})
     for held in known.get("found_inf_per_device", {}).values():
         held.copy_(found.reshape(held.shape))

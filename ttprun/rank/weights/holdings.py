@@ -21,7 +21,7 @@ from ttprun.rank.position.frames import user_frames
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
 from ttprun.rank.weights.sharded import is_distributed, local_of
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.rank.weights.tensor_bytes import content_of
 
 FIRST_LOOKS = 2  # of each optimizer: its state exists from its first step on
 SAMPLE_BYTES = 64
@@ -145,7 +145,7 @@ def _plain_parameters() -> Iterator[replicated.Row]:
 def _hash(tensor: torch.Tensor) -> str:
     held = local_of(tensor)
     found = xxhash.xxh3_64(f"{held.dtype} {list(held.shape)} {sharded.place_of(tensor)}".encode())
-    found.update(bytes_of(held))
+    found.update(content_of(held))
     return found.hexdigest()
 
 
@@ -156,14 +156,14 @@ def _hash_of_rest(state: dict[str, Any], group: dict[str, Any], gradient: torch.
             held = local_of(value)
             if _is_dense(held):
                 found.update(f"{name} {held.dtype} {list(held.shape)}".encode())
-                found.update(bytes_of(held))
+                found.update(content_of(held))
         elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
             found.update(f"{name} {value!r}".encode())
     if gradient is not None:
         gradient = local_of(gradient)
         parts = (gradient,) if _is_dense(gradient) else _parts_of_sparse(gradient)
         for part in parts:
-            found.update(bytes_of(part))
+            found.update(content_of(part))
     return found.hexdigest()
 
 

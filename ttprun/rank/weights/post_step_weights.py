@@ -19,7 +19,7 @@ import xxhash
 
 from ttprun.rank.weights.optimizer_registry import Stepped
 from ttprun.rank.weights.sharded import local_of
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.rank.weights.tensor_bytes import content_of
 
 FULL_LOOKS = 2
 
@@ -119,5 +119,5 @@ def _are_same(weights: Sequence[torch.Tensor], noted: Sequence[torch.Tensor]) ->
 def _digest_of(weights: Sequence[torch.Tensor]) -> bytes:
     state = xxhash.xxh3_64()
     for weight in weights:
-        state.update(bytes_of(local_of(weight).detach()))
+        state.update(content_of(local_of(weight).detach()))
     return state.digest()

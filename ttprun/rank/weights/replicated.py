@@ -19,7 +19,7 @@ import xxhash
 from ttprun.device import registry
 from ttprun.rank.session import current
 from ttprun.rank.weights import optimizer_registry, sharded
-from ttprun.rank.weights.tensor_bytes import bytes_of
+from ttprun.rank.weights.tensor_bytes import content_of
 from ttprun.state.chunks import Chunk
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -143,7 +143,7 @@ def digest() -> str:
     state = xxhash.xxh3_64(msgpack.packb(header))
     for part in parts:
         if part.place is None:
-            state.update(bytes_of(part.tensor))
+            state.update(content_of(part.tensor))
     return state.hexdigest()
 
 
@@ -153,7 +153,7 @@ def digest_of_shards() -> str:
     for part in describe()[1]:
         if part.place is not None:
             state.update(f"{part.key} {part.place}".encode())
-            state.update(bytes_of(part.tensor))
+            state.update(content_of(part.tensor))
     return state.hexdigest()
 
 
@@ -167,7 +167,7 @@ def digests() -> dict[str, str]:
         if part.place is None:
             of_parameter = found.setdefault(parameter_of(part.key), xxhash.xxh3_64())
             of_parameter.update(f"{part.key} {part.tensor.dtype} {list(part.tensor.shape)}".encode())
-            of_parameter.update(bytes_of(part.tensor))
+            of_parameter.update(content_of(part.tensor))
     return {key: of_parameter.hexdigest() for key, of_parameter in found.items()}
 
 
