@@ -15,7 +15,7 @@ from tests.e2e.harness import Launch, Run, Undisturbed, assert_no_orphans, start
 from tests.nodes import Nodes, why_none
 
 pytestmark = pytest.mark.skipif(bool(why_none()), reason=why_none())
-COUNTS = "counts_samples.py"
+COUNTS, GATED = "counts_samples.py", "gated_steps.py"
 
 
 class Job:
@@ -166,7 +166,7 @@ def test_a17_a_lost_node_costs_no_step_and_when_it_comes_back_it_trains_again(tm
 def test_a14_hosts_that_the_discovery_command_names_replace_others_and_not_a_bit_differs(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    hosts, script = tmp_path / "hosts", "gated_steps.py"
+    hosts, script = tmp_path / "hosts", GATED
     hosts.write_text("10.77.0.1\n10.77.0.2\n")
     with Nodes(3) as nodes:
 
@@ -201,3 +201,57 @@ def test_a14_hosts_that_the_discovery_command_names_replace_others_and_not_a_bit
     reference = undisturbed(script, 2)
     assert [one[-1:] for one in runs[1].hashes.values()] == [one[-1:] for one in reference.hashes.values()][:1]
     assert runs[1].final == reference.final, runs[1].story()
+
+
+def leader_of(folder: Path) -> int:
+    """Which of the first two launchers leads."""
+    read = [json.loads((folder / f"{number}/run/status.json").read_text()) for number in range(2)]
+    return [status["is_leading"] for status in read].index(True)
+
+
+def start_gated(nodes: Nodes, number: int, folder: Path, options: tuple[str, ...] = ()) -> Launch:
+    """A launcher of a job of two nodes at least, whose ranks wait before step 12."""
+    return start_ttprun(
+        GATED,
+        1,
+        folder / str(number),
+        options=[*nodes.rendezvous(number, "2:3"), "--elastic", "--save-dir", str(folder / "save"), *options],
+        script_args=["--gate", str(folder / "gate")],
+        out=folder / "out",
+        within=nodes.inside(number),
+    )
+
+
+def test_a8_a9_with_too_few_nodes_all_wait_and_continue_when_a_node_comes(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    with Nodes(3) as nodes:
+        launches = [start_gated(nodes, number, tmp_path) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        leader = leader_of(tmp_path)
+        nodes.end_processes(1 - leader)
+        status = tmp_path / f"{leader}/run/status.json"
+        wait_until(lambda: "more for a launcher to take its place" in json.loads(status.read_text())["reason"])
+        came = start_gated(nodes, 2, tmp_path)
+        (tmp_path / "gate").touch()
+        runs = [launches[leader].finish(120), came.finish(120)]
+
+    assert [run.exit_code for run in runs] == [0, 0], runs[0].story()
+    assert [(one["rung"], one["steps_lost"]) for one in runs[0].incidents] == [("replace", 0)], runs[0].story()
+    assert undisturbed(GATED, 2).final in [run.final for run in runs], runs[0].story()
+
+
+def test_a8_when_no_node_comes_in_time_the_state_is_saved_and_the_job_may_be_started_again(tmp_path: Path) -> None:
+    with Nodes(2) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, ("--node-wait-s", "1")) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        leader = leader_of(tmp_path)
+        nodes.end_processes(1 - leader)
+        run = launches[leader].finish(60)
+
+    assert run.exit_code == 143, run.story()
+    assert "1 of at least 2 nodes are there" in run.output, run.story()
+    saved = run.status["checkpoint"]
+    assert (saved["cause"], saved["reason"], saved["boundary"]) == ("dying gasp", "", 12), run.story()

@@ -35,6 +35,7 @@ from ttprun.torch_versions import GRACE_S
 logger = logging.getLogger("ttprun")
 _NO_JOB_LIMIT_S = 20.0  # for who comes too many to learn of the job, before it takes part in the rendezvous
 _LOOK_AGAIN_S = 0.3
+_STANDBY_LIMIT_S = 20.0
 torch_distributed: Any = importlib.import_module("torch.distributed")
 torch_multiprocessing: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
 
@@ -194,6 +195,8 @@ class ReplacingAgent(LocalElasticAgent):
         if hallway is None or hallway.arrive() <= self.nodes:
             return None
         self.supervisor.prepare_standbys()
+        if self.is_elastic:  # all wait for its ranks when it joins
+            self.supervisor.wait_for_standby(_STANDBY_LIMIT_S)
         tried: set[str] = set()
         ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         while time.monotonic() < ends_s:

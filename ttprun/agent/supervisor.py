@@ -40,6 +40,7 @@ from ttprun.state.store import CheckpointStore
 logger = logging.getLogger("ttprun")
 _STATUS_EVERY_S = 0.5
 _LOOK_AGAIN_S = 1.0
+_LOOK_FOR_STANDBY_S = 0.1
 _START_LIMIT_S = 60.0
 _LEFT_LIMIT_S = 0.5  # processes that were sent SIGKILL are gone by then
 
@@ -141,6 +142,13 @@ class Supervisor:
     def prepare_standbys(self) -> None:
         """This node waits for seats: have a process ready for them."""
         self.node.call(self.parts.standby_watch.prepare)
+
+    def wait_for_standby(self, limit_s: float) -> None:
+        """Block until a standby is ready, if it is on its way."""
+        ends_s = time.monotonic() + limit_s
+        standbys = self.parts.standbys
+        while time.monotonic() < ends_s and not standbys.ready:
+            time.sleep(_LOOK_FOR_STANDBY_S)
 
     def warm_up_standbys(self, modules: list[str], files: list[str]) -> None:
         """What the ranks of the job have imported by their first step."""
