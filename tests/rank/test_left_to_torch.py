@@ -34,3 +34,28 @@ def test_receiving_from_whoever_sends_is_not_repaired() -> None:
 
     reason = "the script uses recv without src: which rank sends is not known before, which is not repaired"
     assert found[0] == (reason, 1, [1.0, 1.0])
+
+
+class Divided(torch.optim.SGD):
+    """As Muon and ZeRO by hand: each rank updates some of the parameters and sends them to the others."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for number, weight in enumerate(self.param_groups[0]["params"]):
+            if number == dist.get_rank():
+                weight.data.add_(weight.grad, alpha=-1)
+            dist.broadcast(weight.data, number)
+
+
+def step_with_work_divided_among_the_ranks(rank: int) -> tuple[str, list[float]]:
+    weights = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+    optimizer = Divided(weights, lr=1.0)
+    sum(weights).sum().backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return unprotected(), [weight.item() for weight in weights]
+
+
+def test_an_optimizer_that_divides_its_work_among_the_ranks_is_reported_with_the_reason() -> None:
+    found = run_world(step_with_work_divided_among_the_ranks)
+
+    assert [weights for _, weights in found] == [[-1.0, -1.0]] * 2
+    assert all(reason.startswith("its optimizer communicates inside step()") for reason, _ in found)

@@ -21,6 +21,7 @@ from ttprun.rank.checks import proof
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES
+from ttprun.rank.comm.operations import IN_STEP
 from ttprun.rank.comm.work import ManagedWork
 from ttprun.rank.position.frames import calls_key
 from ttprun.rank.records.evidence import INPUT, sampled
@@ -106,7 +107,7 @@ def issue(group: ManagedGroup, op: str, args: tuple[Any, ...]) -> Any:
         message.is_done = True
         return ManagedWork(journal, message)
     if session.is_applying:
-        session.give_up_protection(f"the script's {op} is issued inside Optimizer.step (by a closure?)")
+        session.give_up_protection(IN_STEP)
     message.number = journal.number_of(message)
     if session.expected is not None:
         session.expected.check(message)

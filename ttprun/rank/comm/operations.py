@@ -11,6 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IN_STEP = (
+    "its optimizer communicates inside step(), as those do that divide their work among the ranks (Muon, ZeRO by hand) "
+    "or call a closure several times: what it holds differs between ranks, and is not repaired in mid-step"
+)
 # operation: (argument that holds the inputs, argument that holds the outputs)
 OPERATIONS = {
     "allreduce": (0, 0),

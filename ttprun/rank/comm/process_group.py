@@ -31,7 +31,7 @@ from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError
 from ttprun.rank.comm.links import Links
-from ttprun.rank.comm.operations import GATHERING, OPERATIONS, POINT_TO_POINT, positional, tensors_in
+from ttprun.rank.comm.operations import GATHERING, IN_STEP, OPERATIONS, POINT_TO_POINT, positional, tensors_in
 from ttprun.rank.comm.reissue import call_or_take
 from ttprun.rank.comm.transports import TRANSPORTS, Seat
 from ttprun.rank.comm.work import ManagedWork, Refused
@@ -237,7 +237,7 @@ class ManagedGroup(ProcessGroup):
             entry.is_done = True
             return ManagedWork(journal, entry)
         if session.is_applying:
-            session.give_up_protection("a collective is issued inside Optimizer.step (by a closure?)")
+            session.give_up_protection(IN_STEP)
         if session.expected is not None:
             session.expected.check(entry)
         if inputs_at is None or self._input_is_ignored(op, args):
