@@ -32,7 +32,7 @@ def receive_from_any(rank: int) -> tuple[str, int, list[float]]:
 def test_receiving_from_whoever_sends_is_not_repaired() -> None:
     found = run_world(receive_from_any)
 
-    reason = "the script uses recv without src: which rank sends is not known before, which is not repaired"
+    reason = "the script uses recv without src (which rank sends is not known before: name it), which is not repaired"
     assert found[0] == (reason, 1, [1.0, 1.0])
 
 
