@@ -16,7 +16,8 @@ class FakeSupervisor:
     """The job is ended by somebody just before the group that is to be restarted is left alone."""
 
     def __init__(self) -> None:
-        self.node = SimpleNamespace(verdict=Verdict("restart", "a rank is lost"), first_failure=FirstFailure())
+        verdict, peers = Verdict("restart", "a rank is lost"), SimpleNamespace(has_lost=False)
+        self.node = SimpleNamespace(verdict=verdict, first_failure=FirstFailure(), peers=peers)
 
     def pause(self) -> None:
         self.node.verdict = Verdict("fail", "ended by the scheduler", has_progress=False)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from ttprun.agent import meeting
-from ttprun.agent.meeting import Taken, wait_for_seats
 from ttprun.agent.peers import Peers
 from ttprun.agent.room import Door, Hallway, Room
+from ttprun.agent.waiting import Taken, wait_for_seats
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
+from ttprun.protocol.channel import Channel
 
 ALIKE = {"ttprun": "1.0", "the script": "abc"}
 LIMIT_S = 10.0
@@ -145,6 +146,36 @@ def test_who_waits_hears_how_the_group_has_ended(lead: Lead, wait: Wait) -> None
     lead.peers.close(lead.selector)
 
     assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+
+
+def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: Lead, wait: Wait) -> None:
+    following = Lead()
+    rooms = {0: nodes.Where(**lead.where), 1: nodes.Where(**following.where)}
+    waiting = wait(lead.where)
+    lead.run(lambda: bool(lead.came))
+    room = lead.peers.room
+    assert room is not None
+    room.announce(nodes.Rooms(rooms, 1))
+
+    lead.peers.close(lead.selector)
+    following.run(lambda: bool(following.came))
+    following.peers.conclude(nodes.Concluded("done", "", True, 0))
+    following.peers.close(following.selector)
+
+    assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
+
+
+def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:
+    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+        link = Channel(sock, meeting.KNOWN)
+        link.send(nodes.Hello(lead.where["token"], 1, "10.0.0.2", ALIKE))
+        pool = ThreadPoolExecutor(1)
+        answer = pool.submit(link.receive_with_fds)
+        lead.run(answer.done)
+
+    assert isinstance(answer.result()[0], nodes.Deposed)
+    assert lead.came == []
+    pool.shutdown()
 
 
 def test_a_launcher_knows_by_the_rendezvous_store_how_many_came_before_and_where_to_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -345,6 +346,60 @@ def test_the_node_that_has_the_rendezvous_store_but_does_not_lead_is_replaced_as
     assert_same_weights(runs, undisturbed(GATED, 2))
 
 
+def test_if_the_leader_is_lost_while_a_rank_of_another_node_is_repaired_both_are_repaired_anew(
+    undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with Nodes(4) as nodes:
+        launches = [start_gated(nodes, number, tmp_path, size="3:4") for number in range(3)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        spare = start_gated(nodes, 3, tmp_path, size="3:4")
+        lead = leading(launches)
+        launches[lead].wait_for_event("node_waits")
+        followers = [launch for number, launch in enumerate(launches) if number != lead]
+
+        os.kill(rank_pid(followers[1]), signal.SIGKILL)
+        launches[lead].wait_for_event("incident")
+        nodes.end_processes(lead)
+        (tmp_path / "gate").touch()
+        leader, runs = finished([*followers, spare])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0, 2])]
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_same_weights(runs, undisturbed(GATED, 3))
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
+def test_if_nobody_takes_the_seats_of_the_leaders_node_the_job_ends_with_143(
+    nodes: Nodes, start: StartNodes, is_cut: bool
+) -> None:
+    launches = start("plain_tensors.py", 1, options=["--node-wait-s", "1"], script_args=["--steps", "100000"])
+    for launch in launches:
+        launch.wait_for_line(0, "step 10 ")
+    lead = leading(launches)
+
+    nodes.cut(lead) if is_cut else nodes.end_processes(lead)
+    run = launches[1 - lead].finish(60)
+
+    assert run.exit_code == 143, run.story()
+    told = "reaches 1 of 2 agents: the others may go on without it" if is_cut else "leads from now on"
+    assert told in run.output, run.story()
+    assert_no_orphans(run)
+
+
+def rank_pid(launch: Launch) -> int:
+    """The pid of the first rank of a launcher's node."""
+    assert launch.run_dir is not None
+    status = json.loads((launch.run_dir / "status.json").read_text())
+    return next(rank["pid"] for rank in status["ranks"] if rank["node"] == status["node"])
+
+
+def leading(launches: list[Launch]) -> int:
+    """The number of the launcher whose agent leads."""
+    found = (json.loads((launch.run_dir / "status.json").read_text()) for launch in launches if launch.run_dir)
+    return next(number for number, status in enumerate(found) if status["is_leading"])
+
+
 def start_gated(
     nodes: Nodes,
     number: int,
@@ -368,3 +423,24 @@ def start_gated(
         out=shared / "out",
         within=nodes.inside(number),
     )
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["its processes are killed", "its link is cut"])
+def test_the_node_whose_agent_leads_is_lost_and_the_next_one_takes_over_with_a_spare(
+    undisturbed: Undisturbed, tmp_path: Path, is_cut: bool
+) -> None:
+    with Nodes(3) as nodes:
+        launches = [start_gated(nodes, number, tmp_path) for number in range(2)]
+        for launch in launches:
+            launch.wait_for_line(0, "step 11 ")
+        spare = start_gated(nodes, 2, tmp_path)
+        lead = leading(launches)
+        launches[lead].wait_for_event("node_waits")
+
+        nodes.cut(lead) if is_cut else nodes.end_processes(lead)
+        (tmp_path / "gate").touch()
+        leader, runs = finished([launches[1 - lead], spare])
+
+    assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [0])]
+    assert leader.incidents[0]["steps_lost"] == 0, leader.story()
+    assert_same_weights(runs, undisturbed(GATED, 2))

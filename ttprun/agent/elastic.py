@@ -7,6 +7,7 @@ is being replaced is part of a healthy group.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import signal
@@ -21,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from ttprun.agent.failures import Failure
-from ttprun.agent.meeting import KNOWN, NotMetError, Place, Taken, meet, wait_for_seats
+from ttprun.agent.meeting import KNOWN, NotMetError, Place, meet
 from ttprun.agent.peers import Peers
 from ttprun.agent.processes import RankHandler
 from ttprun.agent.regroup import meet_again
@@ -29,6 +30,7 @@ from ttprun.agent.room import Door, Hallway
 from ttprun.agent.signals import Signals
 from ttprun.agent.supervisor import Supervisor
 from ttprun.agent.verdict import Verdict
+from ttprun.agent.waiting import Taken, wait_for_seats
 from ttprun.protocol.nodes import Regroup, Where
 from ttprun.torch_versions import GRACE_S
 
@@ -86,6 +88,7 @@ class ReplacingAgent(LocalElasticAgent):
             supervisor.take_over(taken.records)
         if peers is not None:  # who comes later waits for seats, and that is no reason to start all ranks again
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]
+            self._leave_lost_store_alone(worker_group.spec.rdzv_handler)
         supervisor.parts.status.restarts_left = self._remaining_restarts
         with _handlers_made_by(self._make_handler):
             pids = super()._start_workers(worker_group)
@@ -110,7 +113,7 @@ class ReplacingAgent(LocalElasticAgent):
     def _announce(self, worker_group: WorkerGroup, peers: Peers) -> None:
         """Name the room of a group that this agent leads."""
         hallway = self._hallway(worker_group)
-        if peers.room is not None and hallway is not None:
+        if peers.room is not None and peers.is_leading and hallway is not None:
             try:
                 hallway.announce(peers.room.door.where | {"seen": self.seen_file})
             except Exception as error:  # torch's stores raise errors of their own
@@ -216,6 +219,18 @@ class ReplacingAgent(LocalElasticAgent):
             ends_s = time.monotonic() + _NO_JOB_LIMIT_S
         return None
 
+    def _leave_lost_store_alone(self, handler: Any) -> None:
+        """At the end torch writes to the rendezvous store; on a node that cannot be reached that takes minutes.
+
+        Nor need it know every few seconds that this node is there: the agents do, and each failure is 30 lines.
+        """
+        shut_down = type(handler).shutdown
+
+        def shutdown() -> bool:
+            return True if self.supervisor.node.peers.has_lost else bool(shut_down(handler))
+
+        handler.shutdown = shutdown
+
     def _exit_barrier(self) -> None:
         """Wait for the other agents; over nodes all have ended together, and the store may be lost."""
         if not self.supervisor.node.peers.names:
@@ -246,6 +261,9 @@ class ReplacingAgent(LocalElasticAgent):
             return self._judge(worker_group)
 
     def _judge(self, worker_group: WorkerGroup) -> RunResult:
+        if self.supervisor.node.peers.has_lost:
+            with contextlib.suppress(AttributeError):  # another kind of rendezvous, or another release
+                worker_group.spec.rdzv_handler._keep_alive_timer._ctx.stop_event.set()  # type: ignore[attr-defined]
         if self.supervisor.node.verdict is None:
             return RunResult(state=WorkerState.HEALTHY)
         self.supervisor.pause()

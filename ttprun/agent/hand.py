@@ -1,7 +1,7 @@
 """A hand: the agent of a node that does not lead. It reports what happens to its ranks, and carries out orders.
 
-Processes, standbys, records and logs are each node's own; what is decided comes from the leader. Begin with
-`Hand.take_order` and `Hand.forward`.
+Processes, standbys, records and logs are each node's own; what is decided comes from the leader. What another leader
+would have to know is noted in the seats (`succession.py`). Begin with `Hand.take_order` and `Hand.forward`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ttprun.agent.watch import Watch
 from ttprun.chaos.injections import Injections
 from ttprun.protocol import channel, from_rank, nodes, to_rank
 from ttprun.protocol.codec import Refused, decode, encode
+from ttprun.recovery.members import Ties
 from ttprun.state.files import FileEntry, write_file
 
 logger = logging.getLogger("ttprun")
@@ -37,7 +39,11 @@ _EVERY_S = 0.25
 
 @dataclass
 class Hand:
-    """Reports to the leader, and takes its orders."""
+    """Reports to the leader, and takes its orders.
+
+    lose    called with the leader's number and the reason if it is lost
+    known   what the leader knows of the whole job
+    """
 
     node: Node
     orders: Orders
@@ -45,6 +51,8 @@ class Hand:
     watch: Watch
     status: StatusPublisher
     injections: Injections
+    lose: Callable[[int, str], None] = field(init=False)
+    known: nodes.Known | None = field(default=None, init=False)
     _next_s: float = field(default=0.0, init=False)
 
     def look(self) -> None:
@@ -55,17 +63,6 @@ class Hand:
             self.node.peers.to_leader(rows.rows_of(self.node, self.node.here))
             for silent in self.node.peers.silent():
                 self.lose(silent, f"nothing was heard of it for {self.node.peers.unheard_s(silent):.0f} s")
-
-    def lose(self, number: int, why: str) -> None:
-        """The leader is gone: nobody decides any more, and the ranks start again."""
-        if self.node.verdict is not None:
-            return
-        reason = f"the connection to {self.node.peers.name_of(number)}, which leads, is lost: {why}"
-        self.node.log("node_lost", node=number, reason=reason)
-        logger.warning("%s; all ranks start again if a restart is left (--max-restarts)", reason)
-        failure = Failure(self.node.here[0].rank, 0, -signal.SIGTERM, reason)
-        self.node.first_failure.note(failure, is_new_incident=True)
-        self.node.conclude(Verdict("restart", reason))
 
     # Reports.
 
@@ -81,10 +78,12 @@ class Hand:
                 self.forward(node.seats[rank], from_rank.Unprotected(reason))
             case recovery.RankExited(rank=rank, pid=pid):
                 seat = node.seats[rank]
+                seat.exit_code = -event.signal if event.signal is not None else event.code or 0
+                seat.cause = event.reason
                 ended = nodes.Ended(
                     rank=rank,
                     pid=pid,
-                    code=-event.signal if event.signal is not None else event.code or 0,
+                    code=seat.exit_code,
                     boundary=event.boundary,
                     is_script_error=event.is_script_error,
                     device_fault=event.device_fault,
@@ -112,7 +111,18 @@ class Hand:
                 seat.greet()
             case from_rank.Protected():
                 seat.is_protected = seat.had_torch = True
+            case from_rank.Unprotected(reason=reason):
+                seat.unprotected = seat.unprotected or reason
+            case from_rank.Hindered(reason=reason):
+                seat.hindrance = reason
+            case from_rank.TrainsAlone():
+                seat.ties = Ties.ALONE
+            case from_rank.Joined():
+                seat.ties = Ties.JOINED
+            case from_rank.Reissued():
+                seat.is_catching_up = False
             case from_rank.Faulted():
+                seat.is_catching_up = True
                 seat.note_boundary(node.board)
             case from_rank.Frozen(boundary=boundary):
                 known = {boundary: marks.of(node, seat, boundary)}
@@ -164,6 +174,14 @@ class Hand:
                 self.status.take(order)
             case nodes.Strike():
                 self.injections.strike_here(order)
+            case nodes.Rooms():
+                node.peers.note_rooms(order)
+            case nodes.Known():
+                self.known = order
+            case nodes.Master(where=where):
+                node.move_master(where)
+            case nodes.Deposed(reason=reason):
+                self.give_up(f"{node.peers.leaders_name} goes on without this node: {reason}")
             case nodes.Concluded():
                 self._conclude(order)
             case nodes.Regroup():
@@ -178,6 +196,7 @@ class Hand:
 
     def _spawn(self, rank: int, generation: int) -> None:
         seat = self.node.seats[rank]
+        seat.is_catching_up = True
         if seat.awaits_order:  # its first process has been started with this node's
             seat.awaits_order = False
             self.watch.welcome(seat, is_replacement=True)
@@ -193,6 +212,8 @@ class Hand:
         if seat.pid != order.pid or not seat.is_present:
             return  # it is of a process that has ended
         message = decode(order.line.encode(), channel.KNOWN)
+        if isinstance(message, to_rank.Freeze):
+            self._note_generation(message.generation)
         if isinstance(message, to_rank.Replay | to_rank.Resume):
             message = replace(message, skip_lines=node.lines_since(seat, message.boundary))
         if isinstance(message, Refused):
@@ -232,6 +253,19 @@ class Hand:
             why_not = f"{order.path} cannot be written on {self.node.peers.name_of(self.node.peers.node)}: {error}"
         stored = nodes.PartStored(order.rank, order.boundary, entry.bytes, entry.xxh3, why_not)
         self.node.peers.to_leader(stored)
+
+    def give_up(self, reason: str, kind: str = "fail") -> None:
+        """This node has no part in the job any more: its ranks end.
+
+        kind   of the verdict
+        """
+        node = self.node
+        if node.verdict is not None:
+            return
+        node.log("node_given_up", reason=reason)
+        failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
+        node.first_failure.note(failure, is_new_incident=True)
+        node.conclude(Verdict(kind, reason))
 
     def _conclude(self, order: nodes.Concluded) -> None:
         node = self.node

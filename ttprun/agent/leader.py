@@ -20,10 +20,12 @@ from ttprun.agent.reports import Reports
 from ttprun.agent.roster import Roster
 from ttprun.agent.spares import Spares
 from ttprun.agent.standing import Standing
+from ttprun.agent.verdict import Verdict
 from ttprun.chaos.faults import parse_fault
 from ttprun.protocol import channel, nodes
 from ttprun.protocol.board import Field
 from ttprun.protocol.codec import Refused, decode
+from ttprun.recovery.replicas import UNKNOWN, Replicas
 
 logger = logging.getLogger("ttprun")
 
@@ -41,12 +43,31 @@ class Leader:
     spares: Spares
     roster: Roster
     standing: Standing
+    _shared: tuple[object, ...] = field(default=(), init=False)
+    _shared_replicas: Replicas = field(default=UNKNOWN, init=False)
     _next_s: float = field(default=0.0, init=False)
     _rows_next_s: float = field(default=0.0, init=False)
 
     def begin(self, is_resumed: bool) -> None:
         """The ranks are to be welcomed, on all nodes."""
         self.node.peers.to_hands(nodes.Begin(self.node.job.generation, is_resumed))
+        self.share()
+
+    def share(self) -> None:
+        """Let all hands know what one of them needs if it has to lead, if anything of it is new."""
+        peers, job = self.node.peers, self.node.job
+        waiting = 0 if peers.room is None else len(peers.room)
+        there = {number: room for number, room in sorted(peers.rooms.items()) if peers.is_connected(number)}
+        rooms = nodes.Rooms(there, waiting, dict(peers.doors))
+        why_never = self.reports.checkpoints.why_never
+        now = (rooms, job.incident_count, job.restarts, job.unprotected_reason, why_never)
+        if now == self._shared and job.replicas is self._shared_replicas:
+            return
+        self._shared, self._shared_replicas = now, job.replicas
+        peers.to_hands(rooms)
+        peers.to_hands(known_of(job, why_never))
+        if peers.room is not None:
+            peers.room.announce(rooms)
 
     def look(self) -> None:
         """Time has passed: each hand hears how the ranks of all other nodes stand, and that we live."""
@@ -54,6 +75,7 @@ class Leader:
         if now < self._next_s:
             return
         self._next_s = now + _EVERY_S
+        self.share()
         self.spares.look()
         self.roster.look()
         node, peers = self.node, self.node.peers
@@ -62,7 +84,13 @@ class Leader:
             others = [seat for seat in node.seats if peers.node_of(seat.rank) != number]
             peers.send(number, rows.rows_of(node, others))
         for number in peers.silent():
+            peers.note_out_of_reach()
             self.lose(number, f"nothing was heard of it for {peers.unheard_s(number):.0f} s")
+
+        reached, known = peers.reach
+        if 2 * reached < known and node.verdict is None:
+            name = peers.name_of(peers.node)
+            self.depose(f"{name} reaches {reached} of {known} agents: the others may go on without it")
 
     def welcome(self, address: str) -> None:
         """A node waits for seats."""
@@ -74,7 +102,7 @@ class Leader:
         node, peers = self.node, self.node.peers
         if node.verdict is not None:
             return
-        peers.hang_up(number, node.selector)
+        peers.hang_up(number, node.selector, why)
         self.spares.forget(number)
         self.roster.note_lost(number)
         seats = [seat for seat in node.seats if peers.node_of(seat.rank) == number and not seat.is_finished]
@@ -100,6 +128,14 @@ class Leader:
                 reason=why,
             )
         )
+
+    def depose(self, reason: str) -> None:
+        """Another agent leads: this one's ranks end, and nothing is saved."""
+        node = self.node
+        node.log("node_given_up", reason=reason)
+        failure = Failure(node.here[0].rank, 0, -signal.SIGTERM, reason)
+        node.first_failure.note(failure, is_new_incident=True)
+        node.conclude(Verdict("fail", reason))
 
     def take(self, number: int, message: nodes.OfHand | Refused) -> None:
         """A hand has reported something."""
@@ -137,6 +173,8 @@ class Leader:
                 self.reports.checkpoints.take_part(message)
             case nodes.FaultAsked(fault=fault):
                 self._order(number, fault)
+            case nodes.Deposed(reason=reason):
+                self.depose(f"{node.peers.name_of(number)} goes on without this node: {reason}")
             case Refused(reason=reason):
                 self._refuse(number, reason)
             case _:
@@ -194,3 +232,18 @@ class Leader:
         fields = {"code": event.code, "signal": event.signal, "boundary": event.boundary, "reason": event.reason}
         node.log("rank_exited", rank=seat.rank, pid=event.pid, node=number, at_s=event.at_s, **fields)
         node.advance(event)
+
+
+def known_of(job: recovery.Job, why_no_checkpoints: str) -> nodes.Known:
+    """What another leader would have to know of a job, beside what its ranks report."""
+    replicas = job.replicas
+    return nodes.Known(
+        incidents=job.incident_count,
+        restarts=job.restarts,
+        unprotected=job.unprotected_reason,
+        compared_at=replicas.compared_at,
+        parted={key: list(owners) for key, owners in replicas.parted.items()},
+        shards={key: list(owners) for key, owners in replicas.shards.items()},
+        names=dict(replicas.names),
+        why_no_checkpoints=why_no_checkpoints,
+    )

@@ -16,21 +16,20 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args
 
 from ttprun.agent.peers import Peers, ready
-from ttprun.agent.room import Door, Room, keep_alive
+from ttprun.agent.room import Door, Room
 from ttprun.errors import ConfigError
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 
 LIMIT_S = 60.0  # the agents come out of the same rendezvous
 _HAND_LIMIT_S = LIMIT_S + 15.0  # by then the leader has said why not
-_ROOM_LIMIT_S = 10.0  # to be let in
 _LOOK_AGAIN_S = 0.5
 CLOCK_LIMIT_S = 60.0  # checkpoints and logs of several nodes are put in order by their times
 _LEADER, _OFF = "ttprun/leader", "ttprun/off"
@@ -114,6 +113,7 @@ def _lead(store: Any, place: Place) -> Peers:
     links = {number: ready(link) for number, (link, _) in found.items()}
     own, room = address_for_ranks(place.address), Room(door, place.alike, sees_needed=place.door is not None)
     peers = Peers(place.number, own, place.ranks, links, names, place.size, room, place.master)
+    peers.rooms = {0: nodes.Where(**door.where)} | {number: hello.room for number, (_, hello) in found.items()}
     peers.without_save_dir = sorted(number for number, (_, hello) in found.items() if not hello.shares)
     peers.doors = doors_of(place, [hello for _, hello in found.values()])
     return peers
@@ -176,21 +176,28 @@ def _follow(store: Any, place: Place) -> Peers:
             raise NotMetError(why_not)
         if where is None:
             continue
+        door = Door(place.address, KNOWN)
         try:
-            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()))
+            return _connect(place, where, max(_LOOK_AGAIN_S, ends_s - time.monotonic()), door)
         except (OSError, EOFError) as error:  # of an earlier group, maybe: a new one comes in its place
+            door.close()
             why = f"{where['address']} port {where['port']}: {error}"
             time.sleep(_LOOK_AGAIN_S)
+        except BaseException:
+            door.close()
+            raise
     raise NotMetError(f"the agent that leads cannot be reached ({why})")
 
 
-def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
+def _connect(place: Place, where: dict[str, Any], limit_s: float, door: Door) -> Peers:
+    """`door`: where this agent listens if it leads later."""
     sock = socket.create_connection((where["address"], where["port"]), timeout=limit_s)
     link = Channel(sock, KNOWN)
     try:
         shares = bool(where["seen"]) and os.path.exists(where["seen"])
-        door = place.door or nodes.Where()
-        hello = nodes.Hello(where["token"], place.number, place.address, dict(place.alike), shares, time.time(), door)
+        next_door, alike, now_s = place.door or nodes.Where(), dict(place.alike), time.time()
+        own = nodes.Where(**door.where)
+        hello = nodes.Hello(where["token"], place.number, place.address, alike, shares, now_s, next_door, own)
         link.send(hello)
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
@@ -202,78 +209,9 @@ def _connect(place: Place, where: dict[str, Any], limit_s: float) -> Peers:
     if not isinstance(answer, nodes.Accepted):
         link.close()
         raise OSError(f"an answer that is none: {answer}")
-    names = {0: where["address"], place.number: place.address}
-    return Peers(place.number, address_for_ranks(place.address), place.ranks, {0: ready(link)}, names, place.size)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Seats of a lost node, which this one takes.
-
-    records   of each of its ranks, packed
-    """
-
-    peers: Peers
-    master: str
-    records: Mapping[int, str]
-
-
-def wait_for_seats(
-    where: Mapping[str, Any],
-    address: str,
-    alike: Mapping[str, str],
-    warm_up: Callable[[list[str], list[str]], None],
-    door: nodes.Where | None = None,
-) -> Taken | nodes.Regroup | nodes.Concluded | None:
-    """Wait in the room of a group until seats become free, or until the group starts again with this node.
-
-    where     the room is, as it was announced
-    address   of this node
-    warm_up   called with what standbys should import and compile
-    door      as in `Place`
-
-    returns   how the group has ended, if it did so first; None: nobody leads it any more
-
-    Blocks as long as nothing happens; a signal's handler may end it by an exception. Raises ConfigError if this node
-    does not fit the others.
-    """
-    try:
-        sock = socket.create_connection((where["address"], where["port"]), timeout=_ROOM_LIMIT_S)
-    except OSError:
-        return None
-    link = Channel(sock, KNOWN)
-    keep_alive(sock)
-    seats: nodes.Seats | None = None
-    records: dict[int, str] = {}
-    try:
-        shares = bool(where.get("seen")) and os.path.exists(where["seen"])
-        own_door = door or nodes.Where()
-        link.send(nodes.Hello(where["token"], -1, address, dict(alike), shares, time.time(), own_door))
-        while seats is None or len(records) < seats.ranks:
-            message: Any = link.receive_with_fds()[0]
-            match message:
-                case nodes.Accepted():
-                    sock.settimeout(None)
-                case nodes.Rejected(reason=reason, cure=cure):
-                    raise ConfigError(reason, cure)
-                case nodes.Concluded() | nodes.Regroup():
-                    link.close()
-                    return message
-                case nodes.Warmth(modules=modules, files=files):
-                    warm_up(modules, files)
-                case nodes.Seats():
-                    seats = message
-                case nodes.Records(rank=rank, part=part):
-                    records[rank] = part
-    except (OSError, EOFError):
-        link.close()
-        return None
-    except BaseException:
-        link.close()
-        raise
-    own = address_for_ranks(address)
-    peers = Peers(seats.node, own, seats.ranks, {0: ready(link)}, seats.names, seats.size)
-    return Taken(peers, seats.master, records)
+    names, links = {0: where["address"], place.number: place.address}, {0: ready(link)}
+    room, address = Room(door, place.alike, place.door is not None), address_for_ranks(place.address)
+    return Peers(place.number, address, place.ranks, links, names, place.size, room, place.master)
 
 
 def own_address(named: str | None, endpoint: str) -> str:

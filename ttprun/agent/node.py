@@ -210,6 +210,13 @@ class Node:
     def _slot_bytes(self) -> int:
         return self.config.record_limit_mib << 20
 
+    def move_master(self, where: str) -> None:
+        """Processes that are started from now on find their store elsewhere: "address port"."""
+        self.peers.master = where
+        address, port = where.split()
+        for seat in self.here:
+            seat.handler.start["env"] |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+
     def spawn_those_that_wait(self) -> None:
         """A process is gone, or a standby has become ready, or has died: ranks that wait for that get their process."""
         for spawn in [seat.spawn for seat in self.here if seat.spawn is not None]:

@@ -32,6 +32,7 @@ from ttprun.agent.standby_watch import StandbyWatch
 from ttprun.agent.standbys import Standbys
 from ttprun.agent.standing import Standing
 from ttprun.agent.status import StatusPublisher
+from ttprun.agent.succession import Succession
 from ttprun.agent.unseen import Unseen
 from ttprun.agent.watch import Watch
 from ttprun.chaos.injections import Injections
@@ -106,6 +107,8 @@ class Parts:
         self.status.waits_for = lambda: self.spares.waited_for or self.roster.waits
         self.hand = Hand(node, self.orders, self.standby_watch, self.watch, self.status, self.injections)
         self.reports.forward = self.hand.forward
+        self.succession = Succession(node, self.hand, self.leader, self.orders, self.comparisons)
+        self.hand.lose = self.succession.begin
         self._node = node
         self.requests = Requests(node, self.checkpoint_writer, self.injections, self.repairs, self.standing)
 
@@ -120,11 +123,13 @@ class Parts:
         self.comparisons.begin_group()
         self.reports.begin_group()
         self.repairs.begin_group()
+        self.succession.begin_group()
 
     def look(self) -> None:
         """Time has passed."""
         if self._node.peers.is_hand:
             self.hand.look()
+            self.succession.look()
             self.unseen.look()
             self.standby_watch.look()
             return

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ttprun.agent.room import Room
+from ttprun.agent.room import HUNG_UP, Room
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
@@ -22,6 +22,7 @@ from ttprun.protocol.codec import encode
 SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
 _UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
 _FLUSH_LIMIT_S = 2.0
+_ENDED_AFTER_S = 60.0  # an agent that reaches nobody has ended by then
 Take = Callable[[int, Any], None]
 Lose = Callable[[int, str], None]
 
@@ -34,7 +35,11 @@ class Peers:
     ranks_per_node  the same on all nodes
     names           of the nodes, for people, by number
     size            number of nodes
-    is_hand         another agent leads
+    leader          number of the node whose agent leads
+    rooms           where the agents of the nodes listen, by number: the next one leads if the leader is lost
+    master          address and port for the environment of new ranks
+    waiting         launchers that wait for seats, as far as this agent knows
+    has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
     doors           where each agent would listen if it led the next group, by node; on the leader
     """
@@ -49,10 +54,11 @@ class Peers:
         size: int = 1,
         room: Room | None = None,
         master: str = "",
+        leader: int = 0,
     ) -> None:
-        """`links`: on the leader those of all hands, on a hand that of the leader (number 0).
+        """`links`: on the leader those of all hands, on a hand that of the leader.
 
-        room     of launchers that wait for seats; on the leader
+        room     of launchers that wait for seats; on a hand it is not open
         master   see `nodes.Seats`
         """
         self.node = node
@@ -62,17 +68,26 @@ class Peers:
         self.size = size
         self._links = dict(links or {})
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
-        self.is_hand = node > 0
+        self.leader = leader
+        self.rooms: dict[int, nodes.Where] = {}
+        self.waiting = 0
+        self.has_lost = False
+        self._out_of_reach_s: list[float] = []
         self.room = room
         self.without_save_dir: list[int] = []
         self.doors: dict[int, nodes.Where] = {}
         self._listen: Callable[[int], None] = lambda node: None
-        self._master = master
+        self.master = master
         self._last_word: nodes.Concluded | None = None
 
     @property
+    def is_hand(self) -> bool:
+        """Another agent leads."""
+        return self.node != self.leader
+
+    @property
     def is_leading(self) -> bool:
-        """There are hands."""
+        """There are hands, or were."""
         return bool(self.names) and not self.is_hand
 
     def watch(
@@ -91,7 +106,7 @@ class Peers:
         self._listen = lambda node: self._listen_to(node, selector, take, lose)
         for node in list(self._links):
             self._listen(node)
-        if self.room is not None:
+        if self.room is not None and not self.is_hand:
             self.room.watch(selector, came)
 
     def _listen_to(self, node: int, selector: selectors.BaseSelector, take: Take, lose: Lose) -> None:
@@ -111,6 +126,8 @@ class Peers:
                     selector.unregister(link.sock)
                 self._links.pop(node, None)
                 link.close()
+                if isinstance(error, OSError) and error.errno not in HUNG_UP:
+                    self.note_out_of_reach()
                 lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
                 return
             self._heard_s[node] = time.monotonic()
@@ -119,8 +136,17 @@ class Peers:
 
         return read
 
-    def hang_up(self, node: int, selector: selectors.BaseSelector) -> None:
-        """A node is lost: nothing that it may still send is heard."""
+    def note_rooms(self, known: nodes.Rooms) -> None:
+        """The leader says where all agents listen."""
+        self.has_lost = self.has_lost or any(known.rooms.get(number) != room for number, room in self.rooms.items())
+        self.rooms, self.doors = known.rooms, known.doors
+        self.names |= {number: room.address for number, room in known.rooms.items()}
+        self.waiting = known.waiting
+
+    def hang_up(self, node: int, selector: selectors.BaseSelector, why: str) -> None:
+        """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why."""
+        self.send(node, nodes.Deposed(why))
+        self.has_lost = True
         link = self._links.pop(node, None)
         if link is not None:
             with contextlib.suppress(KeyError, ValueError):
@@ -139,18 +165,44 @@ class Peers:
         found = None if self.room is None else self.room.take()
         if found is None:
             return None
-        link, address = found
-        self._links[node] = ready(link)
-        self.names[node] = address
+        self._links[node] = ready(found.link)
+        self.names[node] = found.address
+        self.rooms[node], self.doors[node] = found.room, found.door
         self._heard_s[node] = time.monotonic()
-        self.send(node, nodes.Seats(node, self.size, self.ranks_per_node, self.names, self._master))
+        self.send(node, nodes.Seats(node, self.size, self.ranks_per_node, self.names, self.master, self.leader))
         self._listen(node)
-        return address
+        return found.address
+
+    def follow(self, leader: int, link: Channel) -> None:
+        """The agent that led is lost: this one leads next, on another node."""
+        self.leader = leader
+        self._links = {leader: ready(link)}
+        self._heard_s[leader] = time.monotonic()
+        self._listen(leader)
+
+    def lead(self, links: Mapping[int, Channel]) -> None:
+        """The agent that led is lost: this one leads next. Then `watch`."""
+        self.leader = self.node
+        self._links = {number: ready(link) for number, link in links.items()}
+        self._heard_s |= dict.fromkeys(links, time.monotonic())
+        if self.room is not None:
+            self.rooms[self.node] = nodes.Where(**self.room.door.where)
 
     def conclude(self, last_word: nodes.Concluded) -> None:
         """The group has come to its end; whoever waits hears it when this agent hangs up."""
         self._last_word = last_word
         self.to_hands(last_word)
+
+    def note_out_of_reach(self) -> None:
+        """An agent cannot be reached: it may live, and go on without this one."""
+        self._out_of_reach_s.append(time.monotonic())
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """On the leader: (agents that it reaches, itself among them; all of which it knows that may still live)."""
+        reached = 1 + len(self._links) + (0 if self.room is None else len(self.room))
+        lost_s = [*self._out_of_reach_s, *(() if self.room is None else self.room.out_of_reach_s)]
+        return reached, reached + sum(at_s > time.monotonic() - _ENDED_AFTER_S for at_s in lost_s)
 
     def silent(self) -> list[int]:
         """Nodes that have not been heard for too long."""
@@ -158,7 +210,8 @@ class Peers:
 
     def unheard_s(self, node: int) -> float:
         """Seconds since a node was heard."""
-        return time.monotonic() - self._heard_s[node]
+        now = time.monotonic()
+        return now - self._heard_s.get(node, now)
 
     def node_of(self, rank: int) -> int:
         """The number of the node on which a rank is."""
@@ -168,15 +221,20 @@ class Peers:
         """A node for people."""
         return f"node {node} ({self.names.get(node, 'unknown')})"
 
+    @property
+    def leaders_name(self) -> str:
+        """The node whose agent leads, for people."""
+        return self.name_of(self.leader)
+
     def to_leader(self, message: nodes.OfHand) -> None:
         """Send to the leader."""
-        self.send(0, message)
+        self.send(self.leader, message)
 
     def to_node_of(self, rank: int, message: nodes.OfLeader) -> None:
         """Send to the hand on whose node a rank is."""
         self.send(self.node_of(rank), message)
 
-    def to_hands(self, message: nodes.OfLeader, but: int = 0) -> None:
+    def to_hands(self, message: nodes.OfLeader, but: int = -1) -> None:
         """Send to all hands, or to all but one."""
         for node in list(self._links):
             if node != but:

@@ -71,6 +71,7 @@ def _lead(order: nodes.Regroup, place: Place, door: Door, make_store: Callable[[
     room = Room(door, place.alike, sees_needed=True)
     peers = Peers(0, address_for_ranks(place.address), place.ranks, links, names, size, room, master)
     peers.doors = doors_of(place, hellos)
+    peers.rooms = {0: nodes.Where(**door.where)} | {hello.node: hello.room for hello in hellos}
     return peers, master
 
 
@@ -89,17 +90,20 @@ def _connect(order: nodes.Regroup, place: Place, limit_s: float) -> tuple[Peers,
     where = order.where
     sock = socket.create_connection((where.address, where.port), timeout=limit_s)
     keep_alive(sock)
-    link = Channel(sock, KNOWN)
+    link, room = Channel(sock, KNOWN), Room(Door(place.address, KNOWN), place.alike, sees_needed=True)
     try:
-        alike, door = dict(place.alike), place.door or nodes.Where()
-        link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), door))
+        alike, door, own = dict(place.alike), place.door or nodes.Where(), nodes.Where(**room.door.where)
+        link.send(nodes.Hello(where.token, order.node, place.address, alike, True, time.time(), door, own))
         answer: Any = link.receive_with_fds()[0]
     except (OSError, EOFError):
         link.close()
+        room.door.close()
         raise
     if not isinstance(answer, nodes.Accepted):
         link.close()
+        room.door.close()
         raise NotMetError(answer.reason if isinstance(answer, nodes.Rejected) else f"an answer that is none: {answer}")
-    names = {0: where.address, answer.node: place.address}
-    own = address_for_ranks(place.address)
-    return Peers(answer.node, own, place.ranks, {0: ready(link)}, names, answer.size), answer.master
+    names, links = {0: where.address, answer.node: place.address}, {0: ready(link)}
+    own_address = address_for_ranks(place.address)
+    peers = Peers(answer.node, own_address, place.ranks, links, names, answer.size, room, answer.master)
+    return peers, answer.master

@@ -46,7 +46,7 @@ class Requests:
             return Rejected("the run has ended")
         if self.node.peers.is_hand:
             self.node.peers.to_leader(nodes.FaultAsked(str(parse_fault(fault))))
-            return Accepted(f"ordered from {self.node.peers.name_of(0)}, whose event log says what has come of it")
+            return Accepted(f"ordered from {self.node.peers.leaders_name}, whose event log says what has come of it")
         return Accepted(self.injections.order(parse_fault(fault), "inject-fault"))
 
     def _checkpoint_now(self) -> Reply:
@@ -55,7 +55,7 @@ class Requests:
         if node.verdict is not None:
             why_not = "the run has ended"
         elif node.peers.is_hand:
-            why_not = f"ask on {node.peers.name_of(0)}, whose agent leads"
+            why_not = f"ask on {node.peers.leaders_name}, whose agent leads"
         elif node.is_broken:
             why_not = "ttprun's supervisor has failed: the job runs as under torchrun"
         elif node.config.mindio:

@@ -7,6 +7,7 @@ connection and the address of a node; nothing is sent before seats become free. 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
@@ -23,7 +24,8 @@ from ttprun.protocol.channel import Channel
 _ROOM, _ARRIVALS = "ttprun/room", "ttprun/arrivals"
 _BACKLOG = 1024
 _NEWCOMERS = 16  # that have not said who they are; the oldest gives way to another
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
+HUNG_UP = (errno.ECONNRESET, errno.EPIPE)  # the other end's kernel has said so: its process has ended, or wants no more
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
 Came = Callable[[Channel, nodes.Hello], None]
@@ -80,6 +82,7 @@ class Door:
             self._hang_up(link)
             return
         self._forget(link)
+        link.put_back(messages[1:])
         self._came(link, hello)
 
     def _hang_up(self, link: Channel) -> None:
@@ -114,12 +117,14 @@ class Waiting:
     address   of its node
     door      where its agent would listen if it led the next group
     since_s   when it came
+    room      where its agent listens if the one that leads is lost
     """
 
     link: Channel
     address: str
     door: nodes.Where
     since_s: float
+    room: nodes.Where
 
 
 class Room:
@@ -128,6 +133,7 @@ class Room:
     door          which its agents have come through before
     alike         what must be the same on all nodes, by its name for people
     sees_needed   who waits must see the save directory: its ranks will resume from there
+    out_of_reach_s  when those were lost that cannot be reached any more
     """
 
     def __init__(self, door: Door, alike: Mapping[str, str], sees_needed: bool = False) -> None:
@@ -135,8 +141,11 @@ class Room:
         self._sees_needed = sees_needed
         self._alike = dict(alike)
         self._waiting: list[Waiting] = []
+        self._rooms: nodes.Rooms | None = None
+        self._came: Callable[[str], None] = lambda address: None
         self._selector: selectors.BaseSelector | None = None
         self._warmth: nodes.Warmth | None = None
+        self.out_of_reach_s: list[float] = []
 
     def warm_up(self, warmth: nodes.Warmth) -> None:
         """Let all who wait know what their standbys should have imported; also those who come later."""
@@ -149,31 +158,53 @@ class Room:
 
         came   called with the address of each that waits
         """
-        self._selector = selector
+        self._selector, self._came = selector, came
+        self.door.open(selector, self.let_in)
 
-        def let_in(link: Channel, hello: nodes.Hello) -> None:
-            differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
-            if differs:
-                reason = f"the job and this node ({hello.address}) differ in {differs[0]}"
-                link.send(nodes.Rejected(reason, "start the same on every node"))
-                link.close()
-                return
-            if self._sees_needed and not hello.shares:
-                reason = f"this node ({hello.address}) does not see the save directory of the job"
-                link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
-                link.close()
-                return
-            self._waiting.append(Waiting(link, hello.address, hello.door, time.monotonic()))
-            selector.register(link.sock, selectors.EVENT_READ, lambda: self._leave(link))
-            link.send(nodes.Accepted())
-            if self._warmth is not None:
-                link.send(self._warmth)
-            came(hello.address)
+    def let_in(self, link: Channel, hello: nodes.Hello) -> None:
+        """A launcher has come through the door."""
+        assert self._selector is not None
+        if hello.node >= 0:
+            link.send(nodes.Deposed("its node was given up, and another one may have its seats"))
+            link.close()
+            return
+        differs = [name for name, mine in self._alike.items() if hello.alike.get(name, "") != mine]
+        if differs:
+            reason = f"the job and this node ({hello.address}) differ in {differs[0]}"
+            link.send(nodes.Rejected(reason, "start the same on every node"))
+            link.close()
+            return
+        if self._sees_needed and not hello.shares:
+            reason = f"this node ({hello.address}) does not see the save directory of the job"
+            link.send(nodes.Rejected(reason, "name one that all nodes share (--save-dir)"))
+            link.close()
+            return
+        self._waiting.append(Waiting(link, hello.address, hello.door, time.monotonic(), hello.room))
+        self._selector.register(link.sock, selectors.EVENT_READ, lambda: self._hear(link))
+        link.send(nodes.Accepted())
+        for message in (self._warmth, self._rooms):
+            if message is not None:
+                link.send(message)
+        self._came(hello.address)
 
-        self.door.open(selector, let_in)
+    def announce(self, rooms: nodes.Rooms) -> None:
+        """Let all who wait know where to go if this agent is lost; also those who come later."""
+        self._rooms = rooms
+        for one in self._waiting:
+            one.link.send(rooms)
+
+    def _hear(self, link: Channel) -> None:
+        """Who waits says nothing, so it has gone, or cannot be reached."""
+        try:
+            link.read_available()
+        except EOFError:
+            pass
+        except OSError as error:
+            if error.errno not in HUNG_UP:
+                self.out_of_reach_s.append(time.monotonic())
+        self._leave(link)
 
     def _leave(self, link: Channel) -> None:
-        """Who waits says nothing, so it has gone."""
         self._forget(link)
         link.close()
 
@@ -191,13 +222,13 @@ class Room:
         """Who waits, the first to come first."""
         return tuple(self._waiting)
 
-    def take(self) -> tuple[Channel, str] | None:
-        """The launcher that has waited longest, and the address of its node; None if there is none."""
+    def take(self) -> Waiting | None:
+        """The launcher that has waited longest; None if there is none."""
         if not self._waiting:
             return None
         first = self._waiting[0]
         self._forget(first.link)
-        return first.link, first.address
+        return first
 
     def dismiss(self, one: Waiting, order: nodes.Regroup) -> None:
         """Who waits takes part in the next group."""

@@ -34,7 +34,7 @@ def rows_of(node: Node, seats: Iterable[Seat], is_awaited: bool = False) -> node
     return nodes.Rows(time.monotonic_ns(), [row_of(node, seat) for seat in seats], is_awaited)
 
 
-def share(node: Node, seats: Iterable[Seat], but: int = 0) -> None:
+def share(node: Node, seats: Iterable[Seat], but: int = -1) -> None:
     """Let the other nodes know at once how these ranks stand: ranks there wait for it.
 
     but   the number of a node that knows

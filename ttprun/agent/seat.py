@@ -19,6 +19,7 @@ from ttprun.protocol.board import Board, Field
 from ttprun.protocol.channel import Order
 from ttprun.protocol.from_rank import GroupJournal
 from ttprun.recovery.fault_events import RankExited
+from ttprun.recovery.members import Ties
 
 
 @dataclass
@@ -48,6 +49,9 @@ class Seat:
     stored          what it goes back to, or has gone back to last: a snapshot, a checkpoint, its own state
     device_fault    what has happened to its device, if that has ended its script
     keeps_evidence  what its process has noted of its newest step may be what its replacement is measured against
+    hindrance, unprotected, ties   on a hand: what its process has reported of itself last, for another leader
+    exit_code, cause   on a hand: how its process has ended
+    is_catching_up  on a hand: its process runs the script again, and is not as far as the others yet
     divergence      how its weights differ from the others', if they do: it is lost, or will be at its next boundary
     """
 
@@ -79,6 +83,12 @@ class Seat:
     lost_boundary: int = 0
     is_here: bool = True
     copies_fd: int = -1
+    hindrance: str = ""
+    unprotected: str = ""
+    ties: Ties = Ties.UNKNOWN
+    exit_code: int = 0
+    cause: str = ""
+    is_catching_up: bool = False
     awaits_order: bool = False
     keeps_evidence: bool = True
     seen: tuple[str, float] = ("", 0.0)

@@ -164,7 +164,7 @@ class StatusPublisher:
         """The same for all nodes; the agent of the node that leads knows it."""
         node = self._node
         if node.peers.is_hand:
-            return f"not known here: the whole job is in the status of {node.peers.name_of(0)}, whose agent leads"
+            return f"not known here: the whole job is in the status of {node.peers.leaders_name}, whose agent leads"
         return protection_of(node.job, [seat.rank for seat in node.seats if not is_seen(node, seat)])
 
 

@@ -74,6 +74,7 @@ class Supervisor:
         self._is_paused = False
         self._is_deciding = False
         self._undecided: deque[recovery.Event] = deque()
+        self.parts.succession.on_lead = self._lead
         self._thread = threading.Thread(target=self._loop, name="ttprun-supervisor", daemon=True)
 
     # Called from torch's agent, on the main thread.
@@ -232,6 +233,14 @@ class Supervisor:
                 if seat.handler.channel.sock not in node.selector.get_map():
                     self.parts.watch.welcome(seat, is_replacement=False)
             raise
+
+    def _lead(self) -> None:
+        """This agent has been a hand, and leads from now on."""
+        known = self.parts.hand.known
+        if known is not None:
+            self.parts.checkpoints.why_never = known.why_no_checkpoints
+        node = self.node
+        node.peers.watch(node.selector, self.parts.leader.take, self._lose_hand, self.parts.leader.welcome)
 
     def _lose_leader(self, number: int, why: str) -> None:
         if not self._is_paused:
@@ -422,6 +431,8 @@ class Supervisor:
                 after=str(job.phase),
                 cause=type(event).__name__,
             )
+            if self.node.peers.is_leading:
+                self.parts.leader.share()
         for action in actions:
             self.parts.orders.carry_out(action)
 

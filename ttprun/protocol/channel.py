@@ -39,6 +39,7 @@ class Channel:
         self.waits = True
         self._sending = threading.Lock()
         self._unread = b""
+        self._put_back: list[Message] = []
         self._unsent = bytearray()
 
     def fileno(self) -> int:
@@ -105,7 +106,12 @@ class Channel:
     def read_kept(self) -> list[Message]:
         """The complete messages that have come with one that was read before."""
         *lines, self._unread = self._unread.split(b"\n")
-        return [self._read(line) for line in lines]
+        kept, self._put_back = [*self._put_back, *(self._read(line) for line in lines)], []
+        return kept
+
+    def put_back(self, messages: Sequence[Message]) -> None:
+        """Messages that were read too soon: `read_kept` gives them again."""
+        self._put_back = [*messages, *self._put_back]
 
     def messages(self) -> Iterator[Message]:
         """All messages until the other end closes; blocks in between."""

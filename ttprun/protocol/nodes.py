@@ -28,10 +28,6 @@ class Row:
     cpu_s: float = 0.0
 
 
-# The beginning. What a hand sends first is its Hello; the leader answers Accepted or Rejected, and Begin when the ranks
-# are to be welcomed.
-
-
 @dataclass(frozen=True)
 class Where:
     """Where an agent listens; "" and 0: nowhere."""
@@ -45,13 +41,14 @@ class Where:
 class Hello:
     """A hand has connected.
 
-    token     of the group, from the rendezvous store
+    token     of the door that it has come to, from the rendezvous store or from Rooms
     node      its number in the group; -1: it waits for seats of a lost node
     address   of the node
     alike     what must be the same on all nodes, by its name for people
     shares    this node sees the file that the leader has written next to its checkpoints
     at_s      time of the node's clock, seconds since 1970
     door      where this agent would listen if it led the next group
+    room      where this agent listens if the one that leads is lost
     """
 
     token: str
@@ -61,6 +58,7 @@ class Hello:
     shares: bool = False
     at_s: float = 0.0
     door: Where = Where()
+    room: Where = Where()
 
 
 @dataclass(frozen=True)
@@ -120,6 +118,7 @@ class Seats:
     ranks    local ranks
     names    addresses of the nodes, by number
     master   address and port for the script's environment
+    leader   number of the node whose agent leads
     """
 
     node: int
@@ -127,6 +126,7 @@ class Seats:
     ranks: int
     names: dict[int, str]
     master: str
+    leader: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,103 @@ class Records:
 
     rank: int
     part: str
+
+
+# The next leader. The agents know of each other from Rooms; who leads no more is not asked.
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Where the agents listen: if the one that leads is lost, the next one does, and the others connect to it.
+
+    rooms    of the agents that are there, by node, the leader's among them
+    waiting  launchers that wait for seats
+    doors    as in Hello, by node
+    """
+
+    rooms: dict[int, Where]
+    waiting: int
+    doors: dict[int, Where] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the leader knows of the whole job, for the one that may have to lead next.
+
+    incidents       so far
+    unprotected     why no rank can be replaced any more; "" if they can
+    compared_at     boundary at which the ranks were last compared in full; None: they were not
+    parted, shards, names   as in `recovery.Replicas`
+    why_no_checkpoints      in this job; "" if they can be written
+    """
+
+    incidents: int
+    restarts: int
+    unprotected: str
+    compared_at: int | None
+    parted: dict[str, list[int]]
+    shards: dict[str, list[int]]
+    names: dict[str, str]
+    why_no_checkpoints: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """How one rank of the sender's node stands after the leader was lost.
+
+    pid         of its newest process, which may have ended
+    boundary    of one that is lost: the newest that it has recorded
+    code        of one that is lost: the exit code of its process, or minus the signal that ended it
+    ties        value of `recovery.members.Ties`
+    unprotected, hindrance   why it cannot be replaced, or not now; "" if it can
+    """
+
+    rank: int
+    pid: int
+    is_present: bool
+    is_protected: bool
+    is_finished: bool
+    is_lost: bool
+    boundary: int
+    code: int
+    reason: str
+    ties: str
+    unprotected: str
+    hindrance: str
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a hand reports to the next leader, before anything else.
+
+    generation   the newest that it knows of
+    rows         of its ranks
+    """
+
+    generation: int
+    ranks: list[Left]
+    now_ns: int
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class Deposed:
+    """The sender's node goes on with another leader, or has given the receiver's node up: it must end.
+
+    reason   for people
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Master:
+    """Processes that are started from now on find their store elsewhere.
+
+    where   address and port for the script's environment
+    """
+
+    where: str
 
 
 # Reports of a hand.
@@ -433,6 +530,8 @@ OfHand = (
     | PartStored
     | Records
     | Leaving
+    | Remains
+    | Deposed
 )
 OfLeader = (
     Accepted
@@ -456,4 +555,8 @@ OfLeader = (
     | Regroup
     | GiveRecords
     | Records
+    | Rooms
+    | Known
+    | Master
+    | Deposed
 )

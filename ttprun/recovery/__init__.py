@@ -7,8 +7,9 @@ Files, lowest floor first: `frozen`, `shards`, `event`, `events`, `fault_events`
 `members` (the ranks, and counts of them), `job`, `errors`;
 `phases` (how phases and incidents begin and end), `ladder` (ways out of an incident); `repair`, `resize`, `faults`,
 `hung`, `planned`, `regroup`, `persist` (handlers); `alone` (ranks that are jobs of their own); `machine` (the table).
-Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged)
-and `membership` (which nodes train). Read TRANSITIONS in `machine` first.
+Apart from these are `hangs` (which rank hangs), `cost` (what a loss would cost), `replicas` (which rank has diverged),
+`membership` (which nodes train) and `succession` (the job in the hands of another agent). Read TRANSITIONS in `machine`
+first.
 """
 
 from ttprun.recovery.actions import (
@@ -84,6 +85,7 @@ from ttprun.recovery.members import Life, Member
 from ttprun.recovery.planned import why_not_replaceable, why_not_upgradable
 from ttprun.recovery.regroup import with_size
 from ttprun.recovery.resize import groups_left, is_elastic, why_not_without
+from ttprun.recovery.succession import Inherited, Remaining, succeed
 
 __all__ = [
     "RUNGS",
@@ -104,6 +106,7 @@ __all__ = [
     "GroupResized",
     "GroupRestarted",
     "Incident",
+    "Inherited",
     "Job",
     "KillRank",
     "Life",
@@ -137,6 +140,7 @@ __all__ = [
     "RanksCompared",
     "RecordIncident",
     "Regroup",
+    "Remaining",
     "RepairEvent",
     "ReplacementAsked",
     "Replay",
@@ -165,6 +169,7 @@ __all__ = [
     "is_elastic",
     "may_persist",
     "new_job",
+    "succeed",
     "why_not_replaceable",
     "why_not_saved",
     "why_not_upgradable",
