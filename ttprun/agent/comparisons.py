@@ -197,6 +197,8 @@ class Comparisons:
         """Let a rank know what not all ranks hold alike, which it must write into a snapshot itself, or mirror."""
         if self._mirrors.is_on and (seat.rank,) in self._looks.replicas.groups:
             seat.send_news(to_rank.KeepMirror())
+        if (groups := self._looks.replicas.groups) and all(len(ranks) == 1 for ranks in groups):
+            seat.send_news(to_rank.NoneAlike())
         owners = self._looks.replicas.parted
         if owners:
             seat.send_news(to_rank.NotAlike({key: list(ranks) for key, ranks in owners.items()}))

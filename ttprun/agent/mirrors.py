@@ -1,7 +1,7 @@
 """The mirrors of ranks that hold what no other rank holds (`--buddy`): the agent's memory for them, and what is there.
 
-A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`). Begin with
-`Mirrors.source_of`.
+A rank writes to its two slots in turns and says on the board what they hold (`ttprun.rank.weights.mirror`); a third
+memory has what the collectives of its step have given to it. Begin with `Mirrors.source_of`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Mirrors:
         for slots in self._slots:
             for fd in slots:
                 os.close(fd)
-        self._slots = [memory.new("mirror", SLOTS) for _ in self._node.here] if self._node.config.buddy else []
+        self._slots = [memory.new("mirror", SLOTS + 1) for _ in self._node.here] if self._node.config.buddy else []
         for seat in self._node.seats:
             self.forget(seat)
 

@@ -89,7 +89,17 @@ class Replays(Repairs):
             is_here = seats[rank].is_here  # else the agent of its node knows
             skip_lines = self._node.lines_since(seats[rank], action.boundary) if is_here else (0, 0)
             received = received_of(rank, list(journals.values()))
-            seats[rank].send(to_rank.Resume(action.generation, action.boundary, expected, given, skip_lines, received))
+            seats[rank].send(
+                to_rank.Resume(
+                    action.generation,
+                    action.boundary,
+                    expected,
+                    given,
+                    skip_lines,
+                    received,
+                    settled_of(list(journals.values())),
+                )
+            )
 
     def persist(self, action: recovery.Persist) -> None:
         """Write a checkpoint of what the survivors hold."""
@@ -124,6 +134,15 @@ def received_of(rank: int, journals: list[dict[str, GroupJournal]]) -> dict[str,
     """By lane, the digests of the messages to or from `rank` that their receivers have."""
     found = (item for journal in journals for item in journal.items())
     return {lane: group.received for lane, group in found if group.received and rank in group.ranks}
+
+
+def settled_of(journals: list[dict[str, GroupJournal]]) -> dict[str, int]:
+    """By group, how many of FSDP2's reduce-scatters need not be issued again: one rank that knows it is enough."""
+    found: dict[str, int] = {}
+    for name, group in (item for journal in journals for item in journal.items()):
+        if group.settled:
+            found[name] = max(found.get(name, 0), group.settled[-1] + 1)
+    return found
 
 
 def givers_of(journals: dict[int, dict[str, GroupJournal]]) -> dict[tuple[str, int], int]:

@@ -208,12 +208,14 @@ class GroupJournal:
     issued    signature of each collective: op, shapes and dtypes; oldest first
     results   indices in `issued` of those of which only the result is left
     received  digests of the messages that the rank has received, oldest first
+    settled   numbers of those reduce-scatters of FSDP2 that all members have completed, as the rank knows
     """
 
     ranks: list[int]
     issued: list[str]
     results: list[int] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

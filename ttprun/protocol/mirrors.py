@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SLOTS = 2
+SLOTS = 2  # for states; a third memory has results of collectives
 _HAS_STATE = 1
 _HAS_STEP = 2
 

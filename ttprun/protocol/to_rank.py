@@ -22,7 +22,7 @@ class Options:
     """The part of the configuration that a rank needs; names in `config.py` mean the same.
 
     keeps_state           all ranks may have to resume from their records
-    mirror                paths of the two slots of its mirror; empty: it keeps none
+    mirror                paths of its mirror: the slots, and for results; empty: it keeps none
     own_state             (records, share) paths of the two places where a rank that is alone keeps its state; or empty
     shelves               for each place of a snapshot, paths for this rank's records and for its share
     snapshot_every_steps  0: when the agent requests one
@@ -155,6 +155,11 @@ class NotAlike:
 @dataclass(frozen=True)
 class KeepMirror:
     """No other rank holds what this one holds: mirror it from the next step on."""
+
+
+@dataclass(frozen=True)
+class NoneAlike:
+    """Each rank holds what no other one holds: a lost one is replaced from its mirror, or all go back."""
 
 
 @dataclass(frozen=True)
@@ -293,6 +298,7 @@ class Resume:
     expected    by group, the signatures of the collectives that a replacement must issue
     given       (group, number of a collective, the rank that broadcasts its result)
     received    by lane, digests of the messages that a living receiver has: these are not sent again
+    settled     by group, how many reduce-scatters of FSDP2 all members have completed: these are not issued again
     skip_lines  as in Replay
     """
 
@@ -302,6 +308,7 @@ class Resume:
     given: list[tuple[str, int, int]] = field(default_factory=list)
     skip_lines: tuple[int, int] = (0, 0)
     received: dict[str, list[str]] = field(default_factory=dict)
+    settled: dict[str, int] = field(default_factory=dict)
 
 
 # Handled by the recovery thread of a rank, beside `mindio.OfRecovery`.
@@ -309,6 +316,6 @@ OfRecovery = Freeze | Replay | SendState | FetchState | LoadMirror | LoadState |
 OfStandby = WarmUp | Preload | Copy | Welcome
 Order = (
     OfRecovery | OfStandby
-    | Heard | EndAsked | Fault | FaultDone | NotAlike | KeepMirror | LookAt | StandAside
+    | Heard | EndAsked | Fault | FaultDone | NotAlike | KeepMirror | NoneAlike | LookAt | StandAside
     | from_rank.Put | from_rank.Unprotected
 )  # fmt: skip

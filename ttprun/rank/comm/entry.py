@@ -48,7 +48,10 @@ class Entry:
     size_bytes  of the inputs and outputs that it keeps alive
     nan         "3 of 8 elements" if an input has NaN, else ""
     is_passing  the caller drops its tensors soon: only the copies of the inputs are kept once it has completed
-    number      of a message among those of its lane since the boundary
+    is_lent     nobody writes to its inputs until they are freed: they are kept themselves, instead of copies
+    is_settled  all members have completed it: its inputs are dropped, and it is not issued again
+    at          place in the order in which this rank has issued its collectives
+    number      since the boundary: of a message among those of its lane, of a lent entry among those of its group
     digest      of what was received with a message
     """
 
@@ -65,6 +68,9 @@ class Entry:
     place = ""
     nan = ""
     is_passing = False
+    is_lent = False
+    is_settled = False
+    at = 0
     number = 0
     digest = ""
 
@@ -114,6 +120,11 @@ class Entry:
         """The script knows that it has completed."""
         if self.is_passing and self.saved:
             self._drop_tensors()
+
+    def settle_for_all(self) -> None:
+        """All members have completed it."""
+        self.is_settled = True
+        self.saved = ()
 
     def _drop_tensors(self) -> None:
         """Keep the form of its tensors alone, and the copies of its inputs."""

@@ -20,6 +20,7 @@ import torch
 from ttprun.device.errors import DeviceErrors, Diagnosis
 from ttprun.rank import fail_open
 from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.operations import OF_ALL_MEMBERS
 from ttprun.rank.weights.tensor_bytes import size_of
 
 Tensor = torch.Tensor
@@ -79,6 +80,8 @@ class Journal:
     givers         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
                    instead of the collective
     received       lane -> digests of the messages since the boundary that living ranks had received at the newest fault
+    settled        lane -> how many of its lent entries all members had completed at the newest fault
+    may_settle     no rank is ever repaired from another one's copies: what all have completed is not issued again
     is_ended       this process has been ordered to end, and no recovery will come
     """
 
@@ -88,7 +91,11 @@ class Journal:
         self.entries: list[Entry] = []
         self.givers: dict[tuple[str, int], int] = {}
         self.received: Mapping[str, Sequence[str]] = {}
-        self._numbers: Counter[str] = Counter()  # of messages, by lane
+        self.settled: Mapping[str, int] = {}
+        self.may_settle = False
+        self._unsettled: list[Entry] = []
+        self._numbers: Counter[str] = Counter()  # of messages and of lent entries, by lane
+        self._issued = 0
         self.is_frozen = False
         self.is_ended = False
         self.report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
@@ -104,7 +111,7 @@ class Journal:
     def save(self, entry: Entry, inputs: list[Tensor]) -> bool:
         """Copy the inputs into spare buffers; False if the journal's limit is reached (nothing is copied then).
 
-        The outputs count too: the entry keeps them alive.
+        Inputs that are lent are not copied. The outputs count too: the entry keeps them alive.
         """
         size = sum(map(size_of, inputs))
         if entry.outputs and not (inputs and inputs[0] is entry.outputs[0]):
@@ -113,6 +120,9 @@ class Journal:
             return False
         self.held_bytes += size
         entry.size_bytes = size
+        if entry.is_lent:
+            entry.saved = [(tensor, tensor.detach()) for tensor in inputs]
+            return True
         entry.saved = [self._copied(tensor.detach() if tensor.requires_grad else tensor) for tensor in inputs]
         return True
 
@@ -131,6 +141,7 @@ class Journal:
             if entry in self.entries:
                 self.entries.remove(entry)
                 self.held_bytes -= entry.size_bytes
+                self._unsettled = [lent for lent in self._unsettled if lent is not entry]
                 self._recycle(entry)
                 entry.held = None
                 entry.args = ()
@@ -146,6 +157,8 @@ class Journal:
             self.entries.clear()
             self.givers.clear()
             self.received = {}
+            self.settled = {}
+            self._unsettled.clear()
             self._numbers.clear()
             self.held_bytes = 0
             self._steps += 1
@@ -161,7 +174,7 @@ class Journal:
 
     def _recycle(self, entry: Entry) -> None:
         for _, copy in entry.saved:
-            if copy.layout is torch.strided:
+            if copy.layout is torch.strided and not entry.is_lent:
                 self._spare[copy.shape, copy.dtype, copy.device].append(copy)
         entry.saved = ()
 
@@ -179,6 +192,38 @@ class Journal:
     def has_arrived(self, entry: Entry) -> bool:
         """Whether this is a message that a living rank had received at the newest fault: it is not sent again."""
         return bool(self.received) and entry.number < len(self.received.get(entry.lane, ()))
+
+    def note_agreed(
+        self, givers: dict[tuple[str, int], int], received: Mapping[str, Sequence[str]], settled: Mapping[str, int]
+    ) -> None:
+        """What all ranks know alike of the operations since the boundary, once a fault is being repaired."""
+        self.givers, self.received, self.settled = givers, received, settled
+
+    def note_order(self, entry: Entry) -> None:
+        """A collective is about to be issued."""
+        self._issued += 1
+        entry.at = self._issued
+        if entry.is_lent:
+            entry.number = self.number_of(entry)
+            self._unsettled.append(entry)
+
+    def settle_before(self, entry: Entry) -> None:
+        """A collective has completed, so all members have issued it: drop the inputs of what they waited for before.
+
+        FSDP2 waits for each reduce-scatter before it issues anything else. The caller holds the lock.
+        """
+        if not self.may_settle or entry.op not in OF_ALL_MEMBERS:
+            return
+        for lent in self._unsettled:
+            if lent.group is entry.group and lent.is_done and lent.at < entry.at:
+                self.held_bytes -= lent.size_bytes
+                lent.size_bytes = 0
+                lent.settle_for_all()
+        self._unsettled = [lent for lent in self._unsettled if not lent.is_settled]
+
+    def is_settled(self, entry: Entry) -> bool:
+        """Whether all members had completed this entry at the newest fault: it is not issued again."""
+        return entry.is_lent and entry.number < self.settled.get(entry.lane, 0)
 
     def giver_of(self, entry: Entry) -> int | None:
         """The rank that broadcasts an entry's result; None: the operation itself is issued (again)."""

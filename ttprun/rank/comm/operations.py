@@ -44,6 +44,8 @@ OPERATIONS = {
 # FSDP2 gathers parameters and reduces gradients by these.
 REDUCING = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 GATHERING = frozenset({"_allgather_base", "all_gather_single"}) | REDUCING
+# None of these completes anywhere before all members have issued it.
+OF_ALL_MEMBERS = GATHERING | {"allreduce", "allreduce_coalesced", "allgather", "barrier"}
 # The same for point-to-point operations, which are not repaired.
 POINT_TO_POINT: dict[str, tuple[int | None, int | None]] = {
     "send": (0, None),

@@ -31,7 +31,15 @@ from ttprun.rank.comm.connection import Exchange
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import SMALL_RESULT_BYTES, EndedError
 from ttprun.rank.comm.links import Links
-from ttprun.rank.comm.operations import GATHERING, IN_STEP, OPERATIONS, POINT_TO_POINT, positional, tensors_in
+from ttprun.rank.comm.operations import (
+    GATHERING,
+    IN_STEP,
+    OPERATIONS,
+    POINT_TO_POINT,
+    REDUCING,
+    positional,
+    tensors_in,
+)
 from ttprun.rank.comm.reissue import call_or_take
 from ttprun.rank.comm.transports import TRANSPORTS, Seat
 from ttprun.rank.comm.work import ManagedWork, Refused
@@ -227,6 +235,7 @@ class ManagedGroup(ProcessGroup):
         is_kept = session.is_repairable()
         is_small = is_kept and sum([t.nbytes if t.layout is torch.strided else _LARGE for t in outputs]) < _LARGE
         entry.is_passing = op in GATHERING and outputs[0].is_cpu and sharded.is_gathering()
+        entry.is_lent = entry.is_passing and op in REDUCING and sharded.is_lending()
         if is_small and not entry.is_passing:
             entry.place = location_key()
         if session.replay is not None and session.is_replaying_alone():
@@ -269,6 +278,7 @@ class ManagedGroup(ProcessGroup):
                 accelerator.synchronize()
             if is_kept or journal.is_frozen:
                 journal.entries.append(entry)
+                journal.note_order(entry)
             if not journal.is_frozen:
                 entry.inner = self._begin(entry)
             elif journal.is_ended:
@@ -305,7 +315,8 @@ class ManagedGroup(ProcessGroup):
     def _begin(self, entry: Entry) -> Any:
         """Issue an operation of the journal. Raises the backend's error if no recovery would help."""
         try:
-            if not (self.session.journal.givers or self.session.journal.received):
+            journal = self.session.journal
+            if not (journal.givers or journal.received or journal.settled):
                 return self.call(entry.op, entry.args)
             return call_or_take(self.session, entry, entry.args)
         except Exception as error:
@@ -345,7 +356,10 @@ class ManagedGroup(ProcessGroup):
             if entry.is_done or entry.inner is not inner:
                 return
             entry.note_result()
+            if entry.is_lent:
+                self.session.mirror.keep_result(self.session, entry.lane, entry.number, entry.outputs[0])
             entry.is_done = True
+            self.session.journal.settle_before(entry)
         try:
             if entry.place:
                 self.session.results.keep(entry)

@@ -27,6 +27,10 @@ def issue_again(session: Session, entry: Entry) -> Any:
     """
     if isinstance(entry, Message):
         return call_or_take(session, entry, entry.args_again())
+    if session.journal.is_settled(entry):
+        return call_or_take(session, entry, entry.args)
+    if entry.is_settled:
+        raise NotRepairableError(f"the input of {entry.signature} is dropped, as all ranks had completed it")
     giver = session.journal.giver_of(entry)
     if not entry.is_done:
         if giver is None:
@@ -46,8 +50,13 @@ def issue_again(session: Session, entry: Entry) -> Any:
 def call_or_take(session: Session, entry: Entry, args: tuple[Any, ...]) -> Any:
     """Issue an operation with these arguments, or a broadcast from the rank that has its result.
 
-    A message that has arrived is not issued at all.
+    A message that has arrived is not issued at all, nor a collective that all members had completed: a replacement has
+    its result in its mirror.
     """
+    if session.journal.is_settled(entry):
+        if not entry.is_done:
+            session.mirror.give_result(session.applied, entry.lane, entry.number, entry.outputs[0])
+        return Delivered()
     if session.journal.has_arrived(entry):
         return Delivered()
     giver = session.journal.giver_of(entry)

@@ -42,9 +42,14 @@ class Memory:
             ctypes.memmove(at, numpy.frombuffer(chunk, numpy.uint8).ctypes.data, chunk.nbytes)  # releases the GIL
             at += chunk.nbytes
 
-    def write(self, content: bytes) -> None:
-        """Write to the beginning of the file, which `fit` has made large enough."""
-        self._map[: len(content)] = content
+    @property
+    def size(self) -> int:
+        """Bytes of the file that are mapped."""
+        return self._size
+
+    def write(self, content: bytes, at: int = 0) -> None:
+        """Write from an offset of the file on, which `fit` has made large enough."""
+        self._map[at : at + len(content)] = content
 
     def read(self, at: int, size_bytes: int) -> bytes:
         """So many bytes from an offset of the file, which is open."""

@@ -130,6 +130,8 @@ def _signatures(session: Session) -> dict[str, GroupJournal]:
     with session.journal.lock:
         for entry in session.journal.entries:
             group = found.setdefault(entry.lane, GroupJournal(list(entry.members), []))
+            if entry.is_settled:
+                group.settled.append(entry.number)
             if entry.digest and len(group.received) == len(group.issued):
                 group.received.append(entry.digest)
             if entry.held is not None and entry.is_done and entry.held.is_kept:

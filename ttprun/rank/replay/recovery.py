@@ -105,6 +105,8 @@ class Recovery:
                     session.changed.notify_all()
             case to_rank.NotAlike(owners=owners):
                 session.snapshots.owners = owners
+            case to_rank.NoneAlike():
+                session.journal.may_settle = True
             case to_rank.KeepMirror():
                 session.mirror.is_wanted = True
             case to_rank.LookAt(boundary=boundary):

@@ -29,7 +29,7 @@ def resume(
     again             empty; gets each entry with its new work, for a recovery that interrupts this one
     check_overtaken   called now and then; its exception ends the order
     """
-    session.journal.givers, session.journal.received = givers_of(order), order.received
+    session.journal.note_agreed(givers_of(order), order.received, order.settled)
     is_connected = False
     # A replacement connects these before it issues anything, and a backend may connect within an operation.
     for group in groups_of(session):
@@ -89,7 +89,7 @@ def go_live(session: Session, replay: Replay, order: to_rank.Resume) -> None:
         group.links.is_joined = True
     session.channel.send(from_rank.Rebuilt(session.generation))
     session.expected = Expected(session.channel, session.generation, order.expected)
-    session.journal.givers, session.journal.received = givers_of(order), order.received
+    session.journal.note_agreed(givers_of(order), order.received, order.settled)
     session.verifier.prove_from(replay.boundary)
     if replay.is_alone:
         session.proof = Proof.of(session, replay.boundary)

@@ -362,6 +362,10 @@ def restore_weight(restore: Restore, live: Any, node: list[Any], name: str) -> A
     if is_itself and isinstance(whole, torch.nn.Parameter) and list(whole.shape) == shape:
         return whole
     if whole is not owner and list(owner.shape) != shape:
+        # As a state_dict holds it: the same part of the same whole.
+        is_whole = [list(whole.shape), list(whole.stride()), owner.storage_offset()] == [shape, stride, offset]
+        if is_whole and not is_computed and dtype_name(whole.dtype) == dtype:
+            return whole.detach()
         return restore.refuse(live, f"{name} is made of a sharded weight, and cannot be made again")
     if dtype_name(owner.dtype) != dtype:
         return restore.refuse(live, f"{name} is a view of a weight that is of another type here")

@@ -21,11 +21,12 @@ import torch
 
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
-from ttprun.protocol.mirrors import NOTHING, Held, slot_of
+from ttprun.protocol.mirrors import NOTHING, SLOTS, Held, slot_of
 from ttprun.rank.process.free_memory import free_bytes
 from ttprun.rank.process.shared_memory import Memory
-from ttprun.rank.weights import replicated, sharded
+from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.own_state import forms_of, held_now
+from ttprun.rank.weights.reduced_parts import ReducedParts
 from ttprun.rank.weights.replicated import NotRepairableError
 from ttprun.rank.weights.sharded import local_of
 
@@ -87,7 +88,7 @@ class _Slot:
 class Mirror:
     """Keeps this rank's mirror.
 
-    paths      of the agent's memory, for each slot; none: it is switched off
+    paths      of the agent's memory, for each slot and for results of collectives; none: it is switched off
     is_wanted  this rank holds what no other one holds; set by the agent
     why_off    why nothing is kept any more; "" if it is
     """
@@ -95,7 +96,8 @@ class Mirror:
     def __init__(self, board: Board, rank: int, paths: Sequence[str]) -> None:
         self._board = board
         self._rank = rank
-        self._slots = [_Slot(path) for path in paths]
+        self._slots = [_Slot(path) for path in paths[:SLOTS]]
+        self._parts = [ReducedParts(path) for path in paths[SLOTS:]]
         self.is_wanted = False
         self.why_off = "" if paths else "it is switched off"
         self._layout: _Layout | None = None
@@ -139,6 +141,26 @@ class Mirror:
         except Exception as error:
             self._give_up(session, boundary, error)
 
+    def keep_result(self, session: Session, lane: str, number: int, result: torch.Tensor) -> None:
+        """A reduce-scatter of FSDP2 has given this: the other ranks will drop what it was made of. Raises nothing."""
+        if not self.is_on:
+            return
+        try:
+            for parts in self._parts:
+                parts.keep(session.applied, lane, number, result)
+        except Exception as error:
+            self._give_up(session, session.applied, error)
+
+    def give_result(self, boundary: int, lane: str, number: int, target: torch.Tensor) -> None:
+        """In a replacement: what a reduce-scatter had given to the lost rank. Raises NotRepairableError."""
+        try:
+            for parts in self._parts:
+                parts.take(boundary, lane, number, target)
+        except (LookupError, OSError, ValueError) as error:
+            raise NotRepairableError(str(error)) from None
+        if not self._parts:
+            raise NotRepairableError("all ranks have dropped what a reduce-scatter was made of, and no mirror is kept")
+
     def end(self) -> None:
         """The run of the script is over: no copy is being made any more, and its tensors are dropped."""
         if self._thread is not None:
@@ -158,6 +180,15 @@ class Mirror:
 
     def _copy(self, session: Session, boundary: int) -> bool:
         """On the thread: copy the state; returns whether nothing has changed it meanwhile."""
+        count = _count()
+        try:
+            return self._copied(session, boundary)
+        except Exception:
+            if _count() == count:
+                raise
+            return False  # the script has added parameters meanwhile: the next copy has them
+
+    def _copied(self, session: Session, boundary: int) -> bool:
         number = slot_of(boundary)
         slot = self._slots[number]
         self._board.set(self._rank, _CELLS[number], NOTHING.pack())
@@ -183,9 +214,9 @@ class Mirror:
 
     def _keep_step(self, slot: _Slot, optimizer: torch.optim.Optimizer, is_kept: bool) -> bool:
         """Copy the gradients, and the weights if the script changes them; returns whether that is all."""
-        if bool(slot.before) != is_kept:
-            return False
         rows = list(replicated.rows())
+        if bool(slot.before) != is_kept or len(rows) != len(slot.gradients):  # parameters were added since the copy
+            return False
         marks, targets, found = [], [], []
         for at, (_, parameter, _, _, one) in enumerate(rows):
             gradient = parameter.grad if one is optimizer else None
@@ -220,6 +251,11 @@ class Mirror:
         needed, free = len(self._slots) * size * without, free_bytes()
         if free is not None and needed > free:
             raise MemoryError(f"it takes {needed >> 20} MiB of shared memory, and only {free >> 20} MiB is free")
+
+
+def _count() -> int:
+    """How many parameters all optimizers have."""
+    return sum(1 for _ in optimizer_registry.parameters())
 
 
 def _why_not_taken_again(optimizer: torch.optim.Optimizer) -> str:

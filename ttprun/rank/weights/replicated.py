@@ -222,11 +222,15 @@ def _take_over_state(
     if is_tensor:
         kind = getattr(torch, value)
         if not isinstance(old, torch.Tensor) or old.dtype != kind or list(old.shape) != shape:
-            if sharded.is_distributed(parameter):
-                raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
-            # A step's count is kept on the CPU, and what is as large as the parameter beside it.
-            device = old.device if isinstance(old, torch.Tensor) else parameter.device if shape else None
-            old = torch.empty(shape, dtype=kind, device=device)
+            if sharded.is_distributed(parameter) and shape:
+                # As optimizers make it; who fills it compares which part of the whole it is.
+                if shape != list(parameter.shape):
+                    raise NotRepairableError(f"{name} has no '{key}' here, and it is unknown whether it is sharded")
+                old = torch.zeros_like(parameter.detach(), dtype=kind)
+            else:
+                # A step's count is kept on the CPU, and what is as large as the parameter beside it.
+                device = old.device if isinstance(old, torch.Tensor) else parameter.device if shape else None
+                old = torch.empty(shape, dtype=kind, device=device)
         fill(f"{name}/{key}", old)
         registry.current().mark_safe(old)
         return old

@@ -174,14 +174,31 @@ def is_gathering() -> bool:
 
     Its results are not kept for a replay, however small: there are many in each step, and a repair replaces them.
     """
-    frame: FrameType | None = sys._getframe(1)
+    return _names_to_collectives() is not None
+
+
+def is_lending() -> bool:
+    """Whether the current collective's input is a buffer that FSDP2 has put together for it alone.
+
+    Not if code of the script's own issues it (`set_custom_reduce_scatter`), as that allocates the buffer, too.
+    """
+    names = _names_to_collectives()
+    return names is not None and all(name.partition(".")[0] in ("torch", "ttprun") for name in names)
+
+
+def _names_to_collectives() -> list[str] | None:
+    """The modules of the frames from here to FSDP2's collectives; None if it has not issued the current one."""
+    frame: FrameType | None = sys._getframe(2)
+    names: list[str] = []
     for _ in range(_FRAMES_TO_COLLECTIVES):
         if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _COLLECTIVES:
-            return True
+            return None
+        name = frame.f_globals.get("__name__", "")
+        if name == _COLLECTIVES:
+            return names
+        names.append(name)
         frame = frame.f_back
-    return False
+    return None
 
 
 def why_not_at_rest(optimizer: torch.optim.Optimizer) -> str:

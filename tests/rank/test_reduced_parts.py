@@ -1,0 +1,122 @@
+"""What all members of a group have completed: its input is dropped, and a replacement has its result from the mirror."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ttprun.rank.comm.entry import Entry
+from ttprun.rank.comm.journal import Journal
+from ttprun.rank.weights.reduced_parts import ReducedParts
+
+LANE = "0"
+
+
+class FakeGroup:
+    """Has a name."""
+
+    group_name = LANE
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    fd = os.memfd_create("parts")
+    yield f"/proc/{os.getpid()}/fd/{fd}"
+    os.close(fd)
+
+
+def issue(journal: Journal, group: FakeGroup, op: str, elements: int = 1024) -> Entry:
+    """As a group does it; the input of a reduce-scatter is lent."""
+    output, given = torch.zeros(elements // 2), torch.ones(elements)
+    entry = Entry(group, op, (output, given), [output])  # type: ignore[arg-type]
+    entry.is_passing, entry.is_lent = True, op.startswith("reduce")
+    assert journal.save(entry, [given])
+    journal.entries.append(entry)
+    journal.note_order(entry)
+    return entry
+
+
+def complete(journal: Journal, entry: Entry) -> None:
+    entry.is_done = True
+    journal.settle_before(entry)
+    entry.release()
+
+
+def train(journal: Journal, layers: int) -> int:
+    """One backward pass; returns the most bytes that were held at once."""
+    group, most = FakeGroup(), 0
+    for _ in range(layers):
+        entry = issue(journal, group, "reduce_scatter_single")
+        most = max(most, sum(copy.nbytes for one in journal.entries for _, copy in one.saved))
+        complete(journal, entry)
+    return most
+
+
+def test_of_inputs_that_no_replacement_needs_two_are_held_at_most() -> None:
+    journal = Journal(1 << 20)
+    journal.may_settle = True
+
+    assert train(journal, layers=6) == 2 * 4096
+    assert [entry.is_settled for entry in journal.entries] == [True] * 5 + [False]
+
+
+def test_inputs_from_which_a_replica_is_repaired_are_held_until_the_boundary() -> None:
+    assert train(Journal(1 << 20), layers=6) == 6 * 4096
+
+
+def test_what_was_issued_before_proves_nothing_though_it_completes_later() -> None:
+    journal, group = Journal(1 << 20), FakeGroup()
+    journal.may_settle = True
+    gathering, reducing = issue(journal, group, "all_gather_single"), issue(journal, group, "reduce_scatter_single")
+
+    complete(journal, reducing)
+    complete(journal, gathering)
+
+    assert not reducing.is_settled
+
+
+def test_a_lent_input_is_not_copied_and_its_memory_is_not_used_again() -> None:
+    journal = Journal(1 << 20)
+    entry = issue(journal, FakeGroup(), "reduce_scatter_single")
+    address = entry.args[1].data_ptr()
+    assert entry.saved[0][1].data_ptr() == address
+    complete(journal, entry)
+
+    journal.clear()
+
+    assert journal.save(entry, [torch.zeros(1024)])
+    assert not journal._spare
+
+
+def test_a_replacement_takes_what_the_lost_rank_had_got_of_this_step_and_nothing_older(path: str) -> None:
+    lost = ReducedParts(path)
+    for boundary in (3, 4):
+        for number in range(3 if boundary == 3 else 2):
+            lost.keep(boundary, LANE, number, torch.full((5 + number,), boundary * 10.0 + number))
+    replacement = ReducedParts(path)
+
+    for number in range(2):
+        target = torch.zeros(5 + number)
+        replacement.take(4, LANE, number, target)
+        assert target.tolist() == [40.0 + number] * (5 + number)
+        replacement.keep(4, LANE, number, target)  # as it goes on, and may be lost, too
+    with pytest.raises(LookupError):
+        replacement.take(4, LANE, 2, torch.zeros(7))
+    with pytest.raises(LookupError):
+        replacement.take(4, "another group", 0, torch.zeros(5))
+
+
+def test_results_find_room_as_they_come(path: str) -> None:
+    parts = ReducedParts(path)
+    results = [torch.randn(1000 * (number + 1)) for number in range(4)]
+
+    for number, result in enumerate(results):
+        parts.keep(1, LANE, number, result)
+
+    for number, result in enumerate(results):
+        target = torch.zeros_like(result)
+        ReducedParts(path).take(1, LANE, number, target)
+        assert torch.equal(target, result)
