@@ -16,6 +16,7 @@ import pytest
 from ttprun import recovery
 from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.peers import Peers
 from ttprun.agent.resume import ENDED_NAME
 from ttprun.agent.shelf import Shelf
@@ -59,7 +60,7 @@ class AnyCheckpoint:
 
 def checkpoints_of(node: FakeNode, store: CheckpointStore) -> Checkpoints:
     comparisons = SimpleNamespace(names_of=", ".join, why_not_stored="")
-    return Checkpoints(node, CheckpointWriter(node, store, AnyCheckpoint()), comparisons)  # type: ignore[arg-type]
+    return Checkpoints(node, CheckpointWriter(node, store, AnyCheckpoint()), comparisons, Mirrors(node))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -201,6 +201,21 @@ def test_what_a_lost_rank_has_taken_with_it_is_named_and_the_next_launch_goes_on
     assert_as_undisturbed(job.as_one(), undisturbed(FSDP, 2))
 
 
+@pytest.mark.parametrize(("script", "step"), [(FSDP, 13), (BY_HAND, 13)], ids=["fsdp", "by hand"])
+def test_what_a_lost_rank_has_mirrored_is_in_the_last_checkpoint_and_the_next_launch_loses_nothing(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path, script: str, step: int
+) -> None:
+    job = Series(run_ttprun, tmp_path, script, 2)
+
+    options = ["--buddy", "--rungs", "persist"]
+    first = job.launch(faults=[f"kill:rank=1,step={step},phase=backward"], options=options)
+    second = job.launch()
+
+    assert_saved(first, "dying gasp", exit_code=137)
+    assert_resumed(second, step)
+    assert_same_outcome(job.as_one(), undisturbed(script, 2))
+
+
 def test_of_shards_that_have_replicas_nothing_is_missing_when_a_rank_is_lost(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, tmp_path: Path
 ) -> None:

@@ -302,10 +302,22 @@ def test_a_sharded_weight_in_a_variable_is_the_replacements_own_weight_there() -
         assert here["new"] is own
 
 
+def test_a_sharded_weight_in_a_state_dict_that_the_replay_has_not_made_is_made_of_the_replacements_own() -> None:
+    with world(0, 2) as mesh:
+        lost, own = (torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(2))
+        recorded, blobs = record({"saved": lost.detach()}, {sharded.local_of(lost).data_ptr()})
+        here: dict[str, Any] = {"saved": None}
+
+        Restore(blobs, is_comparing=True, stepped=[own]).module(here, recorded, "")
+
+        assert sharded.local_of(here["saved"]).data_ptr() == sharded.local_of(own).data_ptr()
+        assert (here["saved"].placements, here["saved"].requires_grad) == (own.placements, False)
+
+
 def test_a_view_of_a_sharded_weight_that_the_replay_has_not_made_is_refused() -> None:
     with world(0, 2) as mesh:
         lost, own = (torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(2))
-        recorded, blobs = record({"view": lost.detach()}, {sharded.local_of(lost).data_ptr()})
+        recorded, blobs = record({"view": lost.detach().t()}, {sharded.local_of(lost).data_ptr()})
 
         with pytest.raises(CannotRestoreError, match="view is made of a sharded weight"):
             Restore(blobs, is_comparing=True, stepped=[own]).module({"view": None}, recorded, "")

@@ -7,7 +7,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -109,9 +111,6 @@ while step < args.steps:
             average.lerp_(weight.detach(), 0.1)
         print(f"[rank {rank}] step {step} loss {loss.item():.9f}", flush=True)
         if feature == "dcp" and step % 5 == 0:
-            import torch.distributed.checkpoint as dcp
-            from torch.distributed.checkpoint.state_dict import get_state_dict
-
             weights, state = get_state_dict(model, optimizer)
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=os.path.join(args.out, f"step{step}"))
         if step == 8 and feature in ("unfreeze", "add_group"):

@@ -16,13 +16,14 @@ from ttprun import recovery
 from ttprun.agent import copied
 from ttprun.agent.checkpoint_writer import Apart, CheckpointWriter, Written
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.mirrors import Mirrors
 from ttprun.agent.node import Node
 from ttprun.agent.seat import Seat
 from ttprun.agent.shelf import Shelf
 from ttprun.agent.stored import rank_file
 from ttprun.errors import ConfigError, in_short
 from ttprun.protocol import nodes, to_rank
-from ttprun.protocol.snapshots import Dumped, Share
+from ttprun.protocol.snapshots import Dumped, MirroredShare, Share
 from ttprun.rank.weights.checkpoint_shards import file_of
 from ttprun.recovery.replicas import Replicas
 from ttprun.state.chunks import held_of, what_is_missing
@@ -53,6 +54,11 @@ class _Writing:
     reports: dict[int, Dumped] = field(default_factory=dict)
 
     @property
+    def mirrored(self) -> dict[int, Share]:
+        """What was written from the mirrors of lost ranks, by rank."""
+        return {rank: share for report in self.reports.values() for rank, share in report.mirrored.items()}
+
+    @property
     def shares(self) -> dict[int, Share]:
         """What each rank has written, by rank, of those that could."""
         return {rank: report.share for rank, report in self.reports.items() if report.share is not None}
@@ -67,8 +73,9 @@ class Checkpoints:
 
     why_never = ""
 
-    def __init__(self, node: Node, writer: CheckpointWriter, comparisons: Comparisons) -> None:
+    def __init__(self, node: Node, writer: CheckpointWriter, comparisons: Comparisons, mirrors: Mirrors) -> None:
         self._node = node
+        self._mirrors = mirrors
         self.writer = writer
         self._comparisons = comparisons
         self._writing: _Writing | None = None
@@ -99,10 +106,28 @@ class Checkpoints:
         self._order_parts(self._writing)
         owners = {key: list(ranks) for key, ranks in self._node.job.replicas.parted.items()}
         writers = list(order.ranks)
+        mirrored = self._mirrored(draft, order)
         for share, rank in enumerate(order.ranks):
             path = str(draft.path(file_of(share)))
-            dump = to_rank.Dump(order.generation, path, share, len(writers), owners, writers)
+            dump = to_rank.Dump(
+                order.generation, path, share, len(writers), owners, writers, mirrored[share :: len(writers)]
+            )
             self._node.seats[rank].send(dump)
+
+    def _mirrored(self, draft: Draft, order: recovery.Persist) -> list[MirroredShare]:
+        """What is to be written from the mirrors of lost ranks that no living one replicates.
+
+        Only from one with the state itself: no rank can take another one's step.
+        """
+        replicas, found = self._node.job.replicas, list[MirroredShare]()
+        for seat in self._node.here:
+            if seat.rank in order.ranks or replicas.peers(seat.rank, order.ranks):
+                continue
+            source = self._mirrors.source_of(seat, order.boundary)
+            if source is not None and not source.is_step:
+                share = len(order.ranks) + len(found)
+                found.append(MirroredShare(seat.rank, source.path, str(draft.path(file_of(share))), share))
+        return found
 
     def _order_parts(self, writing: _Writing) -> None:
         """The agents of other nodes write what is their ranks' own, from the records that they have."""
@@ -154,7 +179,8 @@ class Checkpoints:
         self._writing = None
         why_not = next((report.why_not for report in writing.reports.values() if report.why_not), "")
         why_not = why_not or self._why_not_alike(writing)
-        if not why_not and len({share.header_xxh3 for share in writing.shares.values()}) > 1:
+        shares = writing.shares | writing.mirrored
+        if not why_not and len({share.header_xxh3 for share in shares.values()}) > 1:
             why_not = "the ranks hold different parameters"
         if why_not:
             self.writer.drop(writing.draft)
@@ -166,10 +192,11 @@ class Checkpoints:
         kept = [self._node.seats[rank] for rank in sorted(writing.kept)]
         parts, missing = self._rank_parts(boundary, [*self._node.here, *kept])
         missing += [_what_is_lost(rank, boundary) for rank in sorted(writing.missing)]
-        held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, writing.order.ranks)]
-        missing += what_is_missing(held_of(first.held), [*writing.order.ranks, *held_still])
-        missing += self._held_by_nobody(replicas, writing.order.ranks)
-        for share in writing.shares.values():
+        saved = [*writing.order.ranks, *writing.mirrored]
+        held_still = [rank for rank in range(len(self._node.seats)) if replicas.peers(rank, saved)]
+        missing += what_is_missing(held_of(first.held), [*saved, *held_still])
+        missing += self._held_by_nobody(replicas, saved)
+        for share in shares.values():
             writing.draft.record(file_of(share.share), FileEntry(bytes=share.bytes, xxh3=share.xxh3))
 
         def done(written: Written) -> None:
@@ -181,7 +208,7 @@ class Checkpoints:
             is_handled = any(report.is_handled for report in writing.reports.values())
             self._report_to_machine(writing.order.generation, place, why_not, written.why_unusable, is_handled)
 
-        headers = {rank: share.header for rank, share in writing.shares.items()} if replicas.parted else {}
+        headers = {rank: share.header for rank, share in shares.items()} if replicas.parted else {}
         for rank in range(len(self._node.seats)) if headers else ():
             peer = next(iter(replicas.peers(rank, writing.reports)), None)
             if rank not in headers and peer is not None:

@@ -40,7 +40,9 @@ class Mirrors:
     def is_on(self) -> bool:
         """Whether ranks may keep mirrors."""
         config = self._node.config
-        return config.buddy and not config.mindio and "replace" in self._node.job.settings.rungs and self.is_possible
+        rungs = self._node.job.settings.rungs
+        is_used = "replace" in rungs or ("persist" in rungs and "rewind" not in rungs)
+        return config.buddy and not config.mindio and is_used and self.is_possible
 
     @property
     def is_possible(self) -> bool:

@@ -60,7 +60,7 @@ class Parts:
         self.mirrors = Mirrors(node)
         self.comparisons = Comparisons(node, times, incidents, self.mirrors)
         self.checkpoint_writer = CheckpointWriter(node, store, resumption)
-        self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons)
+        self.checkpoints = Checkpoints(node, self.checkpoint_writer, self.comparisons, self.mirrors)
         self.snapshots = Snapshots(node, times, self.comparisons, self.checkpoints)
         self.repairs: Repairs = (
             Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)

@@ -59,18 +59,36 @@ class SnapshotTaken:
 
 
 @dataclass(frozen=True)
+class MirroredShare:
+    """A share of a checkpoint that is written from the mirror of a lost rank.
+
+    rank   that is lost
+    slot   of its mirror
+    path   of the file to write
+    share  its number
+    """
+
+    rank: int
+    slot: str
+    path: str
+    share: int
+
+
+@dataclass(frozen=True)
 class Dumped:
     """A rank has written its share of a checkpoint, or could not.
 
     why_not     "" if it was written
     is_handled  the script handles a signal that ends jobs, and may save by itself
     share       None if it was not written
+    mirrored    lost rank -> share that was written from its mirror
     """
 
     generation: int
     why_not: str
     is_handled: bool
     share: Share | None = None
+    mirrored: dict[int, Share] = field(default_factory=dict)
 
 
 Report = SnapshotSize | SnapshotTaken | Dumped

@@ -13,6 +13,7 @@ from typing import Any
 
 from ttprun.protocol import from_rank
 from ttprun.protocol.mindio import Strategy
+from ttprun.protocol.snapshots import MirroredShare
 
 # The beginning, and the end.
 
@@ -281,6 +282,7 @@ class Dump:
     of       number of shares
     owners   as in NotAlike
     writers  ranks that write a share, in the order of the shares
+    mirrors  further shares, from the mirrors of lost ranks
     """
 
     generation: int
@@ -289,6 +291,7 @@ class Dump:
     of: int
     owners: dict[str, list[int]]
     writers: list[int]
+    mirrors: list[MirroredShare] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,15 @@ from ttprun.protocol.board import Phase
 from ttprun.protocol.snapshots import Dumped
 from ttprun.rank import moments
 from ttprun.rank.session import Session
-from ttprun.rank.weights import checkpoint_shards, mirror, replicated, sharded, state_places, state_transfer
+from ttprun.rank.weights import (
+    checkpoint_shards,
+    mirror,
+    mirrored_share,
+    replicated,
+    sharded,
+    state_places,
+    state_transfer,
+)
 
 
 def send_state(session: Session, order: to_rank.SendState, check_overtaken: Callable[[], None]) -> None:
@@ -64,14 +72,15 @@ def dump(session: Session, order: to_rank.Dump) -> None:
     """Write this rank's share of the survivors' state; the main thread waits meanwhile."""
     moments.reached("persist")
     main = sys._current_frames().get(threading.main_thread().ident or 0)
-    share, why_not = None, ""
+    share, mirrored, why_not = None, {}, ""
     try:
         apart = checkpoint_shards.Apart(order.owners, session.rank, order.writers)
         share = checkpoint_shards.write(order.path, order.share, order.of, main, apart)
-    except (replicated.NotRepairableError, OSError) as error:  # only the checkpoint is lost
+        mirrored = {one.rank: mirrored_share.write(one, order.owners, order.writers) for one in order.mirrors}
+    except (replicated.NotRepairableError, OSError, ValueError) as error:  # only the checkpoint is lost
         why_not = f"rank {session.rank}: {error}"
     is_handled = _handles_end_signals()
-    session.channel.send(Dumped(order.generation, why_not, is_handled, share))
+    session.channel.send(Dumped(order.generation, why_not, is_handled, share, mirrored))
 
 
 def _handles_end_signals() -> bool:

@@ -274,6 +274,7 @@ def _lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: 
     """A layout for the tensors of these parameters. Raises NotRepairableError."""
     described, parts = replicated.describe()
     where = [part.place for part in parts]
+    forms_held = [[str(part.tensor.dtype)[6:], list(part.tensor.shape), _chunk_of(part)] for part in parts]
     at = 0
 
     def place_for(size: int) -> int:
@@ -287,6 +288,7 @@ def _lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: 
     before = [place_for(weight.nbytes) for weight in weights] if is_kept else []
     marks = place_for(len(weights))
     content = {"header": described, "places": where, "state": state, "gradients": gradients, "before": before}
+    content |= {"parameters": replicated.keys(), "keys": [part.key for part in parts], "forms": forms_held}
     # Offsets in the header are from its own end, as its length depends on them.
     header = json.dumps(content | {"marks": marks}).encode()
     start = -(-(_LENGTH_BYTES + len(header)) // _ALIGNED) * _ALIGNED
@@ -297,10 +299,18 @@ def _lay_out(rows: list[replicated.Row], forms: list[tuple[Any, ...]], is_kept: 
     return _Layout(header, forms, moved(state), moved(gradients), moved(before), start + marks, start + at)
 
 
-# In a replacement.
+def _chunk_of(part: replicated.Part) -> list[Any] | None:
+    """Which part of the whole it is: [shape, offsets, sizes]; None: all of it, or one that no checkpoint can hold."""
+    if sharded.why_not_stored([part.whole]):
+        return None
+    chunk = part.chunk
+    return None if chunk is None else [list(chunk.shape), list(chunk.offsets), list(chunk.sizes)]
 
 
-class _Stored:
+# In a replacement, or in a rank that saves what a lost one has left.
+
+
+class Stored:
     """What a lost rank has left in a slot. Raises OSError, ValueError if it is something else."""
 
     def __init__(self, path: str) -> None:
@@ -315,11 +325,18 @@ class _Stored:
         self.gradients: list[int] = content["gradients"]
         self.before: list[int] = content["before"]
         self._marks: int = content["marks"]
+        self.parameters: list[str] = content["parameters"]
+        self.keys: list[str] = content["keys"]
+        self.forms: list[tuple[str, list[int], list[Any] | None]] = content["forms"]
+
+    def tensor(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """What is at an offset, of the form of another tensor."""
+        return self._memory.tensor(self._start + offset, like)
 
     def copy_to(self, tensor: torch.Tensor, offset: int) -> None:
         """Fill a tensor with what is at an offset."""
         with torch.no_grad():
-            tensor.copy_(self._memory.tensor(self._start + offset, tensor))
+            tensor.copy_(self.tensor(tensor, offset))
 
     def has_gradient(self, number: int) -> bool:
         """Whether the parameter had a gradient in the step."""
@@ -328,7 +345,7 @@ class _Stored:
 
 def load(path: str) -> None:
     """Load the state that a lost rank has left in a slot. Raises NotRepairableError, OSError."""
-    _load_state(_Stored(path))
+    _load_state(Stored(path))
     sharded.forget_gathered()
 
 
@@ -337,7 +354,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer) -> None:
 
     Raises NotRepairableError, OSError.
     """
-    stored = _Stored(path)
+    stored = Stored(path)
     _load_state(stored)
     for number, (name, parameter, _, _, one) in enumerate(replicated.rows()):
         if stored.before:
@@ -355,7 +372,7 @@ def load_step(path: str, optimizer: torch.optim.Optimizer) -> None:
         stored.copy_to(local_of(gradient), stored.gradients[number])
 
 
-def _load_state(stored: _Stored) -> None:
+def _load_state(stored: Stored) -> None:
     left = iter(zip(stored.places, stored.state, strict=True))
 
     def fill(key: str, tensor: torch.Tensor) -> None:
