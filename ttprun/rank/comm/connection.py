@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ttprun.protocol.channel import Channel
 
 CONNECT_LIMIT = timedelta(seconds=120)
+_MESSAGES_LIMIT_S = 0.5  # for the other end of a message, when a connection is closed
 
 
 class GenerationOverError(RuntimeError):
@@ -207,8 +208,14 @@ class Connection:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Destroy the backend with its threads; blocks until its operations have ended."""
+        """Destroy the backend with its threads; blocks until its operations have ended.
+
+        Messages that are still under way after _MESSAGES_LIMIT_S are cut off.
+        """
         self._lanes.end()
+        if not self._lanes.join(_MESSAGES_LIMIT_S):
+            self.abort()
+            self._lanes.join(_MESSAGES_LIMIT_S)
         self.backend = self.native = None
 
     def __del__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +29,7 @@ class Lanes:
         self._limit = limit
         self.issued = 0
         self._works: dict[tuple[Any, ...], queue.SimpleQueue[LaneWork | None]] = {}  # by operation, peer and tag
+        self._threads: list[threading.Thread] = []
 
     def issue(self, native: Any, op: str, args: tuple[Any, ...]) -> LaneWork:
         """Issue an operation of torch's process group `native`; returns its work. Raises the backend's error."""
@@ -35,7 +37,9 @@ class Lanes:
         lane = (op, *args[1:])
         if lane not in self._works:
             works = self._works[lane] = queue.SimpleQueue()
-            threading.Thread(target=_complete_all, args=(works,), name=f"ttprun-{op}", daemon=True).start()
+            thread = threading.Thread(target=_complete_all, args=(works,), name=f"ttprun-{op}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         self._works[lane].put(work)
         self.issued += 1
         return work
@@ -44,6 +48,16 @@ class Lanes:
         """End the threads, each after the operations of its lane."""
         for works in self._works.values():
             works.put(None)
+
+    def join(self, limit_s: float) -> bool:
+        """After `end`: whether the threads have ended; waits `limit_s` at most.
+
+        One that is left in gloo when the interpreter finalizes aborts the process.
+        """
+        end_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(end_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 def _complete_all(works: queue.SimpleQueue[LaneWork | None]) -> None:
