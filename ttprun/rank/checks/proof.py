@@ -150,14 +150,16 @@ def wrap_backward(original: Any) -> Any:
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         global _going_backward
         session = current()
+        is_capturing = accelerator.is_capturing()  # nothing may be copied to the CPU then
+        if not is_capturing:
+            gradients.look_at_watched()
         if session is None or threading.current_thread() is not threading.main_thread():
             return original(tensors, *args, **kwargs)
-        if accelerator.is_capturing():  # nothing may be copied to the CPU now
+        if is_capturing:
             session.give_up_protection(
                 "the script captures its backward pass in a graph of the device, which cannot be replayed"
             )
             return original(tensors, *args, **kwargs)
-        gradients.look_at_watched()
         losses = tensors if isinstance(tensors, list | tuple) else [tensors]
         note(session, LOSS, "", losses)
         _going_backward += 1
