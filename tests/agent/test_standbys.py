@@ -162,6 +162,18 @@ def test_a_standby_that_has_a_thread_or_a_device_is_not_copied_but_taken_itself(
     watched[0].end()
 
 
+def test_a_standby_that_is_as_warm_as_it_should_be_stays_ready(tmp_path: Path) -> None:
+    standbys, watched = Standbys(1, str(tmp_path)), list[Standby]()
+    standbys.warm_up(["json"], [])
+    standbys.refill(watched.append, {})
+    wait_until_ready(watched[0])
+
+    standbys.warm_up(["json"], [])
+
+    assert standbys.ready == 1
+    standbys.end()
+
+
 def test_a_standby_that_gives_no_copy_is_killed_and_another_one_is_taken(tmp_path: Path) -> None:
     standbys, watched = Standbys(2, str(tmp_path)), list[Standby]()
     standbys.refill(watched.append, {})

@@ -287,10 +287,13 @@ def test_a_spare_node_takes_the_place_of_a_lost_one_and_no_step_is_lost(
         nodes.cut(1) if is_cut else nodes.end_processes(1)
         (tmp_path / "gate").touch()
         leader, runs = finished([launches[0], spare])
+        lost = launches[1].finish(60)
 
     assert [(one["kind"], one["rung"], one["ranks"]) for one in leader.incidents] == [("node-lost", "replace", [1])]
     assert leader.incidents[0]["steps_lost"] == 0, leader.story()
     assert_same_weights(runs, undisturbed(GATED, 2))
+    assert lost.exit_code == (143 if is_cut else -signal.SIGKILL), lost.story()
+    assert ("reaches 1 of 3 agents: the others may go on without it" in lost.output) == is_cut, lost.story()
 
 
 def test_a_lost_node_that_comes_back_takes_its_seats_again_and_no_step_is_lost(

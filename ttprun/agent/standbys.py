@@ -28,6 +28,8 @@ class Standbys:
 
         files   of the user's modules
         """
+        if self._warmth == (modules, files):  # another leader says the same: they are as warm as they can be
+            return
         self._warmth = (modules, files)
         for standby in self._waiting:
             standby.warm_up(modules, files)

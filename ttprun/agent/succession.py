@@ -45,6 +45,7 @@ logger = logging.getLogger("ttprun")
 _GATHER_S = 10.0  # for the others to notice, too
 _CONNECT_LIMIT_S = 5.0
 _PROBE_LIMIT_S = 1.0
+_PROBE_AGAIN_S = 0.3
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Succession:
     _early: list[tuple[Channel, nodes.Hello]] = field(default_factory=list, init=False)
     _ends_s: float | None = field(default=None, init=False)
     _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
+    _probe_again: dict[int, float] = field(default_factory=dict, init=False)
     _dials: list[Dial] = field(default_factory=list, init=False)
     _store: Any = field(default=None, init=False)
 
@@ -85,6 +87,7 @@ class Succession:
         """All ranks are new."""
         self._lost.clear()
         self._ended.clear()
+        self._probe_again.clear()
         self._heirs.clear()
         self._ends_s = None
 
@@ -122,6 +125,8 @@ class Succession:
                 sock.close()
             if code == errno.ECONNREFUSED:
                 self._ended.add(number)
+            else:  # a process that ends closes one thing after the other
+                self._probe_again[number] = time.monotonic() + _PROBE_AGAIN_S
 
         self._dials.append(Dial(self.node.selector, door.address, door.port, _PROBE_LIMIT_S, done))
 
@@ -214,6 +219,10 @@ class Succession:
         self._dials = [dial for dial in self._dials if not dial.is_over]
         for dial in self._dials:
             dial.look()
+        for number in [one for one, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
+            del self._probe_again[number]
+            if self._ends_s is not None:
+                self._probe(number)
         if self._ends_s is None:
             return
         is_late = time.monotonic() >= self._ends_s
