@@ -13,9 +13,10 @@ machine disturb the processor time of a step less than its wall time. Begin with
 
 A framework's loop with steps of about 50 ms: both launchers in one run, in turns of --block steps; see turns.py.
 
-    python scripts/bench/overhead.py --layout fsdp fsdp+buddy hsdp tp
+    python scripts/bench/overhead.py --layout fsdp fsdp+buddy hsdp tp pp
 
-The same with sharded parameters, and what a rank's memory peaks at (hsdp with --ranks 4); see layouts.py.
+The same with sharded parameters or a pipeline, and what a rank's memory peaks at (hsdp with --ranks 4); see layouts.py
+and pipelined.py.
 
     python scripts/bench/overhead.py --held samples rows table
 
@@ -51,7 +52,7 @@ from runs import (
     print_table,
     spread,
 )
-from turns import FRAMEWORKS, HELD, HELD_SCRIPT, LAYOUT_SCRIPT, LAYOUTS, measure_pairs
+from turns import FRAMEWORKS, HELD, HELD_SCRIPT, LAYOUTS, measure_pairs
 
 MIB = 1 << 20
 ALLOWED_BYTES = 64 * MIB  # beside the gradients' size
@@ -251,7 +252,7 @@ def measure_loop(name: str, options: argparse.Namespace, root: Path) -> dict[str
     script, arguments = (FRAMEWORKS[name], ()) if name in FRAMEWORKS else (HELD_SCRIPT, (f"--held={name}",))
     layout, _, ours = name.partition("+")
     if layout in LAYOUTS:
-        script, arguments = LAYOUT_SCRIPT, (f"--layout={layout}",)
+        script, arguments = LAYOUTS[layout]
     found: dict[str, Any] = {"loop": name}
     of_ttprun = (f"--{ours}",) if ours else ()
     pairs = list(measure_pairs(script, options.ranks, options.blocks, options.block, root / name, arguments, of_ttprun))

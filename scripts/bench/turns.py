@@ -24,8 +24,12 @@ FRAMEWORKS = {
 }
 HELD_SCRIPT = FOLDER / "held_data.py"
 HELD = ("samples", "texts", "rows", "table", "paths", "memmap", "arrow")
-LAYOUTS = ("fsdp", "hsdp", "tp")
-LAYOUT_SCRIPT = FOLDER / "layouts.py"
+LAYOUTS = {
+    "fsdp": (FOLDER / "layouts.py", ("--layout=fsdp",)),
+    "hsdp": (FOLDER / "layouts.py", ("--layout=hsdp",)),
+    "tp": (FOLDER / "layouts.py", ("--layout=tp",)),
+    "pp": (FOLDER / "pipelined.py", ()),
+}
 FIGURES = ("median_step_s", "cpu_step_s", "peak_bytes", "memory_file_bytes")
 BLOCK_LIMIT_S = 300.0
 STANDBY_LIMIT_S = 300.0
