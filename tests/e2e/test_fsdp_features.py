@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_recovered_by, assert_same_outcome
 from ttprun import torch_versions
 
 pytestmark = pytest.mark.skipif(
@@ -43,6 +43,17 @@ def test_a_rank_that_uses_it_is_replaced_from_its_mirror_and_nothing_differs(
 
     assert_only_replaced(run, incidents=2)
     assert_same_outcome(run, undisturbed(FEATURES, 2, arguments))
+
+
+def test_a_transient_error_is_answered_in_the_same_process_from_the_mirror_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    options = ["--buddy", "--retry-on", "InjectedFaultError"]
+
+    run = run_ttprun(FEATURES, 2, faults=["exception:rank=0,step=9,phase=forward"], options=options)
+
+    assert_recovered_by(run, ["rerun"])
+    assert_same_outcome(run, undisturbed(FEATURES, 2))
 
 
 def test_with_replicas_times_shards_times_tensor_parallelism_ranks_are_replaced_and_nothing_differs(

@@ -23,6 +23,7 @@ from tests.rank.values.carrying import carry, is_refused, record
 from ttprun.rank.values import CannotRestoreError, Restore, UnrecordedTensorError
 from ttprun.rank.values.nodes import Tag
 from ttprun.rank.weights import checkpoint_shards, replicated, sharded, state_transfer
+from ttprun.rank.weights.holdings import Holdings
 from ttprun.rank.weights.optimizer_registry import (
     forget,
     optimizers,
@@ -300,6 +301,37 @@ def test_a_sharded_weight_in_a_variable_is_the_replacements_own_weight_there() -
         assert blobs == []
         assert here["same"] is own
         assert here["new"] is own
+
+
+@pytest.mark.parametrize("moved", [[Shard(1)], [Replicate()], None], ids=["shard", "replicate", "plain"])
+def test_a_parameter_that_is_redistributed_during_the_training_is_named_at_that_step(
+    moved: list[Placement] | None,
+) -> None:
+    with world(0, 2) as mesh:
+        weights = [torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)])) for _ in range(3)]
+        optimizer = torch.optim.SGD(weights, lr=0.1)
+        holdings = Holdings()
+        before = [holdings.why_moved(stepped([optimizer])) for _ in range(2)]
+        whole = torch.randn(6, 4)
+
+        optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(shard(whole, mesh, moved) if moved else whole)
+
+        assert before == ["", ""]
+        for _ in range(2):
+            assert "a parameter (number 2 of the optimizers) was redistributed" in holdings.why_moved(
+                stepped([optimizer])
+            )
+
+
+def test_an_equal_layout_is_no_move() -> None:
+    with world(0, 2) as mesh:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)]))], lr=0.1)
+        holdings = Holdings()
+        holdings.why_moved(stepped([optimizer]))
+
+        optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(shard(torch.randn(6, 4), mesh, [Shard(0)]))
+
+        assert holdings.why_moved(stepped([optimizer])) == ""
 
 
 def test_a_sharded_weight_in_a_state_dict_that_the_replay_has_not_made_is_made_of_the_replacements_own() -> None:

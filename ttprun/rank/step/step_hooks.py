@@ -242,7 +242,7 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
-            hindrance = hindrances.look(record, head)
+            hindrance = hindrances.look(record, head) or session.holdings.why_moved(optimizer_registry.newest())
             session.note_hindrance(boundary, hindrance)
             session.recorder.write(boundary, head, blobs)
             session.own_state.is_apt = not hindrance and not is_open

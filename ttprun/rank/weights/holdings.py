@@ -38,6 +38,8 @@ class Holdings:
         self._seen: optimizer_registry.Stepped | None = None
         self._groups_count = 0
         self._sampled: tuple[optimizer_registry.Stepped | None, list[torch.Tensor]] = (None, [])
+        self._layouts: list[Any] = []  # of the parameters at the newest step
+        self._why_moved = ""
 
     def are_new(self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer, groups_count: int) -> bool:
         """Whether a full look is needed before this step; the same in all ranks that train alike.
@@ -58,6 +60,27 @@ class Holdings:
     def forget(self) -> None:
         """The run of the script is over: drop its tensors."""
         self._seen, self._sampled = None, (None, [])
+        self._layouts, self._why_moved = [], ""
+
+    def why_moved(self, stepped: optimizer_registry.Stepped) -> str:
+        """Why a replay would not shard the parameters as they are now; "" if it would.
+
+        It skips the iteration in which the script has redistributed one: the replacement has it as it was made.
+        """
+        if not (stepped.is_sharded or self._layouts):
+            return ""
+        now = [parameter for group in stepped.held for parameter in group]
+        layouts = [getattr(parameter, "_spec", None) for parameter in now]
+        before, self._layouts = self._layouts, layouts
+        if len(before) == len(layouts) and not self._why_moved:
+            for number, (old, new) in enumerate(zip(before, layouts, strict=True)):
+                if old is not new and (old and (old.mesh, old.placements)) != (new and (new.mesh, new.placements)):
+                    had, has = (spec.placements if spec else "in one piece" for spec in (old, new))
+                    self._why_moved = (
+                        f"a parameter (number {number + 1} of the optimizers) was redistributed during the training, "
+                        f"from {had} to {has}, and a replay would not do that again: redistribute it before the loop"
+                    )
+        return self._why_moved
 
     def mark(
         self, stepped: optimizer_registry.Stepped, optimizer: torch.optim.Optimizer | None, boundary: int
