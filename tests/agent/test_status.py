@@ -17,7 +17,9 @@ from ttprun.config import Config
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.observe.status import RankStatus, RunStatus, read_status
 from ttprun.protocol import nodes
+from ttprun.recovery.members import Life
 from ttprun.recovery.phases import open_incident
+from ttprun.recovery.replicas import Replicas
 
 
 def publishing(tmp_path: Path) -> tuple[RunDirectory, StatusPublisher, recovery.Incident, Incidents]:
@@ -56,6 +58,24 @@ def test_an_incident_has_one_list_of_what_is_not_proved(tmp_path: Path) -> None:
         "game (sim.Game): it can change, and does not show its state",
         "rank 0: 1 loss is another one but for rounding",
     )
+    run.release()
+
+
+def test_a_run_that_is_done_is_as_protected_as_it_was_before_its_ranks_finished(tmp_path: Path) -> None:
+    run = RunDirectory.create("r1", tmp_path / "run")
+    sharded = Replicas(compared_at=1, shards={"w": (0, 1)}, mirrored=frozenset((0, 1)))
+    job = replace(recovery.new_job(recovery.Settings(world_size=2)), replicas=sharded)
+    node = Node(Config(), run, True, job, lambda event: None)
+    parts: tuple[Any, ...] = (Standbys(0, ""), SimpleNamespace(status=None), SimpleNamespace(newest=None))
+    publisher = StatusPublisher(node, Incidents(node), *parts)
+    publisher.publish()
+
+    job = job.with_member(0, life=Life.FINISHED).with_member(1, life=Life.FINISHED)
+    node.job = replace(job, replicas=replace(sharded, mirrored=frozenset()))
+    publisher.publish()
+    publisher.end(0, "")
+
+    assert read_status(run.status).protection == "on"
     run.release()
 
 

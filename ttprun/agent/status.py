@@ -83,6 +83,7 @@ class StatusPublisher:
         self._written_s = 0.0
         self._seen: tuple[object, ...] = ()
         self._of_all: RunStatus | None = None
+        self._protection_in_run = ""
         self.restarts_left = 0
         self.waits_for: Callable[[], str] = str
 
@@ -98,6 +99,8 @@ class StatusPublisher:
         if state == "healthy" and not any(seat.is_present for seat in seats):
             state = "starting"
         status = self._compose(state)
+        if not job.finished:
+            self._protection_in_run = status.protection
         write_status(self._node.run.status, status)
         if self._node.peers.is_leading and len(seats) <= _MOST_RANKS_FOR_ALL:
             self._node.peers.to_hands(nodes.Published("status", status.to_json()))
@@ -113,7 +116,10 @@ class StatusPublisher:
     def end(self, exit_code: int, reason: str) -> None:
         """Write the last status of the run."""
         state: RunState = "done" if exit_code == 0 else "failed"
-        write_status(self._node.run.status, self._compose(state, exit_code, reason))
+        status = self._compose(state, exit_code, reason)
+        if exit_code == 0 and self._protection_in_run:  # what ranks mirror and snapshots hold ends with them
+            status = replace(status, protection=self._protection_in_run)
+        write_status(self._node.run.status, status)
 
     def _compose(self, state: RunState, exit_code: int | None = None, reason: str = "") -> RunStatus:
         own = self._compose_own(state, exit_code, reason)
@@ -231,7 +237,7 @@ def protection_of(job: Job, unseen: Sequence[int]) -> str:
         return "off: a lost rank leaves with its replica, and the others continue"
     if "replace" not in job.settings.rungs:
         return "off: a lost rank restarts the whole group"
-    if job.replicas.has_single_holders and not job.unprotected_reason:
+    if job.replicas.needs_snapshots and not job.unprotected_reason:
         why = f"no other rank holds a rank's own {in_short(job.replicas.all_names)}"
         if may_rewind(job):
             return f"on, but all ranks go back to the newest snapshot: {why}"
