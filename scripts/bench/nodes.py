@@ -1,4 +1,4 @@
-"""What a killed rank and an undisturbed step cost on two nodes: network namespaces, a launcher in each.
+"""What a killed rank, a joining node and an undisturbed step cost on two nodes: network namespaces, a launcher in each.
 
     PYTHONPATH=. python scripts/bench/nodes.py --kills 3 --json nodes.json
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from runs import LAUNCHERS, TTPRUN, BenchmarkError, Run, formatted, headline, machine, positive, print_table, spread
-from steplog import read_logs, wait_for_step
+from steplog import read_log, read_logs, wait_for_step
 from turns import wait_for_standby
 
 from tests.nodes import Nodes, why_none
@@ -81,6 +81,48 @@ def kill_one(launcher: str, nodes: Nodes, ranks: int, folder: Path, rank: int, w
         }
 
 
+def join_one(nodes: Nodes, ranks: int, folder: Path, width: int) -> dict[str, Any]:
+    """A second node joins a job that runs on one: seconds without a step, and those of them beyond the set-up.
+
+    The set-up is the script's time from its top to its first optimizer step, in the slowest rank.
+    """
+    shared = folder / "0"
+    logs = ["--step-logs", str(shared / "logs"), "--report", str(shared / "reports")]
+    words = [*logs, "--steps", "1000000", "--width", str(width)]
+    with contextlib.ExitStack() as stack:
+
+        def start(number: int) -> Run:
+            options = [*nodes.rendezvous(number, f"1:{NODES}"), "--elastic", "--save-dir", str(folder / "save")]
+            run = Run(TTPRUN, ranks, folder / str(number), options, words, within=nodes.inside(number))
+            return stack.enter_context(run)
+
+        first = start(0)
+        wait_for_training(TTPRUN, [first])
+        start(1)
+        give_up_at_s = time.monotonic() + LIMIT_S
+        while joined_after(first) is None:
+            if time.monotonic() > give_up_at_s or first.process.poll() is not None:
+                raise BenchmarkError(f"no node joined; {first.last_words()}")
+            time.sleep(0.05)
+        pause_s = joined_after(first)
+        assert pause_s is not None
+        events = [json.loads(line) for line in (first.run_dir / "events.jsonl").read_text().splitlines()]
+    setup_s = max(event["setup_s"] for event in events if event["event"] == "rank_replayed")
+    lost = [event["steps_lost"] for event in events if event["event"] == "incident" and event["outcome"] != "open"]
+    return {"pause_s": pause_s, "beyond_setup_s": pause_s - setup_s, "run_again": sum(lost)}
+
+
+def joined_after(run: Run) -> float | None:
+    """Seconds from the last step of rank 0's first process to the next one; None before that.
+
+    The first step of the new process belongs to its set-up: it is trained on any data, and undone.
+    """
+    log = [line for line in read_log(run, 0) if line.step is not None]
+    old = [line for line in log if line.pid == log[0].pid]
+    beyond = [line for line in log if line.pid != log[0].pid and (line.step or 0) > (old[-1].step or 0)]
+    return beyond[0].at_s - old[-1].at_s if beyond else None
+
+
 def time_steps(launcher: str, nodes: Nodes, ranks: int, folder: Path, steps: int, width: int) -> float:
     """Median seconds of a step of an undisturbed job, in the slowest rank, once the standbys are prepared."""
     with job(launcher, nodes, ranks, folder, "--steps", "1000000", "--width", str(width)) as runs:
@@ -102,6 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=positive, default=2, help="of each node; all nodes share this machine's cores")
     parser.add_argument("--kills", type=positive, default=3)
+    parser.add_argument("--joins", type=positive, default=3, help="of a second node (--elastic)")
     parser.add_argument("--runs", type=positive, default=3, help="undisturbed runs of each launcher")
     parser.add_argument("--steps", type=positive, default=200, help="of an undisturbed run")
     parser.add_argument("--width", type=positive, default=512, help="of the model; sets the time of a step")
@@ -114,9 +157,14 @@ def main() -> int:
         "machine": machine(),
         "ranks": options.ranks,
         "kills": [],
+        "joins": [],
         "step_s": {name: [] for name in LAUNCHERS},
     }
     with tempfile.TemporaryDirectory() as root, Nodes(NODES) as nodes:
+        for turn in range(options.joins):
+            outcome = join_one(nodes, options.ranks, Path(root) / f"join-{turn}", options.width)
+            found["joins"].append(outcome)
+            print(f"{TTPRUN}: a node joined: {outcome}", flush=True)
         for turn in range(max(options.kills, options.runs)):
             for launcher in LAUNCHERS:
                 folder = Path(root) / f"{launcher}-{turn}"
@@ -143,6 +191,12 @@ def show(found: dict[str, Any]) -> None:
     for name, text in {**names, "run_again": "steps run again by all ranks"}.items():
         of = {one: [kill[name] for kill in found["kills"] if kill["launcher"] == one] for one in LAUNCHERS}
         rows.append([text, *(formatted(spread(of[one])) for one in LAUNCHERS)])
+    joins = {"pause_s": "join of a node: pause, s", "beyond_setup_s": "join of a node: beyond the set-up, s"}
+    for name, text in joins.items():
+        of_ours = [
+            formatted(spread(join[name] for join in found["joins"])) if one == TTPRUN else "-" for one in LAUNCHERS
+        ]
+        rows.append([text, *of_ours])
     steps = found["step_s"]
     rows.append(["a step, ms", *(formatted(spread(s * 1e3 for s in steps[one]), 1) for one in LAUNCHERS)])
     print_table(rows)
