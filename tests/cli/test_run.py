@@ -344,3 +344,30 @@ def test_an_option_of_torchruns_among_our_keys_is_answered_with_its_place(
 
 def test_the_names_of_torchruns_options_are_torchruns(tmp_path: Path) -> None:
     assert {*OF_TORCHRUN.split()} >= {*torchrun_options(build_parser())}
+
+
+MEETS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29477"]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        (["--elastic", "--save-dir", "s"], "--elastic needs more than one node"),
+        (["--elastic", "--nnodes", "1:3", *MEETS], "--elastic needs a directory that all nodes share"),
+        (["--elastic", "--nnodes", "1:3", "--save-dir", "s"], "--elastic does not work with --rdzv-backend static"),
+        (
+            ["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--rungs", "replace,persist"],
+            "--elastic needs the rung 'restart'",
+        ),
+        (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--buddy"], "cannot be combined with --buddy"),
+        (["--elastic", "--nnodes", "1:3", *MEETS, "--save-dir", "s", "--mindio"], "cannot be combined with --mindio"),
+        (["--discovery", "cat hosts"], "--discovery is for jobs whose nodes join and leave; add --elastic"),
+    ],
+)
+def test_what_an_elastic_job_lacks_is_refused_in_one_line_before_anything_starts(
+    agent: FakeLaunch, capsys: pytest.CaptureFixture[str], line: list[str], what: str
+) -> None:
+    code = main([*line, "train.py"])
+
+    assert code == 2
+    assert what in capsys.readouterr().err

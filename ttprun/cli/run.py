@@ -170,8 +170,9 @@ def launch_arguments(
 def write_first_status(directory: RunDirectory, config: Config, launch: LaunchConfig) -> None:
     """Say that the run is starting, so that `ttprun status` knows it while its nodes still look for each other."""
     now = timestamp()
-    nodes = launch.min_nodes if launch.min_nodes > 1 else launch.max_nodes  # the others are spares
-    is_repaired = "replace" in config.rungs and (launch.min_nodes > 1 or nodes == 1)
+    is_known = launch.min_nodes > 1 or config.elastic
+    nodes = launch.min_nodes if is_known else launch.max_nodes  # the others are spares, or join later
+    is_repaired = "replace" in config.rungs and (is_known or nodes == 1)
     status = RunStatus(
         run_id=config.run_id or directory.path.name,
         state="starting",
