@@ -1,4 +1,4 @@
-"""What the tests of frameworks share: cases that say `arguments of the script: fault`, and both runs of one."""
+"""What tests of whole runs share: cases that say `arguments of the script: fault`, and both runs of one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ def recovered_and_undisturbed(
     case: str,
     rung: str = "replace",
     options: Sequence[str] = (),
+    ranks: int = 2,
 ) -> tuple[Run, Run]:
-    """The run in which one rank is lost, recovered by that rung, and the same without a fault.
+    """The run in which ranks are lost, each fault recovered by that rung, and the same without a fault.
 
-    case      "arguments of the script: fault"
+    case      "arguments of the script: fault fault"
     options   of ttprun
     """
-    words, _, fault = case.partition(": ")
-    reference = undisturbed(script, 2, words.split())
-    result = run_ttprun(script, 2, faults=[fault], script_args=words.split(), options=options)
-    assert_recovered_by(result, [rung])
+    words, _, faults = case.partition(": ")
+    reference = undisturbed(script, ranks, words.split())
+    result = run_ttprun(script, ranks, faults=faults.split(), script_args=words.split(), options=options)
+    assert_recovered_by(result, [rung] * len(faults.split()))
     return result, reference

@@ -4,69 +4,81 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+from tests.e2e.cases import RETRY, recovered_and_undisturbed, slow
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_same_outcome
 
 BY_HAND = "pipeline_by_hand.py"  # 16 steps
+SCHEDULES = "pipeline_schedules.py"  # 12 steps
 
 
 @pytest.mark.parametrize(
-    ("how", "rank", "step", "phase"),
+    "case",
     [
-        ("blocking", 1, 9, "backward"),
-        ("blocking", 0, 5, "collective"),
-        ("async", 2, 7, "collective"),
-        ("async", 3, 4, "forward"),
-        ("batched", 1, 6, "collective"),
-        ("batched", 0, 12, "in_step"),
-        ("sized", 3, 8, "collective"),
-        ("sized", 0, 1, "forward"),
-        ("blocking", 2, 0, "forward"),
-        ("async", 1, 15, "after_step"),
+        slow("--how blocking: kill:rank=1,step=9,phase=backward"),
+        slow("--how blocking: kill:rank=0,step=5,phase=collective"),
+        slow("--how async: kill:rank=2,step=7,phase=collective"),
+        slow("--how async: kill:rank=3,step=4,phase=forward"),
+        slow("--how batched: kill:rank=1,step=6,phase=collective"),
+        slow("--how batched: kill:rank=0,step=12,phase=in_step"),
+        slow("--how sized: kill:rank=3,step=8,phase=collective"),
+        slow("--how sized: kill:rank=0,step=1,phase=forward"),
+        slow("--how blocking: kill:rank=2,step=0,phase=forward"),
+        slow("--how async: kill:rank=1,step=15,phase=after_step"),
     ],
 )
 def test_a_rank_of_a_pipeline_is_replaced_from_its_stage_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, how: str, rank: int, step: int, phase: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
-    arguments = ["--how", how]
-
-    run = run_ttprun(BY_HAND, 4, script_args=arguments, faults=[f"kill:rank={rank},step={step},phase={phase}"])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed(BY_HAND, 4, arguments))
-
-
-SCHEDULES = "pipeline_schedules.py"  # 12 steps
-THREE_DIMENSIONS = [(5, 3, "collective"), (0, 5, "backward"), (6, 8, "forward")]
+    assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, BY_HAND, case, ranks=4))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rank", "step", "phase"),
+    "case",
     [
-        (["--schedule", "1f1b"], 1, 5, "collective"),
-        (["--schedule", "1f1b"], 2, 7, "backward"),
-        (["--schedule", "gpipe"], 3, 4, "forward"),
-        (["--schedule", "interleaved"], 0, 6, "collective"),
-        (["--schedule", "interleaved"], 3, 4, "forward"),
-        (["--schedule", "1f1b", "--ddp"], 1, 6, "backward"),
-        (["--schedule", "1f1b"], 0, 0, "forward"),
+        "--schedule 1F1B: kill:rank=1,step=5,phase=collective",
+        slow("--schedule 1F1B: kill:rank=2,step=7,phase=backward"),
+        slow("--schedule GPipe: kill:rank=3,step=4,phase=forward"),
+        slow("--schedule Interleaved1F1B: kill:rank=0,step=6,phase=collective"),
+        slow("--schedule Interleaved1F1B: kill:rank=3,step=4,phase=forward"),
+        slow("--schedule 1F1B --ddp: kill:rank=1,step=6,phase=backward"),
+        slow("--schedule 1F1B: kill:rank=0,step=0,phase=forward"),
+        slow("--schedule LoopedBFS: kill:rank=2,step=5,phase=backward"),
+        slow("--schedule ZBVZeroBubble: kill:rank=1,step=5,phase=collective"),
+        slow("--schedule InterleavedZeroBubble: kill:rank=0,step=6,phase=collective"),
+        slow("--schedule DualPipeV: kill:rank=3,step=6,phase=collective"),
+        slow("--rich: kill:rank=1,step=6,phase=collective"),
+        slow("--rich: kill:rank=0,step=5,phase=checkpoint"),
+        slow("--rich: stop:rank=1,step=5,phase=collective"),
+        slow("--rich --workers 1: kill:rank=0,step=7,phase=forward"),
     ],
 )
 def test_a_rank_in_a_schedule_of_torch_s_own_is_replaced_and_nothing_differs(
-    run_ttprun: RunTtprun, undisturbed: Undisturbed, arguments: list[str], rank: int, step: int, phase: str
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
-    run = run_ttprun(SCHEDULES, 4, script_args=arguments, faults=[f"kill:rank={rank},step={step},phase={phase}"])
-
-    assert_only_replaced(run)
-    assert_same_outcome(run, undisturbed(SCHEDULES, 4, arguments))
+    assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, SCHEDULES, case, ranks=4))
 
 
+@pytest.mark.parametrize(
+    ("case", "rung", "options"),
+    [
+        ("--rich: reset:rank=2,step=6,phase=collective", "reconnect", ()),
+        ("--rich: exception:rank=3,step=6,phase=collective", "rerun", RETRY),
+        ("--fsdp: kill:rank=1,step=6,phase=collective", "replace", ("--buddy",)),
+    ],
+)
+@pytest.mark.slow
+def test_what_else_befalls_a_pipeline_is_repaired_and_nothing_differs(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str, rung: str, options: tuple[str, ...]
+) -> None:
+    assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, SCHEDULES, case, rung, options, ranks=4))
+
+
+@pytest.mark.slow
 def test_in_three_dimensions_several_ranks_are_replaced_one_after_the_other_and_nothing_differs(
     run_ttprun: RunTtprun, undisturbed: Undisturbed
 ) -> None:
-    arguments = ["--tp", "2"]
-    kills = [f"kill:rank={rank},step={step},phase={phase}" for rank, step, phase in THREE_DIMENSIONS]
+    case = (
+        "--tp 2: kill:rank=5,step=3,phase=collective kill:rank=0,step=5,phase=backward kill:rank=6,step=8,phase=forward"
+    )
 
-    run = run_ttprun(SCHEDULES, 8, script_args=arguments, faults=kills)
-
-    assert_only_replaced(run, incidents=len(kills))
-    assert_same_outcome(run, undisturbed(SCHEDULES, 8, arguments))
+    assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, SCHEDULES, case, ranks=8))

@@ -9,7 +9,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -59,6 +62,13 @@ elif what == "powersgd":
 late = nn.Linear(8, 1)
 nn.init.zeros_(late.weight)
 optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+if what == "local_sgd":
+    averager = PeriodicModelAverager(period=2, warmup_steps=3)
+    optimizer = PostLocalSGDOptimizer(optimizer, averager)
+elif what == "subgroups":
+    own, _ = dist.new_subgroups(1)
+    named, _ = dist.new_subgroups_by_enumeration([list(range(world))])
+    local = dist.new_group(list(range(world)), use_local_synchronization=True)
 groups = [dist.new_group([one]) for one in range(world)] + [dist.new_group(list(range(world)))]
 batches = torch.Generator().manual_seed(rank)
 torch.manual_seed(50 + rank)
@@ -80,6 +90,16 @@ with ddp.join() if what == "join" else contextlib.nullcontext():
             mine = [None]
             dist.scatter_object_list(mine, [(one, step) for one in range(world)] if rank == 0 else None, 0)
             offset = 0.01 * (len(everyone[1]["seen"]) + mine[0][1])
+        elif what == "subgroups":
+            said = [None] * world
+            dist.all_gather_object(said, (rank, step), group=local)
+            sizes = [[1, 2], [3, 1]]
+            given, taken = torch.arange(float(sum(sizes[rank]))), torch.empty(sum(row[rank] for row in sizes))
+            dist.all_to_all_single(taken, given, [row[rank] for row in sizes], sizes[rank], group=named)
+            alone = functional.all_reduce(x.mean(), "sum", own)
+            gathered = functional.all_gather_tensor(x.mean(0), 0, named)
+            dist.monitored_barrier(group=local)
+            offset = 0.01 * (said[1][1] + taken.sum().item() + alone.item() + gathered.sum().item())
         elif what == "monitored_barrier":
             dist.monitored_barrier(timeout=timedelta(seconds=60))
         elif what == "coalesced":

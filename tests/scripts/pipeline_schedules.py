@@ -1,6 +1,7 @@
 """Pipelines by torch.distributed.pipelining, times data and tensor parallelism. Nothing here knows of a launcher.
 
-With `--ddp` the stages are wrapped for data parallelism, otherwise their gradients are reduced by hand.
+With `--ddp` the stages are wrapped for data parallelism, with `--fsdp` they are sharded; otherwise their gradients are
+reduced by hand. `--rich` adds validation, accumulated gradients, and checkpoints while the other ranks wait.
 """
 
 import argparse
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -36,8 +38,11 @@ parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--pp", type=int, default=2)
 parser.add_argument("--tp", type=int, default=1)
-parser.add_argument("--schedule", choices=["gpipe", "1f1b", "interleaved"], default="1f1b")
+parser.add_argument("--schedule", default="1F1B")
 parser.add_argument("--ddp", action="store_true")
+parser.add_argument("--fsdp", action="store_true")
+parser.add_argument("--rich", action="store_true")
+parser.add_argument("--workers", type=int, default=0)
 args = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -46,8 +51,9 @@ shape = (world // (args.pp * args.tp), args.pp, args.tp)
 mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp", "tp"))
 replicas, place = mesh["dp"].get_group(), mesh["pp"].get_local_rank()
 
-of_rank = 2 if args.schedule == "interleaved" else 1
-numbers = [place + args.pp * turn for turn in range(of_rank)]
+is_v = args.schedule in ("ZBVZeroBubble", "DualPipeV")  # the first rank has the last stage, too
+of_rank = 1 if args.schedule in ("1F1B", "GPipe") else 2
+numbers = [place, 2 * args.pp - 1 - place] if is_v else [place + args.pp * turn for turn in range(of_rank)]
 stages, models = [], []
 for number in numbers:
     torch.manual_seed(number)
@@ -56,6 +62,8 @@ for number in numbers:
         model = parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if args.ddp:
         model = DistributedDataParallel(model, process_group=replicas)
+    if args.fsdp:
+        fully_shard(model, mesh=mesh["dp"])
     models.append(model)
     stages.append(PipelineStage(model, number, args.pp * of_rank, torch.device("cpu"), group=mesh["pp"].get_group()))
 
@@ -64,34 +72,57 @@ def loss_of(output, target):
     return nn.functional.mse_loss(output, target)
 
 
-if args.schedule == "interleaved":
-    schedule = ScheduleInterleaved1F1B(stages, n_microbatches=4, loss_fn=loss_of)
-elif args.schedule == "gpipe":
-    schedule = ScheduleGPipe(stages[0], n_microbatches=4, loss_fn=loss_of)
-else:
-    schedule = Schedule1F1B(stages[0], n_microbatches=4, loss_fn=loss_of)
+kind = schedules.get_schedule_class(args.schedule)
+schedule = kind(stages if of_rank > 1 else stages[0], n_microbatches=4, loss_fn=loss_of)
+last = 0 if is_v else args.pp - 1
+
 
 parameters = [parameter for model in models for parameter in model.parameters()]
 optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
-batches = torch.Generator().manual_seed(10 + mesh["dp"].get_local_rank())
+drawn = torch.Generator().manual_seed(10 + mesh["dp"].get_local_rank())
+data = torch.randn(args.steps * 2 * 8, args.width, generator=drawn)
+loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=args.workers)
 
-for step in range(args.steps):
-    x = torch.randn(8, args.width, generator=batches)
-    optimizer.zero_grad()
+
+def run(x, way):
+    """Each rank gives its part of what a schedule needs; returns the mean loss where it is known."""
     losses = []
-    if place == 0:
-        schedule.step(x, target=x.sin(), losses=losses) if args.pp == 1 else schedule.step(x)
-    elif place == args.pp - 1:
-        schedule.step(target=x.sin(), losses=losses)
-    else:
-        schedule.step()
-    for parameter in () if args.ddp else parameters:
+    inputs = (x,) if place == 0 else ()
+    of_last = {"target": x.sin(), "losses": losses} if place == last else {}
+    way(*inputs, **of_last)
+    return torch.stack(losses).mean().item() if losses else None
+
+
+def average_gradients():
+    for parameter in parameters:
         gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         dist.all_reduce(gradient, group=replicas)
         gradient /= replicas.size()
+
+
+step = 0
+shown = []
+optimizer.zero_grad()
+for number, x in enumerate(loader):
+    if step == args.steps:
+        break
+    shown.append(run(x, schedule.step))
+    if args.rich and number % 2 == 0:
+        continue  # accumulate
+    if not (args.ddp or args.fsdp):
+        average_gradients()
     optimizer.step()
-    shown = torch.stack(losses).mean().item() if losses else None
-    print(f"[rank {rank}] step {step + 1} loss {shown!r}", flush=True)
+    optimizer.zero_grad()
+    step += 1
+    print(f"[rank {rank}] step {step} loss {shown}", flush=True)
+    shown.clear()
+    if args.rich and step % 4 == 0:
+        print(f"[rank {rank}] validation {run(x, schedule.eval)}", flush=True)
+    if args.rich and step % 5 == 0:
+        if mesh["dp"].get_local_rank() == 0:
+            os.makedirs(args.out, exist_ok=True)
+            torch.save([model.state_dict() for model in models], os.path.join(args.out, f"stage-{place}.pt"))
+        dist.barrier()
 
 weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in parameters]
 digest = hashlib.sha256(b"".join(weight.detach().numpy().tobytes() for weight in weights)).hexdigest()
