@@ -118,3 +118,16 @@ def test_each_style_of_a_loop_on_a_device_is_repaired_with_what_it_does_there(
     assert_same_outcome(result, reference)
     assert_only_replaced(result)
     assert_survivors_kept_their_pids(result)
+
+
+def test_a_batch_of_sends_and_receives_on_a_device_is_started_together_and_ends_protection_with_the_reason(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    arguments = ["--with", "ring"]
+    reference = undisturbed(SCRIPT, 2, arguments, device=NPU)
+
+    result = run_ttprun(SCRIPT, 2, script_args=arguments, device=NPU)
+
+    assert_same_outcome(result, reference)
+    (reason,) = {event["reason"] for event in result.events if event["event"] == "rank_unprotected"}
+    assert reason.startswith("the script starts operations on npu together (batch_isend_irecv")

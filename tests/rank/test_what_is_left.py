@@ -260,6 +260,36 @@ def test_a_script_that_carries_gradients_over_a_step_is_noticed_once(zeroes: boo
     assert not gradients.are_carried_over(torch.optim.SGD([weight], lr=0.1))
 
 
+@pytest.mark.parametrize(("zeroes", "expected"), [(True, 0), (False, 1)], ids=["zeroes them", "carries them on"])
+def test_a_backward_that_adds_to_gradients_of_the_replay_is_refused_before_they_are_reduced(
+    zeroes: bool, expected: int
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    refused: list[bool] = []
+    gradients.poison([optimizer], lambda: refused.append(True))
+    if zeroes:
+        optimizer.zero_grad(set_to_none=False)
+
+    for _ in range(2):
+        weight.sum().backward()
+
+    assert len(refused) == expected
+
+
+def test_gradients_that_have_overflowed_do_not_look_like_those_of_the_replay() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    gradients.poison([optimizer])
+    optimizer.found_inf = torch.ones(())  # as a GradScaler leaves it to an optimizer with fused=True
+    at_overflow = gradients.are_carried_over(optimizer)
+    del optimizer.found_inf
+
+    assert (at_overflow, gradients.are_carried_over(optimizer)) == (False, True)
+
+
 def drawn_from_the_system(applied: int) -> list[int]:
     """How often each call counts as randomness that cannot be replayed."""
     import secrets

@@ -120,11 +120,9 @@ def train_two(loader):
         for model, optimizer, goal in zip(wrapped, optimizers, goals, strict=True):
             loss = loss_of(model, x, goal)
             scaler.scale(loss).backward()
-            if i % every == 0:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-        if i % every == 0:
-            scaler.update()
+            scaler.step(optimizer)  # without accumulation: gradients must not live over another optimizer's step
+            optimizer.zero_grad()
+        scaler.update()
         say(i, loss, scaler)
     finish(*pair)
 

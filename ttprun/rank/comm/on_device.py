@@ -49,6 +49,12 @@ def settle() -> None:
         raise DeviceFailedError(f"the device does not end its work ({in_one_line(error)})") from error
 
 
+def has_failed(session: Session, error: BaseException) -> bool:
+    """Whether an error of a recovery's own work is the device's, as of its memory that is read to be sent."""
+    cause = session.diagnose(error)
+    return cause.is_of_computation and cause.fault is not DeviceFault.FORCED_STOP
+
+
 def give_up_process(session: Session, error: DeviceFailedError) -> None:
     """End this process, which cannot use its device any more and is to be replaced. Does not return."""
     cause = session.diagnose(error)

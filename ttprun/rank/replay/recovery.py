@@ -148,6 +148,8 @@ class Recovery:
             except Exception as error:
                 if self._newest_generation > order.generation:
                     continue
+                if session.framework is None and on_device.has_failed(session, error):
+                    on_device.give_up_process(session, DeviceFailedError(str(error)))
                 is_refusal = isinstance(error, replicated.NotRepairableError)
                 is_resume = isinstance(order, to_rank.Resume | mindio.Rollback)
                 if is_resume and isinstance(error, RuntimeError | OSError) and not is_refusal:

@@ -48,6 +48,9 @@ STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it rea
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
 
 
+_EARLY: dict[str, Any] = {}  # a loop inside one that has not come to the lost rank's position: it runs as in a run
+
+
 class _Skip:
     """Token of a loop that had ended in the lost rank, and would only train again."""
 
@@ -122,6 +125,8 @@ class Replay:
         if recorded is None:
             assert self._before is not None
             return self._skip(site) if site.key in self._before["has_steps"] else random_state.capture()
+        if recorded is _EARLY:
+            return random_state.capture()
         if recorded["began_with"] is not None:
             random_state.restore(recorded["began_with"])
         return recorded
@@ -150,8 +155,10 @@ class Replay:
         ):
             candidates += self._before["loops"][depth]
         candidates += self._before["generator_loops"]
-        for candidate in candidates:
+        for at, candidate in enumerate(candidates):
             if candidate["site"] == site.key and id(candidate) not in self._loops_used:
+                if _are_early(candidates[:at], frames[-1]):
+                    return _EARLY
                 self._loops_used.add(id(candidate))
                 return candidate
         return None
@@ -392,7 +399,10 @@ class Replay:
         session.channel.send(from_rank.Replayed(session.generation, self.boundary, self.setup_s))
         self.live.wait()  # until the recovery thread sets it; at its deadline the agent kills this process
         self._order_buckets()
-        gradients.poison(optimizer_registry.optimizers())
+        gradients.poison(
+            optimizer_registry.optimizers(),
+            lambda: report_mismatch(session.channel, session.generation, gradients.CARRIED),
+        )
         self._output.end(*self.skip_lines)
         files.unmute(session, self._target["files"], self.boundary, self._target["at_ns"])
         origins.end()
@@ -446,6 +456,12 @@ def difference_of_place(record: Record, frame: FrameType, is_before_target: bool
         if positions != expected:
             return f"its loops are at {positions}, the lost rank's at {expected}"
     return ""
+
+
+def _are_early(recorded: list[dict[str, Any]], frame: FrameType) -> bool:
+    """Whether one of these loops has still to take items, before the one in which the lost rank has first stepped."""
+    active = {loop.site.key: loop.position for loop in loops.of_frame(frame)}
+    return any(one["lead"] > 1 and active.get(one["site"], one["position"]) < one["position"] for one in recorded)
 
 
 def _by_name(iterators: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,14 +2,14 @@
 
 Gradients at a boundary are not recorded, since nearly every script zeroes them before it uses them again. In the first
 steps a gradient of each optimizer is watched: if the next backward adds to it, that is reported (`watch`). After a
-replay all are made NaN; if NaN is left when their optimizer steps for the first time, the script has added to gradients
-that are lost (`poison`).
+replay all are made NaN; if NaN is left when a backward adds to them, or when their optimizer steps for the first time,
+the script has added to gradients that are lost (`poison`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,12 +88,29 @@ def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [local_of(gradient) for gradient in found if gradient is not None]
 
 
-def poison(optimizers: list[torch.optim.Optimizer]) -> None:
-    """The replay is over: its gradients become NaN."""
+def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] = lambda: None) -> None:
+    """The replay is over: its gradients become NaN.
+
+    refuse   called in the backward pass that adds to one of them, before it is reduced: a GradScaler would only leave
+             out the step, in all ranks
+    """
     for optimizer in optimizers:
-        for gradient in _gradients(optimizer):
-            elements_of(gradient.detach()).fill_(float("nan"))
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None:
+                elements_of(local_of(parameter.grad).detach()).fill_(float("nan"))
+                _guard(parameter, refuse)
         _poisoned.append(optimizer)
+
+
+def _guard(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
+    def before_adding(_: Any) -> None:
+        handle.remove()
+        held = parameter.grad
+        if held is not None and bool(torch.isnan(elements_of(local_of(held).detach())).all()):
+            refuse()
+
+    if parameter.requires_grad:
+        handle = parameter.register_hook(before_adding)  # type: ignore[no-untyped-call]
 
 
 def forget() -> None:
@@ -104,8 +121,14 @@ def forget() -> None:
 
 
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer that is about to step has gradients of the replay; True at most once per optimizer."""
+    """Whether an optimizer that is about to step has gradients of the replay; True at most once per optimizer.
+
+    If gradients have overflowed, and it leaves the step out itself (fused=True with a GradScaler), the next one shows.
+    """
     if not any(optimizer is known for known in _poisoned):
+        return False
+    found_inf = getattr(optimizer, "found_inf", None)
+    if isinstance(found_inf, torch.Tensor) and bool(found_inf):
         return False
     _poisoned[:] = [known for known in _poisoned if known is not optimizer]
     return any(bool(torch.isnan(elements_of(gradient)).any()) for gradient in _gradients(optimizer))
