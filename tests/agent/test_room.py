@@ -165,6 +165,20 @@ def test_who_waits_goes_to_the_next_leader_if_the_one_that_leads_is_lost(lead: L
     assert waiting.result(LIMIT_S) == nodes.Concluded("done", "", True, 0)
 
 
+def test_who_has_come_through_the_door_and_said_nothing_yet_is_kept_when_another_answers(lead: Lead) -> None:
+    room = lead.peers.room
+    assert room is not None
+    with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
+        lead.run(lambda: bool(room.door._newcomers))
+        room.watch(lead.selector, lead.came.append)
+        link = Channel(sock, meeting.KNOWN)
+        link.send(nodes.Hello(lead.where["token"], -1, "10.0.0.3", ALIKE))
+
+        lead.run(lambda: lead.came == ["10.0.0.3"])
+
+    assert len(room) == 1
+
+
 def test_a_node_that_was_given_up_is_not_let_in_again_as_one_of_the_group(lead: Lead) -> None:
     with socket.create_connection((lead.where["address"], lead.where["port"])) as sock:
         link = Channel(sock, meeting.KNOWN)

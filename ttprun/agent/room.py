@@ -52,6 +52,9 @@ class Door:
 
         came   called with each connection, which is not in the selector any more, and its first message
         """
+        if self._selector is selector:  # who has come through, and not said anything yet, is kept
+            self._came = came
+            return
         self.shut()
         self._selector, self._came = selector, came
         self._listener.setblocking(False)
