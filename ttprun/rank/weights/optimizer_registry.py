@@ -14,6 +14,7 @@ import xxhash
 
 from ttprun.rank import fail_open
 from ttprun.rank.position import made_inside
+from ttprun.rank.session import current
 from ttprun.rank.weights import last_hook
 from ttprun.rank.weights.sharded import are_any, local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -31,9 +32,7 @@ def wrap_optimizer_init(original: Any) -> Any:
         known = weakref.ref(self)
         _optimizers.append(known)
         last_hook.make_place(self)
-        made_inside.note(
-            "an optimizer was made", "make it before the loop", lambda: known() is not None, fail_open.caller()
-        )
+        _note_made("an optimizer was made", "make it before the loop", known)
 
     return init
 
@@ -45,15 +44,21 @@ def wrap_add_param_group(original: Any) -> Any:
         result = original(self, *args, **kwargs)
         known = next((ref for ref in _optimizers if ref() is self), None)
         if known is not None:  # else the optimizer is being made
-            made_inside.note(
+            _note_made(
                 "parameters were added to an optimizer (add_param_group)",
                 "give it all parameters before the loop; those that are not to learn yet get requires_grad_(False)",
-                lambda: known() is not None,
-                fail_open.caller(),
+                known,
             )
         return result
 
     return add_param_group
+
+
+def _note_made(what: str, cure: str, optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
+    """What the script makes in its loop; a job that is not repaired has no use for it."""
+    session = current()
+    if session is not None and not session.unprotected:
+        made_inside.note(what, cure, lambda: optimizer() is not None, fail_open.caller())
 
 
 def wrap_ddp_init(original: Any) -> Any:
