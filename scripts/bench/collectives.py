@@ -46,7 +46,7 @@ def least_us(size_bytes: int) -> float:
     sessions.begin(session)
     group = ManagedGroup(session, session.exchange, "world", [0, 1], 0, timedelta(seconds=5))
     link: Any = Link()
-    group._links = {"cpu": link}
+    group.links._by_type = {"cpu": link}
     tensors = [torch.ones(size_bytes // 4) for _ in range(A_STEP)]
     options = dist.AllreduceOptions()
     least_s = float("inf")
