@@ -204,13 +204,13 @@ def test_on_every_node_the_whole_job_is_shown_and_any_rank_can_be_broken(
     launches = start(WHILE_TRUE, 1, options=["--allow-faults", *LIMIT], script_args=["--max_iters=300"])
     for launch in launches:
         launch.wait_for_line(0, "iter 20:")
-    told = [str(launch.run_dir) for launch in launches]
-    shown = [json.loads(ttprun("status", "--json", run)) for run in told]
+    runs = [str(launch.run_dir) for launch in launches]
+    shown = [json.loads(ttprun("status", "--json", run)) for run in runs]
     hand = next(number for number, status in enumerate(shown) if not status["is_leading"])
 
-    ttprun("inject-fault", fault, "--rank", "1", "--run", told[hand])
+    ttprun("inject-fault", fault, "--rank", "1", "--run", runs[hand])
     launches[1 - hand].wait_for_event("incident")
-    ttprun("status", told[hand])
+    ttprun("status", runs[hand])
     _, runs = finished(launches)
 
     assert [[rank["rank"] for rank in status["ranks"]] for status in shown] == [[0, 1]] * 2
@@ -385,8 +385,8 @@ def test_if_nobody_takes_the_seats_of_the_leaders_node_the_job_ends_with_143(
     run = launches[1 - lead].finish(60)
 
     assert run.exit_code == 143, run.story()
-    told = "reaches 1 of 2 agents: the others may go on without it" if is_cut else "leads from now on"
-    assert told in run.output, run.story()
+    said = "reaches 1 of 2 agents: the others may go on without it" if is_cut else "leads from now on"
+    assert said in run.output, run.story()
     assert_no_orphans(run)
 
 
