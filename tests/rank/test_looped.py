@@ -97,7 +97,9 @@ def batches_behind(passed_over: int) -> Items:
 
 def stand(made: Callable[[Items], Any], items: int) -> Standing:
     """A loop over what is made of a loader's iterator, behind some items."""
-    loop = loops.Loop(loops.Site("train.py:7:0", range(7, 9)), None, made(batches_behind(0)))
+    loop = loops.Loop(
+        loops.Site("train.py:7:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))), None, made(batches_behind(0))
+    )
     following = iter(loop)
     for _ in range(items):
         next(following)
@@ -118,7 +120,11 @@ def stand_again(made: Callable[[Items], Any], recorded: dict[str, Any], before: 
     before   items that come before those of the loader
     """
     passed_over = recorded["position"] - 1 - before
-    loop = loops.Jump(loops.Site("train.py:7:0", range(7, 9)), recorded, made(batches_behind(passed_over)))
+    loop = loops.Jump(
+        loops.Site("train.py:7:0", loops.Place((7, 0), (7, 9), (8, 4), (8, 8))),
+        recorded,
+        made(batches_behind(passed_over)),
+    )
     following = iter(loop)
     next(following)
     return Standing(loop, following)

@@ -283,7 +283,7 @@ ALSO: tuple[Change, ...] = (
     Change(
         "sys",
         "meta_path, path_hooks",
-        "the user's modules are compiled with their for loops followed (a variable __ttp_loop_LINE_COLUMN__ for each)",
+        "the user's modules are compiled with their for loops followed, by functions in builtins (__ttprun_loop__ ...)",
     ),
     Change(
         "numpy, torch",

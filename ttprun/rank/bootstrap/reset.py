@@ -142,7 +142,7 @@ def _clear_frames_of(trace: TracebackType | None) -> None:
     """As traceback.clear_frames, and cut the traceback, which the caller of sys.excepthook holds.
 
     A frame keeps its function, hence its closure: only the outermost frame, the script's module, remains. Python up to
-    3.12 also keeps a copy of a frame's variables, made for our records: reading f_locals refreshes it.
+    3.12 also keeps a copy of a frame's variables, made for `locals()`: reading f_locals refreshes it.
     """
     while trace is not None:
         with contextlib.suppress(RuntimeError):  # still running

@@ -32,29 +32,20 @@ BUILTINS = {ENTER: loops.enter, LOOP: loops.loop, OWED: loops.owed}  # what the 
 _BODIES = ("body", "orelse", "finalbody")
 
 
-def _follow(
-    statements: list[ast.stmt], filename: str, is_class_body: bool = False, is_generator: bool = False
-) -> list[ast.stmt]:
-    """The statements with each `for` statement wrapped; comprehensions and `async for` are left alone.
+def _follow(statements: list[ast.stmt], filename: str, is_generator: bool = False) -> None:
+    """Wrap what each `for` statement runs over; comprehensions and `async for` are left alone.
 
-    is_generator   they are a generator's
+    is_generator   the statements are a generator's
     """
-    found: list[ast.stmt] = []
     for statement in statements:
-        is_function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
-        is_inside_class = isinstance(statement, ast.ClassDef) or (is_class_body and not is_function)
         is_of_generator = is_generator
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             is_of_generator = isinstance(statement, ast.FunctionDef) and _yields(statement)
         parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
         for part, name in itertools.product(parts, _BODIES):
-            if body := getattr(part, name, None):
-                setattr(part, name, _follow(body, filename, is_inside_class, is_of_generator))
-        if isinstance(statement, ast.For) and not is_class_body:  # there its variable would become an attribute
-            found += _wrapped(statement, filename, is_generator)
-        else:
-            found.append(statement)
-    return found
+            _follow(getattr(part, name, None) or [], filename, is_of_generator)
+        if isinstance(statement, ast.For):
+            _wrap(statement, filename, is_generator)
 
 
 def _yields(function: ast.FunctionDef) -> bool:
@@ -69,22 +60,24 @@ def _yields(function: ast.FunctionDef) -> bool:
     return False
 
 
-def _wrapped(node: ast.For, filename: str, is_generator: bool) -> list[ast.stmt]:
-    key = loops.new_site(filename, node.lineno, node.col_offset, node.end_lineno or node.lineno)
-    variable = loops.variable_of(node.lineno, node.col_offset)
+def _wrap(node: ast.For, filename: str, is_generator: bool) -> None:
+    key = loops.new_site(filename, _place_of(node))
     entered = ast.Call(ast.Name(ENTER, ast.Load()), [ast.Constant(key)], [])
-    begun = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
-    begin: list[ast.stmt] = [ast.Assign([ast.Name(variable, ast.Store())], begun)]
-    node.iter = ast.copy_location(ast.Name(variable, ast.Load()), node.iter)
+    begun: ast.expr = ast.Call(ast.Name(LOOP, ast.Load()), [ast.Constant(key), entered, node.iter], [])
     if is_generator:
-        owed = ast.Call(ast.Name(OWED, ast.Load()), [ast.Name(variable, ast.Load())], [])
-        begin.append(ast.Expr(ast.YieldFrom(owed)))
-    end = ast.Assign([ast.Name(variable, ast.Store())], ast.Constant(None))
-    return [*(_located(statement, node) for statement in begin), node, _located(end, node)]
+        begun = ast.YieldFrom(ast.Call(ast.Name(OWED, ast.Load()), [begun], []))
+    node.iter = ast.fix_missing_locations(ast.copy_location(begun, node.iter))
 
 
-def _located(statement: ast.stmt, where: ast.stmt) -> ast.stmt:
-    return ast.fix_missing_locations(ast.copy_location(statement, where))
+def _place_of(node: ast.For) -> loops.Place:
+    first, last = node.body[0], node.body[-1]
+    begin = min([first, *getattr(first, "decorator_list", ())], key=lambda one: (one.lineno, one.col_offset))
+    return loops.Place(
+        start=(node.lineno, node.col_offset),
+        over=(node.iter.lineno, node.iter.col_offset),
+        body=(begin.lineno, begin.col_offset),
+        body_end=(last.end_lineno or last.lineno, last.end_col_offset or 0),
+    )
 
 
 def compile_followed(source: bytes, filename: str, is_script: bool = False) -> CodeType:
@@ -103,11 +96,11 @@ def compile_named(source: bytes, filename: str) -> CodeType:
     known = kept.read()
     if known is not None:
         code, places = known
-        for line, column, last_line in places:
-            loops.new_site(filename, line, column, last_line)
+        for place in places:
+            loops.new_site(filename, loops.Place(*place))
         return code
     code = _compile(source, filename, is_script=False)
-    kept.write(code, [(*site.start, site.lines[-1]) for site in loops.sites.values() if site.filename == filename])
+    kept.write(code, [tuple(site.place) for site in loops.sites.values() if site.filename == filename])
     return code
 
 
@@ -123,7 +116,7 @@ def prepare(filenames: Sequence[str]) -> None:
 
 def _compile(source: bytes, filename: str, is_script: bool) -> CodeType:
     tree = ast.parse(source, filename)
-    tree.body = _follow(tree.body, filename)
+    _follow(tree.body, filename)
     if is_script:
         # A script has no spec (multiprocessing's spawn looks there to find the main module again) and no package.
         reset = ast.parse("__spec__ = __package__ = None").body[0]

@@ -11,7 +11,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ttprun.rank.position import ast_transform, gathering, library_loops, loops
-from ttprun.rank.position.frames import place, variables_of
+from ttprun.rank.position.frames import place
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import records_frames
 
 _MOST_WAYS = 1000
@@ -21,7 +22,7 @@ class _OfUser:
     """One of the user's frames on a stack.
 
     index       on the stack, the innermost frame being the first
-    loops       (variable, site) of the `for` statements around its instruction
+    loops       the sites of the `for` statements around its instruction
     gathering   what collects results there outside of variables; "" if nothing does
     """
 
@@ -29,7 +30,7 @@ class _OfUser:
 
     def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
         self.index = index
-        self.loops = loops.variables_around(frame.f_code, frame.f_lineno)
+        self.loops = loops.around(frame)
         self.gathering = gathering.look(frame, outer)
         self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -92,10 +93,12 @@ class Whereabouts:
         self.active: list[list[loops.Loop]] = []
         self.unfollowed: list[loops.Site] = []
         gathers = ""
-        for of_user, scope in zip(way.frames, self.scopes, strict=True):
-            followed, unfollowed = loops.under_way(of_user.loops, scope)
-            self.active.append(followed)
-            self.unfollowed += unfollowed
+        for of_user in way.frames:
+            active = loops.of_frame(stack[of_user.index])
+            self.active.append(active)
+            if len(active) < len(of_user.loops):
+                followed = [loop.site for loop in active]
+                self.unfollowed += [site for site in of_user.loops if site not in followed]
             if of_user.gathering:
                 gathers = f"{of_user.gathering} ({of_user.place})"
         self.why_not = ""

@@ -1,11 +1,12 @@
-"""Loops in the instructions of a function."""
+"""Instructions of a function: where in the source one comes from, and which are in loops."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import itertools
 from collections.abc import Mapping
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 _CACHE = dis.opmap["CACHE"]
@@ -19,6 +20,17 @@ def instruction_at(code: CodeType, offset: int) -> int:
     while offset > 0 and instructions[offset] == _CACHE:
         offset -= 2
     return offset
+
+
+def position_of(frame: FrameType) -> tuple[str, int, int | None]:
+    """The name of a frame's instruction, and line and column in the source that it comes from.
+
+    The column, in bytes, is None where Python has kept none (-X no_debug_ranges).
+    """
+    code = frame.f_code
+    at = instruction_at(code, frame.f_lasti)
+    line, _, column, _ = next(itertools.islice(code.co_positions(), at // 2, None), (None,) * 4)
+    return dis.opname[code.co_code[at]], line or frame.f_lineno, column
 
 
 @functools.cache

@@ -5,10 +5,8 @@ The names of frames are the same in every rank that runs the same script, so pla
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from types import FrameType
-from typing import Any
 
 import xxhash
 
@@ -60,28 +58,3 @@ def calls_key() -> str:
             users = len(calls)
         frame = frame.f_back
     return f"{location_key()} {xxhash.xxh3_64_hexdigest(' '.join(calls[:users]).encode())}"
-
-
-def variables_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of a running frame; of a module, its own dictionary."""
-    scope: Any = frame.f_locals
-    return scope if type(scope) is dict else dict(scope)  # Python 3.13 looks up a function's one by one
-
-
-def set_local(frame: FrameType, name: str, value: object) -> None:
-    """Write a variable of a running frame (module, function or generator)."""
-    scope = frame.f_locals
-    scope[name] = value
-    if scope is not frame.f_globals and sys.version_info < (3, 13):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-
-
-def unset_local(frame: FrameType, name: str) -> bool:
-    """Delete a variable of a running frame; False if this Python cannot do that in a function."""
-    scope = frame.f_locals
-    if scope is not frame.f_globals and sys.version_info >= (3, 12):
-        return False  # 3.12 writes None, with a warning
-    del scope[name]
-    if scope is not frame.f_globals:
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(1))
-    return True

@@ -14,7 +14,7 @@ import torch
 
 from ttprun import frameworks
 from ttprun.rank.position import control_flow
-from ttprun.rank.position.frames import variables_of
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import follows_loops
 
 # Their loops are not training loops: they run threads, event loops and hooks.

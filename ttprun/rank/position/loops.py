@@ -6,15 +6,16 @@ User modules are compiled with each loop
 
 turned into
 
-    __ttp_loop_7_4__ = __ttprun_loop__(KEY, __ttprun_enter__(KEY), EXPR)
-    yield from __ttprun_owed__(__ttp_loop_7_4__)  # in a generator
-    for x in __ttp_loop_7_4__: ...
-    __ttp_loop_7_4__ = None
+    for x in __ttprun_loop__(KEY, __ttprun_enter__(KEY), EXPR): ...
 
-so that a frame's loops can be found in its variables, and are dropped when they end, also by `break`. KEY is
-"file:7:4", the loop's place, so that compiled code can be kept on disk. These variables are visible in locals() and
-globals(); they begin with an underscore, and are None when the loop is over. `while` loops need nothing: their state is
-in variables. Code that torch.compile traces iterates over EXPR itself.
+and in a generator into
+
+    for x in (yield from __ttprun_owed__(__ttprun_loop__(KEY, __ttprun_enter__(KEY), EXPR))): ...
+
+KEY is "file:7:4", the loop's place, so that compiled code can be kept on disk. The script's variables stay as they are:
+the `for` alone holds the iterator that we return, so it dies with the loop, also at `break` and at an exception, and
+`_running` finds it by the frame that runs the loop. `while` loops need nothing: their state is in variables. Code that
+torch.compile traces iterates over EXPR itself.
 
 Most loops never have an optimizer step inside. Those cost two calls each time they begin and nothing per item: after a
 few times without a step inside, the loop iterates over EXPR itself.
@@ -27,34 +28,57 @@ import inspect
 import io
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
+from ttprun.rank.position import control_flow
 from ttprun.rank.position.frames import SCALARS
 from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
 from ttprun.rank.process import random_state
 
-VARIABLE_PREFIX = "__ttp_loop_"
 TRIALS = 8  # times that a loop is followed before it is assumed to have no step inside
 # Types that do not start again when another loop iterates over them.
 _READ_ON = (GeneratorType, io.IOBase, type(csv.reader(())), csv.DictReader)
+
+
+class Place(NamedTuple):
+    """Where a `for` statement stands in its file; lines begin at 1, columns (in bytes) at 0.
+
+    start              of the statement
+    over               of EXPR
+    body, body_end     of its body, without `else`
+    """
+
+    start: tuple[int, int]
+    over: tuple[int, int]
+    body: tuple[int, int]
+    body_end: tuple[int, int]
+
+    def is_around(self, line: int, column: int | None, is_next: bool) -> bool:
+        """Whether an instruction that comes from there is executed within the loop.
+
+        column    None: unknown
+        is_next   the instruction takes the next item of a loop
+        """
+        if column is None:
+            return self.body[0] <= line <= self.body_end[0] or (is_next and line == self.over[0])
+        return self.body <= (line, column) < self.body_end or (is_next and (line, column) == self.over)
 
 
 class Site:
     """One `for` statement of the user's code.
 
     key          file:line:column, the same in every rank
-    lines        of the whole statement
     has_steps    an optimizer step has been seen inside
     is_outer     ... and inside of another loop that is inside of this one
     """
 
-    __slots__ = ("began", "has_steps", "is_outer", "key", "lines")
+    __slots__ = ("began", "has_steps", "is_outer", "key", "place")
 
-    def __init__(self, key: str, lines: range) -> None:
+    def __init__(self, key: str, place: Place) -> None:
         self.key = key
-        self.lines = lines
+        self.place = place
         self.began = 0
         self.has_steps = False
         self.is_outer = False
@@ -63,11 +87,6 @@ class Site:
     def filename(self) -> str:
         """The file of the loop."""
         return self.key.rsplit(":", 2)[0]
-
-    @property
-    def start(self) -> tuple[int, int]:
-        """Line and column of its beginning."""
-        return self.lines[0], int(self.key.rpartition(":")[2])
 
     def note_step(self) -> None:
         """An optimizer step has been seen inside."""
@@ -80,16 +99,11 @@ sites: dict[str, Site] = {}  # by their keys
 keys_with_steps: list[str] = []  # of the sites that have any
 
 
-def new_site(filename: str, line: int, column: int, last_line: int) -> str:
+def new_site(filename: str, place: Place) -> str:
     """Register a loop; returns the key that the compiled code calls it by."""
-    key = f"{filename}:{line}:{column}"
-    sites[key] = Site(key, range(line, last_line + 1))
+    key = "{}:{}:{}".format(filename, *place.start)
+    sites[key] = Site(key, place)
     return key
-
-
-def variable_of(line: int, column: int) -> str:
-    """The variable in which a function or module keeps its loop that stands there."""
-    return f"{VARIABLE_PREFIX}{line}_{column}__"
 
 
 class Loop:
@@ -105,6 +119,7 @@ class Loop:
     """
 
     __slots__ = (
+        "__weakref__",
         "_following",
         "_iterable",
         "began_with",
@@ -138,6 +153,11 @@ class Loop:
         following = self._follow(iterable)
         self._following = weakref.ref(following)
         return following
+
+    def is_running(self) -> bool:
+        """Whether its `for` statement is under way."""
+        following: Any = self._following() if self._following is not None else None
+        return following is not None and following.gi_frame is not None
 
     def items(self) -> Any:
         """The iterator that it uses, None if the loop has been left."""
@@ -301,60 +321,51 @@ def loop(key: str, token: Any, iterable: Iterable[Any]) -> Any:
     if Hooks.is_compiling is not None and Hooks.is_compiling():
         return iterable
     if Hooks.loop is not None:
-        return Hooks.loop(sites[key], token, iterable)
-    return iterable if token is None else Loop(sites[key], token, iterable)
+        made = Hooks.loop(sites[key], token, iterable)
+    else:
+        made = iterable if token is None else Loop(sites[key], token, iterable)
+    if isinstance(made, Loop):
+        _running[id(sys._getframe(1)), key] = made
+    return made
 
 
-def owed(loop: Any) -> Iterator[Any]:
-    """Called before a `for` in a generator: the items that the generator yields first.
+def owed(loop: Any) -> Generator[Any, Any, Any]:
+    """Called before a `for` in a generator with what it runs over: yields the items that the generator owes.
 
     In a replay its loop may begin in the middle, while a loop over the generator still requests the items before that.
     """
-    return hand_out() if isinstance(loop, Jump) else iter(())
+    if isinstance(loop, Jump):
+        yield from hand_out()
+    return loop
 
 
-Variables = list[tuple[str, Site]]
+# (id of the frame, key of the site) -> its loop. A frame outlives its loops: its id is not reused as long as they run.
+_running: weakref.WeakValueDictionary[tuple[int, str], Loop] = weakref.WeakValueDictionary()
 # By the code's id, since hashing a code is slow; it is held here, so that its id is not reused.
-_variables: dict[int, tuple[CodeType, Variables]] = {}
+_sites: dict[int, tuple[CodeType, list[Site]]] = {}
 
 
-def _variables_of(code: CodeType) -> Variables:
-    """The variables in which a code keeps its loops, in the order of the loops."""
-    known = _variables.get(id(code))
+def _sites_of(code: CodeType) -> list[Site]:
+    """The loops of a code, in their order: an outer one comes before those inside."""
+    known = _sites.get(id(code))
     if known is None:
-        names = dict.fromkeys((*code.co_varnames, *code.co_cellvars, *code.co_names))
-        found = [(name, name[len(VARIABLE_PREFIX) : -2]) for name in names if name.startswith(VARIABLE_PREFIX)]
-        keys = [(name, f"{code.co_filename}:{place.replace('_', ':')}") for name, place in found]
-        known = _variables[id(code)] = (code, [(name, sites[key]) for name, key in keys])
+        found = [sites[one] for one in code.co_consts if type(one) is str and one in sites]
+        known = _sites[id(code)] = (code, sorted(found, key=lambda site: site.place.start))
     return known[1]
 
 
-def variables_around(code: CodeType, line: int) -> Variables:
-    """The variables of a code's loops around a line, outermost first."""
-    return [(name, site) for name, site in _variables_of(code) if line in site.lines]
-
-
-def under_way(variables: Variables, scope: Mapping[str, Any]) -> tuple[list[Loop], list[Site]]:
-    """The active loops of a frame, outermost first: (followed, those whose position is unknown).
-
-    variables   of the loops around the frame's line: a loop that an exception has left is over, though its variable is
-                set
-    scope       the frame's
-    """
-    followed, unfollowed = [], []
-    for name, site in variables:
-        value = scope.get(name)
-        if value is not None:
-            if isinstance(value, Loop):
-                followed.append(value)
-            else:
-                unfollowed.append(site)
-    return followed, unfollowed
+def around(frame: FrameType) -> list[Site]:
+    """The loops around a frame's instruction, outermost first, followed or not."""
+    if not (of_code := _sites_of(frame.f_code)):
+        return []
+    opname, line, column = control_flow.position_of(frame)
+    return [site for site in of_code if site.place.is_around(line, column, is_next=opname == "FOR_ITER")]
 
 
 def of_frame(frame: FrameType) -> list[Loop]:
     """The active followed loops of a frame, outermost first."""
-    return under_way(variables_around(frame.f_code, frame.f_lineno), frame.f_locals)[0]
+    known = (_running.get((id(frame), site.key)) for site in _sites_of(frame.f_code))
+    return [loop for loop in known if loop is not None and loop.is_running()]
 
 
 def note_steps(active: list[Loop], not_followed: list[Site]) -> None:

@@ -23,6 +23,7 @@ from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins, os_entropy, output
 from ttprun.rank.position import call_site, iterables, loops, made_inside
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process import random_state
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import RecordTooLargeError
@@ -82,7 +83,7 @@ def _is_inside_another(optimizer: torch.optim.Optimizer) -> bool:
         return False
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _AROUND_STEPS and frame.f_locals.get("self") is _running:
+        if frame.f_code is _AROUND_STEPS and variables_of(frame).get("self") is _running:
             return True
         frame = frame.f_back
     return False

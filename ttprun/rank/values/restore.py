@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ttprun.rank.position.frames import set_local, unset_local
+from ttprun.rank.position.variables import set_local, unset_local, variables_of
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
 from ttprun.rank.weights.optimizer_registry import places
@@ -45,7 +45,7 @@ class Restore:
 
     def frame(self, frame: types.FrameType, recorded: dict[str, Any], where: str) -> None:
         """Write a frame's variables; mutable ones are changed in place."""
-        scope = frame.f_locals
+        scope = variables_of(frame)
         written, gone = self._changes(scope, recorded, where)
         for name, value in written.items():
             set_local(frame, name, value)

@@ -48,9 +48,8 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
 
 MAX_OBJECTS = 200_000  # about one second
 _FRAMES = 2_000  # of the deepest walk, at most
-# Of loops, and of what torch.compile adds to modules.
+# Of what torch.compile adds to modules.
 _HIDDEN_PREFIXES = (
-    loops.VARIABLE_PREFIX,
     *("__compiled_fn_", "__resume_at_", "__import_", "__builtins_dict__", "__comprehension_", "__gen_rand_values"),
     *("__warnings_warn_wrapper", "___"),
 )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ttprun.rank.position import iterables, loops
-from ttprun.rank.position.frames import variables_of
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import follows_loops
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore, kind_of

@@ -21,6 +21,7 @@ import xxhash
 
 from ttprun.protocol.snapshots import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.replicated import Part, parameter_of
@@ -267,7 +268,7 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]
     """Modules in the variables of the user's frames, and in attributes of objects there: ("model", ...), first few."""
     found: dict[str, torch.nn.Module] = {}
     for user_frame in user_frames(frame):
-        for name, value in list(user_frame.f_locals.items()):
+        for name, value in variables_of(user_frame).items():
             if name.startswith("__") or type(value) in SCALARS:
                 continue
             if isinstance(value, torch.nn.Module):

@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from ttprun.rank.position.frames import user_frames
+from ttprun.rank.position.variables import variables_of
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
 from ttprun.rank.weights.sharded import is_distributed, local_of
@@ -211,7 +212,7 @@ def _some_bytes(tensor: torch.Tensor, boundary: int) -> bytes:
 
 def _tensors_in(frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor]]:
     for user_frame in user_frames(frame):
-        for name, value in list(user_frame.f_locals.items()):
+        for name, value in variables_of(user_frame).items():
             if isinstance(value, torch.Tensor):
                 yield name, value
             elif isinstance(value, list | tuple):
