@@ -77,7 +77,7 @@ def test_ranks_whose_python_skips_the_hooks_are_said_not_to_be_protected(
 @pytest.mark.parametrize(
     ("way", "why"),
     [
-        ("import subprocess, sys\nsubprocess.run([sys.executable, ARGUMENTS])", "a process that it has started"),
+        ("import subprocess, sys\nsubprocess.run([sys.executable, ARGUMENTS])", "but its child process does"),
         ("import os, sys\nos.execv(sys.executable, [sys.executable, ARGUMENTS])", "replaced itself by another program"),
     ],
     ids=["subprocess", "exec"],

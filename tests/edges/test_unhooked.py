@@ -13,9 +13,10 @@ import pytest
 from ttprun.rank.bootstrap import unhooked
 
 HOLD = """
-import mmap, sys
+import mmap, socket, sys
 with open(sys.argv[1], "r+b") as file:
     held = mmap.mmap(file.fileno(), 0)
+connection = socket.create_server(("127.0.0.1", 0)) if sys.argv[2:] else None
 print("there", flush=True)
 sys.stdin.read()
 """
@@ -31,11 +32,13 @@ def library(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def child(tmp_path: Path, library: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that has it mapped in a child of a child."""
+def child(tmp_path: Path, library: str, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process that has it mapped in a child of a child, which is connected unless the test says "alone"."""
     (tmp_path / "hold.py").write_text(HOLD)
     (tmp_path / "start.py").write_text(START)
     words = [str(tmp_path / "start.py"), str(tmp_path / "hold.py"), library]
+    if getattr(request, "param", "") != "alone":
+        words.append("connected")
     with subprocess.Popen(
         [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -72,6 +75,30 @@ def test_training_in_a_child_of_a_rank_is_found_and_named(child: subprocess.Pope
     assert f"pid {trains}: " in why
     assert unhooked.is_below(trains, os.getpid())
     assert not unhooked.is_below(os.getpid(), trains)
+
+
+@pytest.mark.parametrize("child", ["alone"], indirect=True)
+def test_a_child_that_has_only_imported_torch_does_not_train(child: subprocess.Popen[str]) -> None:
+    """However long it takes: a launcher may ask a child which devices there are, on a busy machine."""
+    assert any(map(unhooked.has_torch, unhooked.descendants(child.pid)))
+    assert unhooked.why_in_child(child.pid) == ""
+
+
+def test_a_process_that_has_computed_for_longer_than_an_import_trains(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    with subprocess.Popen(
+        [sys.executable, str(tmp_path / "hold.py"), library], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        before = unhooked.seems_to_train(process.pid)
+        monkeypatch.setattr(unhooked, "IMPORT_CPU_S", 0.0)
+        after = unhooked.seems_to_train(process.pid)
+        process.communicate("")
+
+    assert (before, after) == (False, True)
 
 
 def test_a_process_that_is_gone_trains_nowhere() -> None:

@@ -120,6 +120,7 @@ class Watch:
     def _take(self, seat: Seat, message: Message) -> None:
         self._reports.take(seat, message)
         if isinstance(message, from_rank.Present):
+            self._unseen.note_present(seat)
             self._look_out_for_its_end(seat)
 
     def _look_out_for_its_end(self, seat: Seat) -> None:
@@ -162,7 +163,7 @@ class Watch:
         else:
             seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0
-            self._unseen.settle(seat)
+            self._unseen.settle()
             failure = Failure(seat.rank, event.pid, exit_code, event.reason, seat.traceback)
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
         node.log(

@@ -6,6 +6,7 @@ nothing; a rank that has connected to the agent looks at itself, and at its chil
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from ttprun.rank.process.after_import import is_overdue
 
 _LIBRARIES = (b"/libtorch_cpu.so", b"/libtorch.so", b"/libtorch_python.so")
+IMPORT_CPU_S = 20.0  # no import of torch takes as much of the processor, however long it takes
 _WITH_VALUE = "WXcm"  # options of Python that take the rest of the word as a value
 _SKIPPING = {"E": "ignores PYTHONPATH", "I": "ignores PYTHONPATH", "S": "runs no sitecustomize"}
 
@@ -28,7 +30,7 @@ def why_in_child(pid: int) -> str:
     """Why a process is unprotected because a child of it has torch; "" if none has."""
     if has_torch(pid):
         return ""
-    child = next(filter(has_torch, descendants(pid)), None)
+    child = next(filter(seems_to_train, descendants(pid)), None)
     if child is None:
         return ""
     return (
@@ -44,6 +46,54 @@ def has_torch(pid: int) -> bool:
     except OSError:
         return False
     return any(library in maps for library in _LIBRARIES)
+
+
+def seems_to_train(pid: int) -> bool:
+    """Whether a process has torch and has used it: it holds a connection, or has computed for longer than an import."""
+    return has_torch(pid) and (has_connection(pid) or cpu_s(pid) > IMPORT_CPU_S)
+
+
+def has_connection(pid: int) -> bool:
+    """Whether a process holds a TCP socket, as each rank of a process group does."""
+    held = set()
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                held.add(os.readlink(fd))
+        for table in ("tcp", "tcp6"):
+            rows = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+            if any(f"socket:[{row.split()[9]}]" in held for row in rows):
+                return True
+    return False
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time that a process has used; 0 if there is no such process."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
+def image_of(pid: int) -> str:
+    """What is another one once a process has executed another program: where its stack is; "" if it is not known."""
+    fields = _stat(pid)
+    return fields[25] if fields and fields[25] != "0" else ""
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a program has been started with; {} if there is no such process."""
+    try:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; [] if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -63,10 +113,10 @@ def is_below(pid: int, ancestor: int) -> bool:
     while pid > 1:
         if pid == ancestor:
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
+        fields = _stat(pid)
+        if not fields:
             return False
+        pid = int(fields[1])
     return False
 
 
