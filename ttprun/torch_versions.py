@@ -17,6 +17,8 @@ TRIED = ("2.6", "2.9", "2.13", "2.15")
 
 # The first in which C++ keeps the Python part of a process group's work alive as long as it holds the work.
 _KEEPS_WORKS = (2, 9)
+# The first in which libuv's store was seen to listen on a socket that it is given.
+_TAKES_SOCKETS = (2, 9)
 # What torchrun does where it has no such option (or LaunchConfig no such field).
 _DEFAULTS: dict[str, Any] = {
     "event_log_handler": "null",
@@ -56,6 +58,11 @@ def why_untried(version: str) -> str:
 def loses_works(version: str) -> bool:
     """Whether C++ may hold a process group's work whose Python part is gone: it then waits for ever (seen in 2.6)."""
     return release_of(version) < _KEEPS_WORKS
+
+
+def takes_socket(version: str) -> bool:
+    """Whether libuv's TCPStore listens on a socket that it is given; if not (2.6), it prints an error and raises."""
+    return release_of(version) >= _TAKES_SOCKETS
 
 
 def still_holds(node: Any, name: str, saved: Any, has_hooks: bool) -> bool | None:

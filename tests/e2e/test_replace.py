@@ -62,7 +62,7 @@ EARLY_KILL = [
 def test_a_run_in_which_nothing_fails_is_as_under_torchrun(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, script: str, ranks: int
 ) -> None:
-    result = run_ttprun(script, ranks)
+    result = run_ttprun(script, ranks, options=["--standalone"])
 
     assert_same_outcome(result, undisturbed(script, ranks, by_torchrun=True))
     assert_survivors_kept_their_pids(result)

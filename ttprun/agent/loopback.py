@@ -11,6 +11,10 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from ttprun import torch_versions
+
 ADDRESS = "127.0.0.1"
 # What torchrun makes of one node without an address: any free port.
 ONE_NODE_ENDPOINT = "localhost:0"
@@ -37,7 +41,12 @@ def stores_on_loopback() -> Iterator[None]:
                 super().__init__(host_name, port, is_master=True, **kwargs)
                 return
             found = listener.getsockname()[1]
-            super().__init__(ADDRESS, found, is_master=True, master_listen_fd=listener.detach(), **kwargs)
+            kwargs |= {"is_master": True, "master_listen_fd": listener.detach()}
+            if torch_versions.takes_socket(torch.__version__):
+                with contextlib.suppress(NotImplementedError):  # another build than those that were tried
+                    super().__init__(ADDRESS, found, **kwargs)
+                    return
+            super().__init__(ADDRESS, found, **kwargs | {"use_libuv": False})
 
     for module in modules:
         module.TCPStore = LoopbackStore  # type: ignore[attr-defined]
