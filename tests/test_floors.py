@@ -146,3 +146,9 @@ def test_the_shim_imports_only_the_standard_library_before_it_hands_over() -> No
     names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
 
     assert names == {"os", "sys"}
+
+
+def test_the_observer_that_torchruns_ranks_load_imports_nothing_of_ours() -> None:
+    names = set(imported(PACKAGE / "chaos" / "plain_observer" / "sitecustomize.py"))
+
+    assert {name for name in names if name.startswith("ttprun")} == set()

@@ -70,7 +70,26 @@ def test_a_script_that_differs_from_itself_is_not_called_exact(tmp_path: Path) -
 
     assert "exact" not in {row["result"] for row in report["rows"]}, report
     assert "cannot be compared with itself" in report["problem"], report
+    assert "differs between two runs under torchrun" in report["problem"], report
     assert code == 1
+
+
+FOUND = {
+    "lr": "lr of group 0 of optimizer 1 (SGD) in rank 0 is not as under torchrun, after step 0: 0.1 instead of 0.2",
+    "shape": "float32 [3] instead of float32 [4]",
+    "weights": "after step 3: other elements",
+    "exit": "the exit code is not as under torchrun, at the end: 1 instead of 0",
+    "line": "output of rank 0 is not as under torchrun, line 1: 'watched', torchrun 'alone'",
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_a_script_that_ttprun_changes_is_found_out_beside_torchrun(tmp_path: Path, what: str) -> None:
+    code, report = check(tmp_path / "project", "notices_ttprun.py", "--what", what, options=("--steps", "5"))
+
+    assert report["problem"].startswith("ttprun itself changes this script: "), report
+    assert FOUND[what] in report["problem"]
+    assert (report["rows"], code) == ([], 1)
 
 
 def test_a_script_that_fails_by_itself_is_a_problem(tmp_path: Path) -> None:

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 
 USAGE = "ttprun check [--steps N] [options of a launch] script.py [script args]"
 HELP = """\
-Find out whether a rank of your script would be recovered exactly. Runs some optimizer steps of it undisturbed, then
-again with one rank killed at several moments (before the first step, forward, backward, in a collective, before, in
-and after optimizer.step, validation and checkpoints where the steps come to them; rank 0 and the last rank), and
-compares: weights and optimizer state after each step, random numbers, variables, output, and the files that it writes.
+Find out whether a rank of your script would be recovered exactly. Runs some optimizer steps of it undisturbed, under
+ttprun and under plain torchrun, which must be the same. Then again with one rank killed at several moments (before the
+first step, forward, backward, in a collective, before, in and after optimizer.step, validation and checkpoints where
+the steps come to them; rank 0 and the last rank), and compares: weights and optimizer state after each step, random
+numbers, variables, output, and the files that it writes.
 
 THE SCRIPT DOES RUN, and writes what it writes. Each run has a copy of the working folder, which is removed afterwards;
 what the script writes elsewhere by a full path, or sends to a service, is written and sent in each run. After the last
@@ -127,6 +128,8 @@ def read_command_line(words: Sequence[str]) -> tuple[Namespace, Checked]:
         check_size(folder, own.share)
     return own, Checked(
         options=options,
+        # Of --no-python with a command that is a Python script, a launch makes that script.
+        torchrun=config.launch | {"no_python": torchrun.no_python or torchrun.training_script != words[at]},
         command=words[at:],
         is_module=torchrun.module or torchrun.no_python,
         user_paths=config.user_paths,
@@ -184,7 +187,7 @@ def draw(report: Report, kept: str | None) -> None:
             console.print(f"  where       {row.place}")
         console.print(f"  what to do  {row.cure}")
     for one in report.differences:
-        console.print(Text(f"differs at the end: {one.what} ({one.detail})", style="bold red"))
+        console.print(Text(f"differs: {one.what} ({one.detail})", style="bold red"))
     for text in report.by_itself:
         console.print(f"differs between two undisturbed runs, and is not compared: {text}")
     for text in report.not_proved:

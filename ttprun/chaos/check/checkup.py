@@ -1,4 +1,4 @@
-"""A whole check: the undisturbed run, the kills, what differs. Begin with `check_script`."""
+"""A whole check: the undisturbed run, the same under torchrun, the kills, what differs. Begin with `check_script`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttprun.chaos.check.notes import Difference
+from ttprun.chaos.check.notes import AT_END, Difference
 from ttprun.chaos.check.plan import WISHES, Moment, plan
 from ttprun.chaos.check.trial import Checked, Trial, Trials
-from ttprun.chaos.check.verdict import Compared, Row, blamed, compare, refused, rows_of
+from ttprun.chaos.check.verdict import (
+    Compared,
+    Row,
+    blamed,
+    compare,
+    compare_with_torchrun,
+    refused,
+    rows_of,
+    unlike,
+)
 from ttprun.chaos.faults import Fault
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
 _TAIL_LINES = 12
+_NOT_COMPARABLE = "the script cannot be compared with itself"
 
 
 @dataclass
@@ -76,12 +86,15 @@ class _Checkup:
         self._trials = Trials(checked, place)
         self._report = Report(steps=checked.steps)
         self._compared: list[Compared] = []
+        self._by_itself: list[Difference] = []
 
     def run(self) -> Report:
         """All of it."""
         report = self._report
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
         self._look_for_problem(undisturbed, "undisturbed")
+        if not report.problem or undisturbed.twin.exit_code:
+            self._compare_with_torchrun(undisturbed)
         if report.problem:
             return report
         seen = {rank: self._trained(found.moments) for rank, found in undisturbed.notes.items()}
@@ -120,6 +133,42 @@ class _Checkup:
         if report.problem:
             report.tail = [trial.as_users(line) for line in _last_lines(twin.folder)]
 
+    def _compare_with_torchrun(self, undisturbed: Trial) -> None:
+        """What ttprun does to the script without any fault is told from what the script does otherwise each time."""
+        report = self._report
+        steps = {rank: len(found.values) for rank, found in undisturbed.notes.items() if not undisturbed.twin.exit_code}
+        plain = self._launch_torchrun("torchrun", steps, "under torchrun")
+        found = compare_with_torchrun(undisturbed, plain)
+        if plain.twin.problem:
+            report.problem = f"the run under torchrun: {plain.twin.problem}"
+        if plain.twin.problem or not found:
+            return
+        again = self._launch_torchrun("torchrun-again", steps, "something differs: under torchrun once more")
+        self._note_by_itself(compare_with_torchrun(again, plain), "two runs under torchrun")
+        left = unlike(found, self._by_itself)
+        if left and not report.problem.startswith(_NOT_COMPARABLE):
+            report.differences = left
+            first = f"{left[0].what} is not as under torchrun, {undisturbed.as_users(left[0].detail)}"
+            report.problem = f"ttprun itself changes this script: {first}; please report it, and run it by torchrun"
+
+    def _launch_torchrun(self, name: str, steps: dict[int, int], what: str) -> Trial:
+        self._say(f"{self._checked.steps} steps, {what} ...")
+        trial = self._trials.run_by_torchrun(name, steps)
+        self._report.took_s += trial.twin.took_s
+        return trial
+
+    def _note_by_itself(self, found: list[Difference], of: str) -> None:
+        """Note what differs between two runs of the same kind; if what is trained does, nothing can be compared."""
+        report = self._report
+        self._by_itself += found
+        report.by_itself += [f"{one.what} ({one.detail})" for one in found]
+        first = next((one for one in found if one.boundary != AT_END), None)
+        if first is not None:
+            report.problem = (
+                f"{_NOT_COMPARABLE}: {first.what} differs between {of}, {first.detail}; seed whatever it draws (also "
+                "default_rng(), time, os.urandom)"
+            )
+
     def _kill(self, launches: list[list[Fault]], undisturbed: Trial) -> None:
         """Launch after launch, till each kill has struck: one that ends the job leaves the rest to another launch."""
         report, waiting = self._report, list(launches)
@@ -156,16 +205,8 @@ class _Checkup:
         """Something differs: whatever also differs between two undisturbed runs is not ttprun's doing."""
         report = self._report
         again = self._launch("again", [], "something differs: undisturbed once more, to see what differs by itself")
-        by_itself = compare(again, undisturbed)
-        known = {one.what for one in by_itself.all}
-        report.by_itself = [f"{one.what} ({one.detail})" for one in by_itself.all]
-        report.differences = [one for one in report.differences if one.what not in known]
-        if by_itself.by_step:
-            first = by_itself.by_step[0]
-            report.problem = (
-                f"the script cannot be compared with itself: {first.what} differ between two runs without any fault, "
-                f"{first.detail}; seed whatever it draws (also default_rng(), time, os.urandom)"
-            )
+        self._note_by_itself(compare(again, undisturbed).all, "two runs without any fault")
+        report.differences = unlike(report.differences, self._by_itself)
 
 
 def _last_lines(folder: Path) -> list[str]:

@@ -6,12 +6,14 @@ Begin with `read_notes`.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttprun.chaos.check.plan import Moment
 
+_DIGEST = re.compile(r" ?[0-9a-f]{32}$")
 WEIGHTS, RANDOM = "weights or optimizer state", "random numbers"
 
 
@@ -22,11 +24,13 @@ class OfRank:
     moments   that it has come to
     digests   boundary -> digests of what is trained, and of the random generators
     record    the last one, (head, blobs); None if it has not come to its last step, or is not recorded
+    values    of each step: what its optimizer works with, by words for it (plain_observer)
     """
 
     moments: set[Moment] = field(default_factory=set)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     record: tuple[bytes, bytes] | None = None
+    values: list[dict[str, str]] = field(default_factory=list)
 
 
 Notes = dict[int, OfRank]
@@ -47,6 +51,9 @@ def read_notes(folder: Path) -> Notes:
         if head.exists() and blobs.exists():
             rank.record = head.read_bytes(), blobs.read_bytes()
         found[int(path.stem.removeprefix("rank"))] = rank
+    for path in sorted(folder.glob("plain*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found.setdefault(int(path.stem.removeprefix("plain")), OfRank()).values = list(map(json.loads, lines))
     return found
 
 
@@ -77,6 +84,25 @@ def differences_by_step(disturbed: Notes, undisturbed: Notes) -> list[Difference
             if first is not None:
                 found.append(Difference(first, f"{what} of rank {rank}", f"after step {first - 1}"))
     return sorted(found)
+
+
+def differing_values(notes: Notes, by_torchrun: Notes) -> list[Difference]:
+    """The first value in each rank that is another one than under torchrun, by the step after which it was noted."""
+    found = []
+    for rank, expected in by_torchrun.items():
+        for step, (here, there) in enumerate(zip(notes.get(rank, OfRank()).values, expected.values, strict=False)):
+            what = next((what for what in {**there, **here} if here.get(what) != there.get(what)), None)
+            if what is not None:
+                detail = f"after step {step}: {_beside(here.get(what), there.get(what))}"
+                found.append(Difference(step + 1, f"{what} in rank {rank}", detail))
+                break
+    return sorted(found)
+
+
+def _beside(value: str | None, expected: str | None) -> str:
+    """A noted value and torchrun's, for people, whom the digest of a tensor's elements tells nothing."""
+    shown, other = ("nothing" if one is None else _DIGEST.sub("", one) for one in (value, expected))
+    return "other elements" if shown == other else f"{shown} instead of {other}"
 
 
 def differing_variables(disturbed: Notes, undisturbed: Notes) -> list[Difference]:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ttprun import text_hashes
 from ttprun.chaos import observer
 from ttprun.chaos.check.notes import Notes, read_notes
 from ttprun.chaos.check.working_copy import WorkingCopy
-from ttprun.chaos.drill.twins import FOREIGN, Twin, run_launcher
+from ttprun.chaos.drill.twins import FOREIGN, PLACES, Twin, run_launcher, words_of
 from ttprun.chaos.faults import Fault
+from ttprun.chaos.plain_observer import sitecustomize
+from ttprun.config import LaunchValue
 from ttprun.observe.status import read_status
 
 _UNSEEN_LIMIT_S = 10.0  # an unprotected job that has taken no step under our hooks by then would run to its end
@@ -23,6 +26,7 @@ class Checked:
     """What is checked.
 
     options     of the launch, as given
+    torchrun    those of torchrun among them, by name (underscores)
     command     the script and its arguments, or a module and its own
     is_module   -m: the command begins with a module's name
     user_paths  as configured
@@ -34,6 +38,7 @@ class Checked:
     """
 
     options: Sequence[str]
+    torchrun: Mapping[str, LaunchValue]
     command: Sequence[str]
     is_module: bool
     user_paths: Sequence[str]
@@ -80,41 +85,71 @@ class Trials:
         name          of the trial, a folder
         steps_so_far  called now and then with how far it is
         """
-        checked = self._checked
-        folder = self._place / name
-        notes, run_dir, kept = folder / "notes", folder / "run", folder / "work"
-        notes.mkdir(parents=True)
-        work = self._place / "work"
-        copy = (
-            WorkingCopy.none(checked.folder)
-            if checked.is_in_place
-            else WorkingCopy.make(checked.folder, work, checked.shared)
-        )
-        watch = _Watch(run_dir, notes, steps_so_far)
-        twin = run_launcher(
-            launcher_words(checked, copy, folder, faults), folder, copy.folder,
-            _environment(checked, copy, notes), checked.limit_s, run_dir, watch.look,
-        )  # fmt: skip
-        changed = copy.changed()
+        folder, copy = self._begin(name)
+        words = launcher_words(self._checked, copy, folder, faults)
+        environment = _environment(self._checked, copy) | observer.order(folder / "notes", self._checked.steps)
+        if not faults:
+            plain = sitecustomize.order(str(folder / "notes"), is_alone=False, steps=0, steps_of_rank={})
+            environment = _with_plain_observer(environment, plain)
+        watch = _Watch(folder / "run", steps_so_far)
+        limit_s = self._checked.limit_s
+        twin = run_launcher(words, folder, copy.folder, environment, limit_s, folder / "run", watch.look)
+        return self._end(twin, copy)
+
+    def run_by_torchrun(self, name: str, steps_of_rank: Mapping[int, int]) -> Trial:
+        """The same under plain torchrun: nothing is in its ranks but the plain observer.
+
+        steps_of_rank  after which a rank leaves, if not after those that are wanted
+        """
+        folder, copy = self._begin(name)
+        words = torchrun_words(self._checked, copy, folder)
+        plain = sitecustomize.order(str(folder / "notes"), True, self._checked.steps, steps_of_rank)
+        environment = _with_plain_observer(_environment(self._checked, copy), plain)
+        environment.pop("TTPRUN_USER_PATHS", None)
+        environment |= text_hashes.seeded(environment)
+        return self._end(run_launcher(words, folder, copy.folder, environment, self._checked.limit_s, None), copy)
+
+    def _begin(self, name: str) -> tuple[Path, WorkingCopy]:
+        """The folder of a trial, and its copy of the working folder."""
+        checked, folder = self._checked, self._place / name
+        (folder / "notes").mkdir(parents=True)
+        if checked.is_in_place:
+            return folder, WorkingCopy.none(checked.folder)
+        return folder, WorkingCopy.make(checked.folder, self._place / "work", checked.shared)
+
+    def _end(self, twin: Twin, copy: WorkingCopy) -> Trial:
+        changed, kept = copy.changed(), copy.folder
         if copy.is_copy:
-            work.rename(kept)
-        return Trial(twin, read_notes(notes), kept if copy.is_copy else checked.folder, changed, copy.as_users)
+            kept = copy.folder.rename(twin.folder / "work")
+        return Trial(twin, read_notes(twin.folder / "notes"), kept, changed, copy.as_users)
 
 
 def launcher_words(checked: Checked, copy: WorkingCopy, folder: Path, faults: Sequence[Fault]) -> list[str]:
     """The command of a launch: the user's options, and ours after them, which win."""
     ours = ["--run-dir", str(folder / "run"), "--save-dir", str(folder / "checkpoints"), "--resume", "off"]
-    ours += ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0", "--allow-faults"]
+    ours += [*_logs(folder), "--allow-faults"]
     for fault in faults:
         ours += ["--fault", str(fault)]
+    return [sys.executable, "-m", "ttprun", *checked.options, *ours, *_command(checked, copy)]
+
+
+def torchrun_words(checked: Checked, copy: WorkingCopy, folder: Path) -> list[str]:
+    """The command of the same launch by torchrun. All is on this machine, so that it finds a free port by itself."""
+    options = {name: value for name, value in checked.torchrun.items() if name not in PLACES}
+    launcher = [sys.executable, "-m", "torch.distributed.run", *words_of(options), "--standalone"]
+    return [*launcher, *_logs(folder), *_command(checked, copy)]
+
+
+def _logs(folder: Path) -> list[str]:
+    return ["--log-dir", str(folder / "logs"), "--redirects", "3", "--tee", "0"]
+
+
+def _command(checked: Checked, copy: WorkingCopy) -> list[str]:
     script, *arguments = checked.command
-    return [
-        sys.executable, "-m", "ttprun", *checked.options, *ours,
-        script if checked.is_module else copy.inside(script), *map(copy.inside, arguments),
-    ]  # fmt: skip
+    return [script if checked.is_module else copy.inside(script), *map(copy.inside, arguments)]
 
 
-def _environment(checked: Checked, copy: WorkingCopy, notes: Path) -> Mapping[str, str]:
+def _environment(checked: Checked, copy: WorkingCopy) -> dict[str, str]:
     """The user's own; code that an editable installation takes from the folder itself is the user's too."""
     clean = {name: value for name, value in os.environ.items() if not FOREIGN.match(name) or _is_setting(name)}
     paths = clean.get("PYTHONPATH", "").split(os.pathsep)
@@ -124,7 +159,12 @@ def _environment(checked: Checked, copy: WorkingCopy, notes: Path) -> Mapping[st
     own = checked.folder if checked.is_module else Path(checked.command[0]).absolute().parent
     if copy.is_copy and own.is_dir():
         clean["TTPRUN_USER_PATHS"] = os.pathsep.join([*checked.user_paths, str(own)])
-    return clean | observer.order(notes, checked.steps)
+    return clean
+
+
+def _with_plain_observer(environment: Mapping[str, str], variable: Mapping[str, str]) -> dict[str, str]:
+    paths = [os.path.dirname(sitecustomize.__file__), *filter(None, [environment.get("PYTHONPATH")])]
+    return {**environment, **variable, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _is_setting(name: str) -> bool:
@@ -135,8 +175,8 @@ def _is_setting(name: str) -> bool:
 class _Watch:
     """Looks at a launch while it runs."""
 
-    def __init__(self, run_dir: Path, notes: Path, steps_so_far: Callable[[int], None]) -> None:
-        self._status, self._notes, self._steps_so_far = run_dir / "status.json", notes, steps_so_far
+    def __init__(self, run_dir: Path, steps_so_far: Callable[[int], None]) -> None:
+        self._status, self._steps_so_far = run_dir / "status.json", steps_so_far
         self._looks = 0
 
     def look(self) -> str:

@@ -11,9 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
-from ttprun.chaos.check.notes import AT_END, Difference, Notes, differences_by_step, differing_variables
+from ttprun.chaos.check.notes import (
+    AT_END,
+    Difference,
+    Notes,
+    differences_by_step,
+    differing_values,
+    differing_variables,
+)
 from ttprun.chaos.check.trial import Trial
-from ttprun.chaos.drill.compare import compare_files, compare_lines
+from ttprun.chaos.drill.compare import TWINS, Kinds, compare_files, compare_lines
 from ttprun.chaos.drill.pairing import pair
 from ttprun.chaos.faults import Fault
 from ttprun.observe.status import IncidentStatus
@@ -21,6 +28,7 @@ from ttprun.observe.status import IncidentStatus
 Result = Literal["exact", "by a weaker rung", "refused", "differs", "not reached", "not tried"]
 WITHOUT_LOSS = ("reconnect", "rerun", "replace")
 _PLACE = re.compile(r"[^\s'\"(),]+\.py:\d+")
+_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _ANNOUNCED = "[Gloo] Rank "  # some releases of torch say on stdout that a group has connected; after a repair again
 # What a reason says -> what to do about it, where the reason does not say so itself. The first that is found.
 CURES: tuple[tuple[str, str], ...] = (
@@ -162,21 +170,42 @@ def compare(disturbed: Trial, undisturbed: Trial) -> Compared:
     is_whole = disturbed.twin.exit_code == 0 and status is not None
     if not is_whole or status is None or any(one.rung not in WITHOUT_LOSS for one in status.incidents):
         return Compared(by_step, [])
-    at_end = [
-        replace(one, detail=undisturbed.as_users(one.detail))
-        for one in differing_variables(disturbed.notes, undisturbed.notes)
-    ]
-    names = sorted({*disturbed.changed, *undisturbed.changed})
+    variables = differing_variables(disturbed.notes, undisturbed.notes)
+    at_end = [replace(one, detail=undisturbed.as_users(one.detail)) for one in variables]
+    left, count = _compare_what_is_left(disturbed, undisturbed)
+    return Compared(by_step, at_end + left, count + _variables(undisturbed.notes))
+
+
+def compare_with_torchrun(trial: Trial, by_torchrun: Trial) -> list[Difference]:
+    """Whatever an undisturbed trial has other than one under torchrun, the earliest first."""
+    found = differing_values(trial.notes, by_torchrun.notes)
+    codes = trial.twin.exit_code, by_torchrun.twin.exit_code
+    if codes[0] != codes[1]:
+        return [*found, Difference(AT_END, "the exit code", f"at the end: {codes[0]} instead of {codes[1]}")]
+    left, _ = _compare_what_is_left(trial, by_torchrun, ("ttprun", "torchrun"))
+    return found + left
+
+
+def unlike(found: Iterable[Difference], by_itself: Iterable[Difference]) -> list[Difference]:
+    """The differences that a script does not have by itself. Names may hold a time or a pid, other ones each time."""
+    known = {_NUMBER.sub("", one.what) for one in by_itself}
+    return [one for one in found if _NUMBER.sub("", one.what) not in known]
+
+
+def _compare_what_is_left(one: Trial, other: Trial, kinds: Kinds = TWINS) -> tuple[list[Difference], int]:
+    """How files and output differ, and how many were compared."""
+    found = []
+    names = sorted({*one.changed, *other.changed})
     for name in names:
-        one = compare_files(name, disturbed.kept, undisturbed.kept)
-        if not one.is_identical:
-            at_end.append(Difference(AT_END, f"file {name}", one.detail))
-    ranks = sorted(disturbed.twin.output.keys() | undisturbed.twin.output.keys())
+        files = compare_files(name, one.kept, other.kept, kinds)
+        if not files.is_identical:
+            found.append(Difference(AT_END, f"file {name}", files.detail))
+    ranks = sorted(one.twin.output.keys() | other.twin.output.keys())
     for rank in ranks:
-        lines = compare_lines(rank, lines_of(disturbed, rank), lines_of(undisturbed, rank))
+        lines = compare_lines(rank, lines_of(one, rank), lines_of(other, rank), kinds)
         if not lines.is_identical:
-            at_end.append(Difference(AT_END, lines.what, lines.detail))
-    return Compared(by_step, at_end, len(names) + len(ranks) + _variables(undisturbed.notes))
+            found.append(Difference(AT_END, lines.what, lines.detail))
+    return found, len(names) + len(ranks)
 
 
 def lines_of(trial: Trial, rank: int) -> list[str]:

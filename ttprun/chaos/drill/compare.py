@@ -19,6 +19,8 @@ from ttprun.chaos.drill.twins import Twin
 
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 120
+Kinds = tuple[str, str]
+TWINS: Kinds = ("disturbed", "undisturbed")
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,10 @@ def compare_twins(scenario: Scenario, disturbed: Twin, undisturbed: Twin) -> lis
     return found
 
 
-def compare_files(name: str, disturbed: Path, undisturbed: Path) -> Comparison:
-    """Compare one file of both twins."""
+def compare_files(name: str, disturbed: Path, undisturbed: Path, kinds: Kinds = TWINS) -> Comparison:
+    """Compare one file of both twins, or of two other runs that are called so."""
     paths = (disturbed / name, undisturbed / name)
-    missing = [kind for kind, path in zip(("disturbed", "undisturbed"), paths, strict=True) if not path.is_file()]
+    missing = [kind for kind, path in zip(kinds, paths, strict=True) if not path.is_file()]
     if missing:
         return Comparison(name, "bytes", False, f"the {' and the '.join(missing)} run did not write it")
     digests = [digest_of(path) for path in paths]
@@ -57,7 +59,7 @@ def compare_files(name: str, disturbed: Path, undisturbed: Path) -> Comparison:
         return Comparison(name, "bytes", False, "one is a file of torch.save, the other is not")
     if first == second:
         return Comparison(name, how, True, first[:16])
-    return Comparison(name, how, False, f"{first[:16]} disturbed, {second[:16]} undisturbed")
+    return Comparison(name, how, False, f"{first[:16]} {kinds[0]}, {second[:16]} {kinds[1]}")
 
 
 def digest_of(path: Path) -> tuple[str, str]:
@@ -106,15 +108,14 @@ def _feed(digest: Any, value: Any) -> None:
         digest.update(f"{type(value).__name__} {value!r}".encode())
 
 
-def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str]) -> Comparison:
+def compare_lines(rank: int, disturbed: Iterable[str], undisturbed: Iterable[str], kinds: Kinds = TWINS) -> Comparison:
     """Compare what one rank printed, line by line."""
     what = f"output of rank {rank}"
     number = 0
     for number, (got, expected) in enumerate(zip_longest(disturbed, undisturbed), 1):
         if got != expected:
-            return Comparison(
-                what, "lines", False, f"line {number}: {_describe(got)}, undisturbed {_describe(expected)}"
-            )
+            detail = f"line {number}: {_describe(got)}, {kinds[1]} {_describe(expected)}"
+            return Comparison(what, "lines", False, detail)
     return Comparison(what, "lines", True, f"{number} lines")
 
 

@@ -19,6 +19,7 @@ import yaml
 
 from ttprun import text_hashes
 from ttprun.chaos.drill.scenario import Scenario, command_of
+from ttprun.config import LaunchValue
 from ttprun.observe.events import read_events
 from ttprun.observe.status import RunStatus, read_status
 
@@ -26,7 +27,7 @@ GRACE_S = 45.0
 _LOOK_EVERY_S = 0.5
 _PR_SET_PDEATHSIG = 1
 # torchrun's options that say where ranks meet.
-_PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
+PLACES = {"standalone", "nnodes", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint"}
 # Left by an outer launcher: each would change what a twin does.
 FOREIGN = re.compile(r"(PET|TTPRUN|TORCHELASTIC|TORCH_ELASTIC|GROUP|ROLE|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$")
 
@@ -104,11 +105,8 @@ def run_launcher(
 def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
     """The command that runs a twin."""
     words = [sys.executable, "-m", "torch.distributed.run" if kind == "torchrun" else "ttprun"]
-    for name, value in scenario.launch.items():
-        option = "--" + name.replace("_", "-")
-        values = value if isinstance(value, list) else [value]
-        words += [option] if value is True else [word for item in values for word in (option, str(item)) if item]
-    if kind == "torchrun" and not _PLACES & scenario.launch.keys():
+    words += words_of(scenario.launch)
+    if kind == "torchrun" and not PLACES & scenario.launch.keys():
         words.append("--standalone")  # else it takes a fixed port, which another job may have
     words += ["--log-dir", str(folder / "logs"), "--redirects", "3"]
     if kind != "torchrun":
@@ -118,6 +116,16 @@ def launcher_words(scenario: Scenario, folder: Path, kind: str) -> list[str]:
         (folder / "settings.yaml").write_text(yaml.safe_dump(settings), encoding="utf-8")
         words += ["--config", str(folder / "settings.yaml")]
     return [*words, *command_of(scenario, folder)]
+
+
+def words_of(launch: Mapping[str, LaunchValue]) -> list[str]:
+    """torchrun's options as words of its command line."""
+    words = []
+    for name, value in launch.items():
+        option = "--" + name.replace("_", "-")
+        values = value if isinstance(value, list) else [value]
+        words += [option] if value is True else [word for item in values for word in (option, str(item)) if item]
+    return words
 
 
 def _environment(scenario: Scenario, kind: str) -> dict[str, str]:
