@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import (
+    REPOSITORY,
     Launch,
     Run,
     RunTtprun,
@@ -26,19 +27,29 @@ MINDIO = ("--mindio",)
 
 
 class Undisturbed:
-    """What undisturbed ranks print of their weights, found out once for a script and its arguments."""
+    """What ranks under plain torchrun print of their weights, found out once for a script and its arguments.
+
+    The calls of the framework find functions there that do nothing.
+    """
 
     def __init__(self, new_folder: Callable[[str], Path]) -> None:
         self._new_folder = new_folder
         self._known: dict[tuple[str, ...], dict[int, list[str]]] = {}
 
-    def __call__(self, script: str, ranks: int, *arguments: str) -> dict[int, list[str]]:
-        key = (script, str(ranks), *arguments)
+    def __call__(self, script: str, ranks: int, *arguments: str, device: str = "") -> dict[int, list[str]]:
+        key = (script, str(ranks), *arguments, device)
         if key not in self._known:
-            folder = self._new_folder("undisturbed")
-            run = folder / "run"
-            options = ["--run-dir", str(run), *MINDIO]
-            result = Launch("ttprun", script, ranks, folder, options, [*STEPS, *arguments], run).finish()
+            paths = [str(REPOSITORY / "tests" / "without_mindio"), environment(device).get("PYTHONPATH", "")]
+            result = Launch(
+                "torch.distributed.run",
+                script,
+                ranks,
+                self._new_folder("undisturbed"),
+                ["--standalone"],
+                [*STEPS, *arguments],
+                device=device,
+                within=["env", f"PYTHONPATH={':'.join(filter(None, paths))}"],
+            ).finish()
             assert result.exit_code == 0, result.story()
             self._known[key] = result.hashes
         return self._known[key]
@@ -145,17 +156,16 @@ def test_the_framework_loads_its_checkpoint_when_a_shard_is_lost_with_all_its_co
     ],
 )
 def test_a_devices_failed_memory_or_link_is_repaired_in_the_same_process(
-    run_ttprun: RunTtprun, broken: str, rung: str, parts: list[dict[str, list[str]]]
+    run_ttprun: RunTtprun, weights: Undisturbed, broken: str, rung: str, parts: list[dict[str, list[str]]]
 ) -> None:
-    arguments = [*STEPS, "--device=npu"]
-    undisturbed = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=arguments, device="npu")
+    arguments = [*STEPS, "--device=npu", "--break", broken]
 
-    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=[*arguments, "--break", broken], device="npu")
+    result = run_ttprun(MEGATRON, 4, options=MINDIO, script_args=arguments, device="npu")
 
     assert_recovered_by(result, [rung])
     assert parts_of(result) == parts, result.story()
     assert [len(pids) for pids in result.pids.values()] == [1] * 4, result.story()
-    assert result.hashes == undisturbed.hashes, result.story()
+    assert result.hashes == weights(MEGATRON, 4, "--device=npu", device="npu"), result.story()
 
 
 def test_a_job_that_ends_is_dumped_by_the_framework_and_goes_on_from_there(
