@@ -19,6 +19,7 @@ from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.rank import fail_open
 from ttprun.rank.checks.replay_guard import MismatchError, report_mismatch
+from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.evidence import BATCH, INPUT, LOSS, Noted, Place, comparable, is_close
 from ttprun.rank.session import Session, current
 from ttprun.rank.weights import gradients, optimizer_registry
@@ -118,6 +119,7 @@ def is_decisive(session: Session, step: int) -> bool:
     return any(kind in (LOSS, INPUT) for kind, _, _ in session.recorder.evidence.left(step))
 
 
+@unseen
 def note(session: Session, kind: int, name: str, values: Sequence[Any], what: str = "") -> None:
     """Note what this rank is about to use in the current step; a replacement compares it.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ttprun.rank.checks import proof
+from ttprun.rank.process.looks import is_a, values_of
 from ttprun.rank.records.evidence import BATCH
 from ttprun.rank.session import Session
 from ttprun.rank.values import Snapshot, fingerprint, pack
@@ -24,16 +25,16 @@ def fingerprints(batch: Any) -> list[bytes]:
     """Hashes of a batch: one of each tensor, and one of each other part; [] for None."""
     if batch is None:
         return []
-    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
-    if isinstance(parts, (list, tuple)):
+    parts: Any = values_of(batch) if is_a(batch, dict) else batch
+    if is_a(parts, list | tuple):
         found = []
         for part in parts[:_MOST_PARTS]:
-            if isinstance(part, torch.Tensor) and part.layout is torch.strided:
+            if is_a(part, torch.Tensor) and part.layout is torch.strided:
                 found.append(fingerprint(part))
             else:
                 found += fingerprints(part)
         return found
-    if isinstance(batch, torch.Tensor) and batch.layout is torch.strided:
+    if is_a(batch, torch.Tensor) and batch.layout is torch.strided:
         return [fingerprint(batch)]
     node = Snapshot({}, is_apart=True).node(batch, 0)
     return [digest_of(memoryview(pack(_in_order(node))))]
@@ -41,17 +42,17 @@ def fingerprints(batch: Any) -> list[bytes]:
 
 def note(session: Session, loader: str, batch: Any) -> None:
     """Note a batch that a DataLoader returns; a replacement compares it with the lost rank's. Raises MismatchError."""
-    parts: Any = list(batch.values()) if isinstance(batch, dict) else batch
-    proof.note(session, BATCH, loader, parts if isinstance(parts, list | tuple) else [parts])
+    parts: Any = values_of(batch) if is_a(batch, dict) else batch
+    proof.note(session, BATCH, loader, parts if is_a(parts, list | tuple) else [parts])
 
 
 def is_of_tensors(batch: Any) -> bool:
     """Whether the fingerprints of a batch cover all of it, and each is a tensor's."""
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
+    if is_a(batch, dict):
+        batch = values_of(batch)
+    if is_a(batch, list | tuple):
         return 0 < len(batch) <= _MOST_PARTS and all(map(is_of_tensors, batch))
-    return isinstance(batch, torch.Tensor) and batch.layout is torch.strided
+    return is_a(batch, torch.Tensor) and batch.layout is torch.strided
 
 
 def _in_order(node: Any) -> Any:

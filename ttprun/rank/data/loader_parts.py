@@ -15,8 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from ttprun.rank import values
+from ttprun.rank.process.looks import attributes_of, is_a
 from ttprun.rank.values.nodes import SETTLED
-from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
+from ttprun.rank.values.objects import is_of_user, restore_attributes
 
 # Types of the attributes that are recorded: small values that change between epochs.
 _HELD: tuple[Any, ...] = (*SETTLED, torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
@@ -25,18 +26,20 @@ _HELD: tuple[Any, ...] = (*SETTLED, torch.Generator, random.Random, numpy.random
 def samplers(loader: DataLoader[Any]) -> list[Any]:
     """The sampler, the batch sampler, and the samplers inside them."""
     found: list[Any] = []
-    for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        while isinstance(sampler, Sampler) and all(sampler is not known for known in found):
+    held = attributes_of(loader)
+    for sampler in (held.get("sampler"), held.get("batch_sampler")):
+        while is_a(sampler, Sampler) and all(sampler is not known for known in found):
             found.append(sampler)
-            sampler = getattr(sampler, "sampler", None)
+            sampler = attributes_of(sampler).get("sampler")
     return found
 
 
 def generators(loader: DataLoader[Any]) -> list[Any]:
     """The torch.Generators of a loader and its samplers; `held_by` records other kinds."""
     found: list[Any] = []
-    for generator in (loader.generator, *(getattr(sampler, "generator", None) for sampler in samplers(loader))):
-        if isinstance(generator, torch.Generator) and all(generator is not known for known in found):
+    for part in (loader, *samplers(loader)):
+        generator = attributes_of(part).get("generator")
+        if is_a(generator, torch.Generator) and all(generator is not known for known in found):
             found.append(generator)
     return found
 
@@ -45,7 +48,7 @@ def held_by(loader: DataLoader[Any]) -> bytes:
     """The plain values and random generators in parts of the user's own classes, packed; b"" if there are none."""
     snapshot = values.Snapshot({}, is_apart=True)
     found = [
-        {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if isinstance(item, _HELD)}
+        {name: snapshot.node(item, 0) for name, item in attributes_of(part).items() if is_a(item, _HELD)}
         for part in _parts_of_user(loader)
     ]
     return values.pack(found) if any(found) else b""
@@ -62,6 +65,6 @@ def hold_again(loader: DataLoader[Any], held: bytes) -> None:
 
 def _parts_of_user(loader: DataLoader[Any]) -> list[Any]:
     """Each part of a class of the user's once, in the same order in each run."""
-    named = (getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))
+    named = map(attributes_of(loader).get, ("sampler", "batch_sampler", "dataset", "collate_fn"))
     given = (*samplers(loader), *named)
     return list({id(part): part for part in given if is_of_user(type(part))}.values())

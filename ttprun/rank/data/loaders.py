@@ -28,6 +28,8 @@ from ttprun.rank.data.samples import fetched_ahead
 from ttprun.rank.position import placeholders
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.process import random_state
+from ttprun.rank.process.looks import attributes_of
+from ttprun.rank.process.unseen import unseen
 from ttprun.rank.session import current
 from ttprun.rank.values import streams
 
@@ -110,11 +112,12 @@ def _beginning(loader: DataLoader[Any], name: list[Any]) -> dict[str, Any]:
     }
 
 
+@unseen
 def _state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """What an iterator's order depends on, as it is now."""
     return {
         "rng": random_state.capture(),
-        "epochs": [getattr(sampler, "epoch", None) for sampler in loader_parts.samplers(loader)],
+        "epochs": [attributes_of(sampler).get("epoch") for sampler in loader_parts.samplers(loader)],
         "generators": [generator.get_state().numpy().tobytes() for generator in loader_parts.generators(loader)],
         "held": loader_parts.held_by(loader),
     }
@@ -128,7 +131,7 @@ def _asks_late(iterator: Any) -> bool:
 def _put_back(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Have it depend on the same again."""
     for sampler, epoch in zip(loader_parts.samplers(loader), state["epochs"], strict=False):
-        if epoch is not None and hasattr(sampler, "epoch"):
+        if epoch is not None and "epoch" in attributes_of(sampler):
             sampler.epoch = epoch
     loader_parts.hold_again(loader, state["held"])
     _set_random_states(loader, state)

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 from ttprun.rank.data.samples import fetched_ahead, led_by_dummies, share, used_up
+from ttprun.rank.process.looks import attributes_of, is_a
 
 DISTRIBUTED, OWN = "distributed", "own"
 _OF_TORCH = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -32,7 +33,7 @@ class CannotDistributeError(RuntimeError):
 
 
 def source_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader reads, for the record.
+    """What a loader reads, for the record. The dataset is asked for its length.
 
     returns  kind      DISTRIBUTED, OWN (each rank has its own order), or else why the rest cannot be distributed
              length    samples in the dataset, 0 if it has no length
@@ -50,14 +51,14 @@ def source_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _source_of(loader: DataLoader[Any]) -> dict[str, Any]:
     sampler: Any = loader.batch_sampler
-    inner: Any = getattr(sampler, "sampler", None)
+    inner: Any = attributes_of(sampler).get("sampler")
     dataset: Any = loader.dataset
-    if not hasattr(dataset, "__len__") or sampler is None:
+    if not hasattr(type(dataset), "__len__") or sampler is None:
         return {"kind": "reads an iterable dataset, or has no batches"}
     if type(sampler) is not BatchSampler:
         return {"kind": f"has a batch sampler of its own ({type(sampler).__name__})"}
     found: dict[str, Any] = {"length": len(dataset), "batch": sampler.batch_size}
-    if isinstance(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__:
+    if is_a(inner, DistributedSampler) and type(inner).__iter__ is DistributedSampler.__iter__:
         order = [inner.shuffle, inner.seed]
         return found | {"kind": DISTRIBUTED, "replicas": inner.num_replicas, "order": order}
     if type(inner) in _OF_TORCH:
@@ -108,7 +109,7 @@ def batches_of(loader: DataLoader[Any], rest: dict[str, int]) -> Iterator[list[i
     sampler: Any = loader.batch_sampler
     inner: Any = sampler.sampler
     length = source_of(loader)["length"]
-    if isinstance(inner, DistributedSampler):
+    if is_a(inner, DistributedSampler):
         whole: DistributedSampler[Any] = DistributedSampler(
             inner.dataset, num_replicas=1, rank=0, shuffle=inner.shuffle, seed=inner.seed
         )

@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ttprun.rank.position.loops import Loop
 from ttprun.rank.position.whose import holds_state, is_state
+from ttprun.rank.process.looks import is_a, length_of
 
 _LOOKED_INTO = (tuple, list, dict, CellType)  # in addition to iterators
 _MOST = 200  # values
@@ -35,10 +36,10 @@ def over(loop: Loop) -> Any:
     """
     if loop.tells_all:
         return None
-    if loop.over is not None and (_is_of_user(loop.over) or not isinstance(loop.over, GeneratorType)):
+    if loop.over is not None and (_is_of_user(loop.over) or not is_a(loop.over, GeneratorType)):
         return loop.over
     found = list(_iterators_in(loop.items()))
-    loop.tells_all = bool(found) and all(isinstance(one, _LASTING) for one in found)
+    loop.tells_all = bool(found) and all(is_a(one, _LASTING) for one in found)
     return tuple(one for one in found if _is_of_user(one) or _is_first_round(one)) or None
 
 
@@ -56,16 +57,16 @@ def followed(loops: Iterable[Loop]) -> set[int]:
 
 def _below(table: Any) -> list[Any]:
     """What a csv reader reads: the reader inside, and its file."""
-    if isinstance(table, csv.DictReader):
+    if is_a(table, csv.DictReader):
         return [table.reader, *_below(table.reader)]
     if isinstance(table, type(csv.reader(()))):
-        return [part for part in gc.get_referents(table) if isinstance(part, io.IOBase)]
+        return [part for part in gc.get_referents(table) if is_a(part, io.IOBase)]
     return []
 
 
 def ids_of_generators(values: Iterable[Any]) -> set[int]:
     """Ids of the generators among some iterators."""
-    return {id(value) for value in values if isinstance(value, GeneratorType)}
+    return {id(value) for value in values if is_a(value, GeneratorType)}
 
 
 def _iterators_in(items: Any) -> Iterator[Any]:
@@ -80,20 +81,20 @@ def _iterators_in(items: Any) -> Iterator[Any]:
         is_iterator = hasattr(type(value), "__next__")
         if is_iterator:
             yield value
-        is_plain = isinstance(value, _PLAIN) or (is_iterator and _is_of_user(value))
-        is_long = isinstance(value, tuple | list | dict) and len(value) > _MOST
-        if not (is_plain or is_long) and (is_iterator or isinstance(value, _LOOKED_INTO)):
+        is_plain = is_a(value, _PLAIN) or (is_iterator and _is_of_user(value))
+        is_long = is_a(value, tuple | list | dict) and length_of(value) > _MOST
+        if not (is_plain or is_long) and (is_iterator or is_a(value, _LOOKED_INTO)):
             left += gc.get_referents(value)
 
 
 def _is_of_user(items: Any) -> bool:
-    if isinstance(items, GeneratorType):
+    if is_a(items, GeneratorType):
         return holds_state(items.gi_code.co_filename)
     return is_state(type(items))
 
 
 def _is_first_round(items: Any) -> bool:
     """Whether it is a cycle in its first round, which would collect placeholders in a replay."""
-    return isinstance(items, itertools.cycle) and any(
-        isinstance(one, GeneratorType | _BaseDataLoaderIter) or _is_of_user(one) for one in _iterators_in(items)
+    return is_a(items, itertools.cycle) and any(
+        is_a(one, (GeneratorType, _BaseDataLoaderIter)) or _is_of_user(one) for one in _iterators_in(items)
     )

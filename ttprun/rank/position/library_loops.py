@@ -16,6 +16,7 @@ from ttprun import frameworks
 from ttprun.rank.position import control_flow
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import follows_loops
+from ttprun.rank.process.looks import is_a
 
 # Their loops are not training loops: they run threads, event loops and hooks.
 _HARMLESS = tuple(
@@ -67,7 +68,7 @@ def keeper_of_a_loss(frame: FrameType | None) -> str:
 
 
 def _holds_loss(frame: FrameType) -> bool:
-    held = (value for value in variables_of(frame).values() if isinstance(value, torch.Tensor))
+    held = (value for value in variables_of(frame).values() if is_a(value, torch.Tensor))
     return any(value.grad_fn is not None and value.numel() == 1 for value in held)
 
 

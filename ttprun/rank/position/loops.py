@@ -258,9 +258,9 @@ class JumpToNewEnd(Jump):
 
 def _plain(item: Any) -> Any:
     """The recordable part of an item: a scalar, or a list for a tuple; None for all else."""
-    if item.__class__ in SCALARS:
+    if type(item) in SCALARS:
         return item
-    return [_plain(part) for part in item] if item.__class__ is tuple else None
+    return [_plain(part) for part in item] if type(item) is tuple else None
 
 
 def _is_whole(plain: Any) -> bool:

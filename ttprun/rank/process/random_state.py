@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import struct
 import sys
-from ctypes import c_char
+from ctypes import c_char, string_at
 from typing import TYPE_CHECKING, Any
 
 from ttprun.device import accelerator
@@ -82,6 +82,13 @@ def _ask_numpy(numpy: Any) -> list[Any]:
     return known.packed
 
 
+def _of_torch(generator: torch.Generator) -> bytes:
+    """The state of a generator of torch's; numpy() would warn on the console while a model is traced."""
+    state = generator.get_state()
+    with sys.modules["torch"]._C.DisableTorchFunction():
+        return string_at(state.data_ptr(), state.nbytes)
+
+
 def capture() -> RngState:
     """The states, as plain values and bytes (about 10 KB); numpy is asked only if its memory has changed."""
     words = [_VERSION, _words.raw + _index.raw, _instance.gauss_next] if _is_in_memory else state_of_python(random)
@@ -89,7 +96,7 @@ def capture() -> RngState:
     modules = sys.modules
     torch: Any = modules.get("torch")
     if hasattr(torch, "default_generator"):
-        state["torch"] = torch.default_generator.get_state().numpy().tobytes()
+        state["torch"] = _of_torch(torch.default_generator)
         of_devices = accelerator.random_states()
         if of_devices is not None:
             state["devices"] = list(of_devices)

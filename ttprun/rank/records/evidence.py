@@ -19,6 +19,7 @@ import numpy
 import torch
 import xxhash
 
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
 ENTRIES = 256  # of one step; later ones are not noted
@@ -175,7 +176,7 @@ def _in_order(lines: Any) -> memoryview:
 
 def comparable(values: Iterable[Any]) -> list[torch.Tensor]:
     """The dense tensors among some values."""
-    return [one for one in values if isinstance(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta]
+    return [one for one in values if is_a(one, torch.Tensor) and one.layout is torch.strided and not one.is_meta]
 
 
 def is_close(one: bytes, other: bytes, dtype: torch.dtype) -> bool:

@@ -25,6 +25,7 @@ from ttprun.rank.effects import files, origins, os_entropy, output
 from ttprun.rank.position import call_site, iterables, loops, made_inside
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process import random_state
+from ttprun.rank.process.unseen import unseen
 from ttprun.rank.records.record import Record
 from ttprun.rank.records.recorder import RecordTooLargeError
 from ttprun.rank.session import Session, current
@@ -101,6 +102,7 @@ def _refuse_second_call(session: Session) -> None:
     )
 
 
+@unseen
 def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: FrameType, returned: Any = None) -> Any:
     """The optimizer is about to change weights: record the boundary, and commit it.
 
@@ -166,6 +168,7 @@ def _check_given_results(session: Session) -> None:
             report_mismatch(session.channel, session.generation, reason)
 
 
+@unseen
 def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Global post-hook of Optimizer.step: the boundary has been reached."""
     global _running

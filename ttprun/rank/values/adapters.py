@@ -17,10 +17,11 @@ import logging
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, Protocol
 
+from ttprun.rank.process.looks import attributes_of
 from ttprun.rank.values.compiled import pair_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack, short_name, unpack
 from ttprun.rank.values.not_proved import record_not_proved
-from ttprun.rank.values.objects import attributes_of, is_of_user, restore_attributes
+from ttprun.rank.values.objects import is_of_user, restore_attributes
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Handler, Snapshot
 

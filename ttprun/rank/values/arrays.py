@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import torch
 
+from ttprun.rank.process.looks import dictionary_of, is_a
 from ttprun.rank.values.large import SMALL_BYTES, address_of, follow, is_followed
 from ttprun.rank.values.large_data import record_data
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
@@ -109,11 +110,13 @@ def _place(value: numpy.ndarray[Any, Any], base: Any) -> list[Any] | None:
 
 def record_other_array(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Matrices, masked and record arrays: compared."""
-    if value.dtype.hasobject:
+    plain = numpy.ndarray.view(value, numpy.ndarray)
+    if plain.dtype.hasobject:
         return [Tag.REFUSED, f"is a {type(value).__name__} of objects"]
-    mask = numpy.ma.getmaskarray(value) if isinstance(value, numpy.ma.MaskedArray) else None
-    digests = [follow(numpy.asarray(part))[0].hex() for part in (value, mask) if part is not None]
-    return [Tag.SAME, name_of(type(value)), f"{dtype_text(value.dtype)} {list(value.shape)} {' '.join(digests)}"]
+    mask = (dictionary_of(value) or {}).get("_mask") if is_a(value, numpy.ma.MaskedArray) else None
+    parts = [plain] if mask is None else [plain, numpy.broadcast_to(mask, plain.shape)]
+    digests = [follow(part)[0].hex() for part in parts]
+    return [Tag.SAME, name_of(type(value)), f"{dtype_text(plain.dtype)} {list(plain.shape)} {' '.join(digests)}"]
 
 
 def restore_array(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -13,6 +13,7 @@ from operator import is_
 from typing import Any
 
 from ttprun.rank.position.whose import holds_state
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, look_up, name_of
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import is_of_user
@@ -170,7 +171,7 @@ def class_attributes(kind: type) -> dict[str, Any]:
 def _is_descriptor(item: Any) -> bool:
     if type(item) in SETTLED or _is_own_cache(_unbound(item)):
         return False
-    return isinstance(item, _DESCRIPTORS) or hasattr(type(item), "__get__")
+    return is_a(item, _DESCRIPTORS) or hasattr(type(item), "__get__")
 
 
 def _is_own_cache(item: Any) -> bool:

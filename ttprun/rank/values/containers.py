@@ -5,12 +5,13 @@ from __future__ import annotations
 import array
 import collections
 import io
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from operator import is_
 from typing import Any
 
 from ttprun import text_hashes
+from ttprun.rank.process.looks import attributes_of, base_of, is_a, length_of
 from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
 from ttprun.rank.values.nodes import (
     MISSING,
@@ -22,7 +23,7 @@ from ttprun.rank.values.nodes import (
     short_name,
     unpack_items,
 )
-from ttprun.rank.values.objects import attributes_of, restore_attributes
+from ttprun.rank.values.objects import restore_attributes
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -33,24 +34,15 @@ Handler = Callable[[Snapshot, Any, int], Any]
 # Methods that a class overrides may load modules, or count: everything is read and written through the base class.
 _FACTORY: Any = vars(collections.defaultdict)["default_factory"]
 _factory_of = _FACTORY.__get__
+_code_of: Any = vars(array.array)["typecode"].__get__
 _max_length_of: Any = deque.maxlen.__get__
-
-
-def _base_of(value: Any) -> Any:
-    """The base class that knows the order of a dictionary."""
-    return OrderedDict if issubclass(type(value), OrderedDict) else dict
 
 
 def _held(live: Any, base: Any) -> list[Any]:
     """The items of a container (keys of a dictionary); none if it is not such a container."""
     if not issubclass(type(live), base):
         return []
-    return list((_base_of(live) if base is dict else base).__iter__(live))
-
-
-def _length_of(live: Any) -> int:
-    kind = type(live)
-    return int(next(base for base in (list, deque, dict) if issubclass(kind, base)).__len__(live))
+    return list((base_of(live) if base is dict else base).__iter__(live))
 
 
 def _own(snapshot: Snapshot, value: Any, exact: type | None, depth: int) -> list[Any]:
@@ -91,7 +83,7 @@ def restore_long(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     _, kind, length, digest, first = node
     if live is MISSING or name_of(type(live)) != kind:
         return restore.refuse(live, f"{name} is a {short_name(kind)} in the lost rank and {kind_of(live)} here")
-    if _length_of(live) != length:
+    if length_of(live) != length:
         restore.is_same(False, name, "is a long container of another length")
         return live
     mine = restore.snapshot(live)
@@ -209,11 +201,11 @@ def _is_found_class(value: Any, node: Any) -> bool:
 
 def _has_lasting_hash(item: Any) -> bool:
     """Whether it has the same hash in each run, even without ttprun."""
-    if item.__class__ is tuple:
+    if type(item) is tuple:
         return all(map(_has_lasting_hash, item))
-    if item.__class__ in (str, bytes):
+    if type(item) in (str, bytes):
         return text_hashes.have_seed_of_user()
-    return item.__class__ in (int, bool, float) and item == item
+    return type(item) in (int, bool, float) and item == item
 
 
 def restore_set(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
@@ -260,7 +252,7 @@ def record_dict(snapshot: Snapshot, value: Any, depth: int) -> Any:
     elif type(value) is dict:
         all_keys, all_values = list(value), list(value.values())
     else:
-        base = _base_of(value)
+        base = base_of(value)
         all_keys, all_values = list(base.__iter__(value)), list(base.values(value))
     if len(all_keys) < MIN_ITEMS:
         keys, values = snapshot.items(all_keys, depth), snapshot.items(all_values, depth)
@@ -278,10 +270,10 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
     target = _made(restore, live, node[1], node[4] if len(node) > 4 else None, dict, name)
     if target is MISSING:
         return live
-    base: Any = _base_of(target)
+    base: Any = base_of(target)
     have = _held(live, dict)
     key_nodes, value_nodes = (n if isinstance(n, list) else list(unpack_items(n)) for n in node[2:4])
-    old = dict(zip(have, _base_of(live).values(live), strict=True)) if issubclass(type(live), dict) else {}
+    old = dict(zip(have, base_of(live).values(live), strict=True)) if issubclass(type(live), dict) else {}
     new = {}
     for index, (key_node, value_node) in enumerate(zip(key_nodes, value_nodes, strict=True)):
         key = restore.value(have[index] if index < len(have) else MISSING, key_node, f"a key of {name}")
@@ -308,8 +300,8 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 def record_bytes(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """bytearray and array.array."""
-    code = value.typecode if isinstance(value, array.array) else ""
-    return [Tag.BYTES, snapshot.number(value), code, bytes(value) if not code else value.tobytes()]
+    code = _code_of(value) if is_a(value, array.array) else ""
+    return [Tag.BYTES, snapshot.number(value), code, array.array.tobytes(value) if code else bytes(value)]
 
 
 def restore_bytes(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
-from ttprun.rank.values.unchanged import of_types
+from ttprun.rank.process.looks import of_types
 
 _MOST_NODES = 256
 _KEPT = "_raw_saved_"

@@ -27,6 +27,7 @@ import numpy
 import torch
 
 from ttprun.rank import fail_open
+from ttprun.rank.process.looks import slots_of
 from ttprun.rank.values import (
     adapters,
     arrays,
@@ -213,7 +214,7 @@ def handler_for(kind: type) -> Handler:
         out_of_reach = left_to_replay.why_out_of_reach(kind)
         if out_of_reach:
             return lambda snapshot, value, depth: not_proved.record_not_proved(snapshot, value, out_of_reach)
-    has_attributes = bool(kind.__dictoffset__ or objects.slots_of(kind))
+    has_attributes = bool(kind.__dictoffset__ or slots_of(kind))
     compared = iterators.record_compiled_iterator if hasattr(kind, "__next__") else process_local.record_unknown
     if compiled.hides_state(kind):
         pair = compiled.pair_of(kind)

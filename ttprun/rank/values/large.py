@@ -21,6 +21,7 @@ import numpy
 import torch
 import xxhash
 
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.values import written_pages
 from ttprun.rank.values.written_pages import Watched, watch
 from ttprun.rank.weights.tensor_bytes import bytes_of
@@ -124,7 +125,7 @@ def follow(value: Any) -> tuple[bytes, bool]:
 
     An array has no version counter: one that can be written is hashed at each boundary unless its memory is watched.
     """
-    is_tensor = isinstance(value, torch.Tensor)
+    is_tensor = is_a(value, torch.Tensor)
     size = value.nbytes
     if is_tensor and size <= SMALL_BYTES:
         return _digest(value), False
@@ -154,13 +155,13 @@ def follow(value: Any) -> tuple[bytes, bool]:
 
 def address_of(value: Any) -> int:
     """The address of a tensor or array."""
-    at: int = value.data_ptr() if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
+    at: int = value.data_ptr() if is_a(value, torch.Tensor) else value.__array_interface__["data"][0]
     return at
 
 
 def _version_of(value: Any) -> int:
     """A counter that changes with each write, -1 if there is none; constant for a read-only array."""
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return -1 if value.is_inference() else value._version
     return -1 if value.flags.writeable else 0
 
@@ -200,7 +201,7 @@ def _keep(value: Any) -> _Met:
 
 
 def _digest(value: Any) -> bytes:
-    if isinstance(value, numpy.ndarray):
+    if is_a(value, numpy.ndarray):
         return digest_of(numpy.ascontiguousarray(value).reshape(-1).view("u1").data)
     flat = value.detach().resolve_conj().resolve_neg()
     if not (flat.is_contiguous() or flat.is_contiguous(memory_format=torch.channels_last)):

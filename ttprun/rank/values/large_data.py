@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.values.large import address_of, follow
 from ttprun.rank.values.nodes import MISSING, Tag
 from ttprun.rank.values.plain import dtype_of, dtype_text
@@ -38,9 +39,9 @@ def tensor_of(dtype: str, shape: list[int], raw: bytes | memoryview) -> torch.Te
 
 def _form(value: Any) -> tuple[str, list[int]] | None:
     """(dtype, shape) of a tensor or array; None of anything else."""
-    if isinstance(value, torch.Tensor):
+    if is_a(value, torch.Tensor):
         return dtype_name(value.dtype), list(value.shape)
-    return (dtype_text(value.dtype), list(value.shape)) if isinstance(value, numpy.ndarray) else None
+    return (dtype_text(value.dtype), list(value.shape)) if is_a(value, numpy.ndarray) else None
 
 
 def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool) -> list[Any]:
@@ -48,7 +49,7 @@ def record_data(snapshot: Snapshot, value: Any, digest: bytes, is_changing: bool
     dtype, shape = _form(value) or ("", [])
     if not is_changing:
         return [Tag.DATA, dtype, shape, digest]
-    is_tensor = isinstance(value, torch.Tensor)
+    is_tensor = is_a(value, torch.Tensor)
     snapshot.blobs.append(plain(value if is_tensor else torch.from_numpy(_bytes_of(value).copy())))
     number = snapshot.number(value)
     first = snapshot.storages.setdefault(address_of(value), number)

@@ -158,7 +158,7 @@ class Kept:
         """Add the items after those that are known."""
         nodes = added = [*items][len(self._items) :]
         if not set(map(type, added)) <= SETTLED:
-            if issubclass(next(iter(items)).__class__, Tensor):
+            if issubclass(type(next(iter(items))), Tensor):
                 nodes = [snapshot.node_apart(item, 1) for item in added]
                 if not all(node.__class__ is list and node[0] is Tag.WEIGHT for node in nodes):
                     return False
@@ -175,7 +175,7 @@ class Kept:
         global _next
         walk = self._walk = self._walk or _Walk(is_long)
         begin = len(walk.alive)
-        if any(item.__class__ is FunctionType and holds_state(item.__code__.co_filename) for item in added):
+        if any(type(item) is FunctionType and holds_state(item.__code__.co_filename) for item in added):
             return None  # one of the script's own may be given attributes
         nodes = walk.items(added, 0)
         if id(container) in walk.numbers or not all(map(_can_be_kept, nodes)):
@@ -223,7 +223,7 @@ def kept_items(snapshot: Snapshot, container: Any, items: list[Any], which: int 
     items   a list, or a view of a dictionary
     which   0, and 1 for the values of a dictionary
     """
-    first = next(iter(items)).__class__
+    first = type(next(iter(items)))
     if isinstance(snapshot, _Walk) or not (first in SETTLED or issubclass(first, _MAY_BE_KEPT)):
         return None
     is_compared = snapshot.is_apart and len(items) <= MAX_ITEMS  # with another process, which gives other numbers

@@ -17,13 +17,15 @@ from typing import Any
 import torch
 
 from ttprun import frameworks
+from ttprun.rank.process.looks import is_a, of_types
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, of_types, version_of
+from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 from ttprun.rank.values.unrecorded import forget_gradient
+from ttprun.rank.weights.module_parts import parts_of, tables_of
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import plain
 
@@ -85,7 +87,7 @@ class _Layout:
         self.root = root
         self.stepped = snapshot.stepped
         self.lively = lively
-        parts = list(root.named_modules())
+        parts = list(parts_of(root))
         self.modules = [(path, part) for path, part in parts if id(part) not in snapshot.numbers]
         self.elsewhere = {id(part) for _, part in parts if id(part) in snapshot.numbers}
         self.objects: list[Any] = [part for _, part in self.modules]
@@ -96,7 +98,7 @@ class _Layout:
         self.moving: list[tuple[str, dict[str, Any], list[str]]] = []
         self.settled: list[tuple[dict[str, Any], Callable[[Any], Any]]] = []
         hook_tables = _hook_tables(part for _, part in self.modules)
-        self.scopes = [part.__dict__ for _, part in self.modules]
+        self.scopes = [tables_of(part) for _, part in self.modules]
         self.versions, self.lengths = list(map(version_of, self.scopes)), list(map(len, self.scopes))
         described: dict[str, Any] = {"modules": [[path, name_of(type(part))] for path, part in self.modules]}
         described["tensors"] = [found for path, part in self.modules for found in self._tensors(path, part, snapshot)]
@@ -149,10 +151,10 @@ class _Layout:
         found, moving = {}, []
         for name in names:
             value = part.__dict__[name]
-            node = snapshot.node_apart(value, 0) if isinstance(value, _CAN_SETTLE) else [Tag.REFUSED]
+            node = snapshot.node_apart(value, 0) if is_a(value, _CAN_SETTLE) else [Tag.REFUSED]
             if name not in lively and is_settled(node):
                 found[name] = node
-            elif name in lively or name not in made or isinstance(value, torch.Tensor):
+            elif name in lively or name not in made or is_a(value, torch.Tensor):
                 moving.append(name)
         if found:
             self.settled.append((part.__dict__, itemgetter(*found)))
@@ -178,7 +180,7 @@ class _Layout:
         if list(map(len, self.scopes)) != self.lengths:
             return False
         try:
-            if self.settled_values() == self.values:
+            if all(map(_are_the_same, self.settled_values(), self.values)):
                 self.versions = versions
                 return True
         except Exception:  # an attribute is gone, or is something that cannot be compared now
@@ -190,12 +192,21 @@ class _Layout:
         paths = {id(part.__dict__): path for path, part in self.modules}
         before = {id(attributes): value for (attributes, _), value in zip(self.settled, self.values, strict=True)}
         for attributes, take in self.settled:
-            if take(attributes) != before[id(attributes)]:
+            if not _are_the_same(take(attributes), before[id(attributes)]):
                 path = paths[id(attributes)]
                 known = unpack(self.packed)["attributes"][path]
                 for name, node in known.items():
-                    if name != "training" and (node.__class__ is list or attributes[name] != node):
+                    if name != "training" and (node.__class__ is list or not _are_the_same(attributes[name], node)):
                         self.lively.setdefault(path, set()).add(name)
+
+
+def _are_the_same(one: Any, other: Any) -> bool:
+    """Whether two settled attributes are; what is of another kind by now is not asked."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if type(one) is tuple:
+        return len(one) == len(other) and all(map(_are_the_same, one, other))
+    return type(one) in SETTLED and bool(one == other)
 
 
 def _hook_tables(parts: Iterable[torch.nn.Module]) -> list[dict[int, Any]]:
@@ -279,7 +290,7 @@ def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> A
             restore_attributes(restore, live, attributes.get("", {}), name, keep=None)
         return live
     described = unpack(packed)
-    parts = dict(live.named_modules())
+    parts = dict(parts_of(live))
     for offset, (path, part_kind) in enumerate(described["modules"]):
         if path not in parts or name_of(type(parts[path])) != part_kind:
             return restore.refuse(live, f"{_dotted(name, path)} of type {part_kind} is not in the replacement")

@@ -7,18 +7,16 @@ attributes are written into it. A frozen dataclass is a value, and is made anew 
 from __future__ import annotations
 
 import sys
-import threading
 import types
-from collections.abc import Callable
 from operator import is_
 from typing import Any
 
 from ttprun import frameworks
 from ttprun.rank.position.whose import holds_state, is_state
+from ttprun.rank.process.looks import attributes_of, dictionary_of, of_types, slots_of
 from ttprun.rank.values.nodes import MISSING, Tag, look_up_type, name_of, short_name
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
-from ttprun.rank.values.unchanged import of_types
 
 # Attributes that mean something in their own process only.
 _PROCESS_LOCAL = """
@@ -26,54 +24,12 @@ _PROCESS_LOCAL = """
     thread_id _thread_id port _port address _address hostname
 """
 PROCESS_LOCAL = frozenset(_PROCESS_LOCAL.split())
-_OF_DICTIONARIES = (types.GetSetDescriptorType, types.MemberDescriptorType)
 
 
 @of_types
 def is_of_user(kind: type) -> bool:
     """Whether a class is defined in the user's code."""
     return is_state(kind)
-
-
-@of_types
-def slots_of(kind: type) -> dict[str, Any]:
-    """The slots of a class and its bases, by name."""
-    return {
-        name: item
-        for base in reversed(kind.__mro__)
-        for name, item in vars(base).items()
-        if isinstance(item, types.MemberDescriptorType) and name != "__weakref__" and "__slots__" in vars(base)
-    }
-
-
-@of_types
-def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
-    if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
-        return lambda one: threading.local.__getattribute__(one, "__dict__")
-    found = (vars(base).get("__dict__") for base in kind.__mro__)
-    known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
-    return None if known is None else known.__get__
-
-
-def dictionary_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes itself; no code of its class's is run for it, nor of a proxy's."""
-    get = _dictionary_getter(type(value))
-    return None if get is None else get(value)
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """All attributes that an object itself holds."""
-    found = dictionary_of(value)
-    slots = slots_of(type(value))
-    if not slots:
-        return found or {}
-    found = dict(found or {})
-    for name, slot in slots.items():
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:
-            continue  # it is empty
-    return found
 
 
 # Of objects of these classes some attributes are left to the replay; see `leave_out`.
@@ -115,7 +71,7 @@ def record_object(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_python_module(snapshot: Snapshot, value: types.ModuleType, depth: int) -> Any:
     """A module by its name. One that is not found by it is a part of an extension or a file that was run by hand."""
-    scope = vars(value)
+    scope = dictionary_of(value) or {}
     name = str(scope.get("__name__"))
     if sys.modules.get(name) is value:
         return [Tag.PLAIN, "module", name]

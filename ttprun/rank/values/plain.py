@@ -21,8 +21,8 @@ from typing import Any
 import numpy
 import torch
 
+from ttprun.rank.process.looks import dictionary_of, plain_of
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, Tag, look_up, look_up_type, name_of
-from ttprun.rank.values.objects import dictionary_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
 
@@ -102,21 +102,10 @@ def _module_of(name: str) -> types.ModuleType:
     return sys.modules[name]
 
 
-# What a subclass overrides is not asked.
-_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, int.__int__),
-    (float, float.__float__),
-    (str, str.__str__),
-    (bytes, bytes.__bytes__),
-    (complex, complex.__complex__),
-)
-
-
 def _scalar_parts(value: Any) -> tuple[Any, ...]:
     if dictionary_of(value):
         raise TypeError("number or text with attributes")
-    plain = next(plain for base, plain in _PLAIN if issubclass(type(value), base))
-    return name_of(type(value)), plain(value)
+    return name_of(type(value)), plain_of(value)
 
 
 def _scalar_of(kind: str, value: Any) -> Any:
@@ -141,7 +130,7 @@ CODECS: dict[str, Codec] = {
     "made": (lambda v: (type(v).__name__, *v.__reduce_ex__(4)[1]), lambda kind, *parts: _MADE[kind](*parts)),
     "timezone": (lambda v: (*v.__getinitargs__(), None)[:2], _timezone_of),
     "zone": (lambda v: (v.key,), zoneinfo.ZoneInfo),
-    "path": (lambda v: (name_of(type(v)), str(v)), _path_of),
+    "path": (lambda v: (name_of(type(v)), pathlib.PurePath.__str__(v)), _path_of),
     "enum": (_enum_parts, _enum_of),
     "pattern": (lambda v: (v.pattern, v.flags), re.compile),
     "ellipsis": (lambda v: (), lambda: ...),

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 import weakref
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from typing import Any
 
 import xxhash
 
+from ttprun.rank.process.looks import attributes_of, is_a, plain_of
 from ttprun.rank.values.nodes import MISSING, Tag, name_of, pack
 from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
+
+_DONE = (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)  # states of a future
 
 
 def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
@@ -24,17 +28,19 @@ def record_same(snapshot: Snapshot, value: Any, depth: int) -> Any:
 
 def record_future(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """Work that another thread or process was given: compared with what it gives, once that is known."""
-    if not value.done():
+    held = attributes_of(value)
+    if held["_state"] not in _DONE:
         return [
             Tag.REFUSED,
             "is work of another thread or process that is not done, and what it will give is not known",
         ]
-    if value.cancelled() or value.exception() is not None:
-        return [Tag.SAME, name_of(type(value)), "cancelled" if value.cancelled() else repr(value.exception())]
-    held = value.result()
-    node = snapshot.node_apart(held, depth + 1)
+    error, result = held["_exception"], held["_result"]
+    if held["_state"] != FINISHED or error is not None:
+        what = "cancelled" if error is None else f"{type(error).__qualname__} {_text_of(error)}"
+        return [Tag.SAME, name_of(type(value)), what]
+    node = snapshot.node_apart(result, depth + 1)
     if _is_untold(node):
-        return [Tag.REFUSED, f"holds a {type(held).__qualname__}, which cannot be recorded"]
+        return [Tag.REFUSED, f"holds a {type(result).__qualname__}, which cannot be recorded"]
     return [Tag.SAME, name_of(type(value)), xxhash.xxh3_64_hexdigest(pack(node))]
 
 
@@ -63,7 +69,13 @@ class _Gone:
 
 def record_exception(snapshot: Snapshot, value: BaseException, depth: int) -> Any:
     """An exception that was kept: compared with what it says."""
-    return [Tag.SAME, name_of(type(value)), str(value)]
+    return [Tag.SAME, name_of(type(value)), _text_of(value)]
+
+
+def _text_of(error: BaseException) -> str:
+    """What an exception says, as far as that is not up to the script's own objects."""
+    arguments = BaseException.args.__get__(error)  # type: ignore[attr-defined]
+    return " ".join(str(plain_of(one)) for one in arguments if is_a(one, (int, float, str, bytes)))
 
 
 def restore_closed(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

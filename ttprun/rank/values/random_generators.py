@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _random
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy
 import torch
 
 from ttprun.rank.process import random_state
+from ttprun.rank.process.looks import dictionary_of, is_a
 from ttprun.rank.values.nodes import MISSING, Tag, name_of
 from ttprun.rank.values.restore import Restore
 from ttprun.rank.values.snapshot import Snapshot
@@ -26,13 +28,17 @@ def record_torch(snapshot: Snapshot, value: torch.Generator, depth: int) -> Any:
 
 def record_python(snapshot: Snapshot, value: random.Random, depth: int) -> Any:
     """random.Random."""
-    version, words, gauss = value.getstate()
+    if type(value).getstate is random.Random.getstate:
+        words = _random.Random.getstate(value)
+        version, gauss = random.Random.VERSION, (dictionary_of(value) or {}).get("gauss_next")
+    else:
+        version, words, gauss = value.getstate()
     return [Tag.RANDOM, snapshot.number(value), "python", [version, list(words), gauss]]
 
 
 def record_numpy(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """numpy.random's Generator, BitGenerator, and RandomState over any bit generator."""
-    is_legacy = isinstance(value, numpy.random.RandomState)
+    is_legacy = is_a(value, numpy.random.RandomState)
     state = value.get_state(legacy=False) if is_legacy else getattr(value, "bit_generator", value).state
     return [Tag.RANDOM, snapshot.number(value), "numpy", snapshot.node(state, depth + 1)]
 

@@ -20,6 +20,7 @@ import torch
 
 from ttprun.rank import fail_open
 from ttprun.rank.position import iterables, loops
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
 from ttprun.rank.values.unchanged import Remembered, Unchanged
 
@@ -109,7 +110,7 @@ class _Scope:
     def settle(self, new: Iterable[str], scope: Mapping[str, Any]) -> None:
         """Add variables to `fixed`, which must be packed again then."""
         self.fixed.update((name, scope[name]) for name in new)
-        self._watched = {name: value for name, value in self.fixed.items() if isinstance(value, FunctionType | type)}
+        self._watched = {name: value for name, value in self.fixed.items() if is_a(value, FunctionType | type)}
         self._sizes = self._sizes_now()
         self._update_rest()
 
@@ -257,7 +258,7 @@ class Snapshot:
         return {
             name: value if type(value) in SETTLED else self.node(value, depth + 1)
             for name, value in scope.items()
-            if name not in without and name.__class__ is str
+            if type(name) is str and name not in without
         }
 
     def lasting_attributes(self, scope: dict[str, Any], depth: int, without: frozenset[str]) -> dict[str, Any]:
@@ -284,7 +285,7 @@ def room_to_walk() -> Iterator[None]:
 
 def _is_fixed(value: Any, node: Any) -> bool:
     """Whether the same object has the same node at each boundary."""
-    if value.__class__ is FunctionType and value.__dict__:
+    if type(value) is FunctionType and value.__dict__:
         return False
     if is_settled(node):
         return True

@@ -8,6 +8,7 @@ there twice.
 
 from __future__ import annotations
 
+import io
 import multiprocessing.process
 import threading
 import weakref
@@ -21,16 +22,22 @@ from ttprun.rank.values.process_local import record_same
 from ttprun.rank.values.restore import Restore, kind_of
 from ttprun.rank.values.snapshot import Snapshot
 
+_ABSTRACT = (io.IOBase, io.RawIOBase, io.BufferedIOBase, io.TextIOBase)
+
 
 def record_file(snapshot: Snapshot, value: Any, depth: int) -> Any:
     """A file: the position of one that is read; of one that is written (files.py handles it), whether it is open."""
-    kind = name_of(type(value))
-    if value.closed:
+    kind, ask = name_of(type(value)), type(value)
+    if objects.is_of_user(ask):  # its own methods may do anything
+        ask = next(base for base in ask.__mro__ if base.__module__ in ("_io", "io"))
+        if ask in _ABSTRACT:
+            return objects.record_object(snapshot, value, depth)
+    if ask.closed.__get__(value):
         return [Tag.CLOSED, kind]
-    if value.writable() or not value.readable() or not value.seekable() or id(value) in snapshot.followed:
+    if ask.writable(value) or not ask.readable(value) or not ask.seekable(value) or id(value) in snapshot.followed:
         return [Tag.SAME, kind, ""]
     try:
-        position = value.tell()
+        position = ask.tell(value)
     except OSError:  # a text file that is read line by line
         return [Tag.REFUSED, "is a file that is read by next(), which hides its position: read it by a `for` loop"]
     return [Tag.FILE, snapshot.number(value), kind, position]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 
+from ttprun.rank.process.looks import dictionary_of, is_a
 from ttprun.rank.values.arrays import is_changing
 from ttprun.rank.values.large import SMALL_BYTES, array_around, follow, is_followed
 from ttprun.rank.values.large_data import dtype_name, record_data, tensor_of
@@ -32,6 +33,11 @@ from ttprun.rank.weights.tensor_bytes import plain
 _LEAF, _PARAMETER, _COMPUTED = 1, 2, 4  # flags; the last: with gradients, from what is not recorded
 _FLAGS = 6  # their place in a node
 INLINE_BYTES = 4 << 10  # up to here contents stand in the node
+
+
+def _is_parameter(value: torch.Tensor) -> bool:
+    """As isinstance() with torch.nn.Parameter, for which torch asks the tensor."""
+    return is_a(value, torch.nn.Parameter) or bool((dictionary_of(value) or {}).get("_is_param"))
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
@@ -69,7 +75,7 @@ def record_tensor(snapshot: Snapshot, value: torch.Tensor, depth: int) -> Any:
     number = snapshot.number(value)
     flags = 0
     if value.requires_grad and value.is_leaf:
-        flags = _LEAF | (_PARAMETER if isinstance(value, torch.nn.Parameter) else 0)
+        flags = _LEAF | (_PARAMETER if _is_parameter(value) else 0)
     elif value.grad_fn is not None:
         flags = _COMPUTED
     device = "" if value.device.type == "cpu" else str(value.device)
@@ -123,7 +129,7 @@ def weight_node(value: torch.Tensor, index: int, offset: int | torch.SymInt | No
     offset   in its storage; of a sharded one, in that of what this rank holds; None: where that weight begins, which
              is a part of a flat buffer that may lie elsewhere in another process
     """
-    is_itself = isinstance(value, torch.nn.Parameter)
+    is_itself = _is_parameter(value)
     form = [dtype_name(value.dtype), list(value.shape), list(value.stride()), offset]
     return [Tag.WEIGHT, index, *form, is_itself, value.grad_fn is not None]
 

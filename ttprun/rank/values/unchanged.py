@@ -10,7 +10,6 @@ lists. Of many dictionaries the versions are read directly in memory, all at onc
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from operator import is_
@@ -19,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy
 from torch._C._dynamo import guards
 
+from ttprun.rank.process import looks
 from ttprun.rank.values.written_pages import Watched, watch
 
 V = TypeVar("V")
@@ -258,14 +258,6 @@ class Remembered(Generic[V]):
 
 
 _all: list[Remembered[Any]] = []
-_of_types: list[Any] = []
-
-
-def of_types(function: Callable[[type], V]) -> Callable[[type], V]:
-    """A decorator: cache a function of a type until the run of the script is over."""
-    cached = functools.cache(function)
-    _of_types.append(cached)
-    return cached
 
 
 def begin_boundary() -> None:
@@ -278,5 +270,4 @@ def forget() -> None:
     """Forget everything."""
     begin_boundary()
     begin_boundary()
-    for cached in _of_types:
-        cached.cache_clear()
+    looks.forget()

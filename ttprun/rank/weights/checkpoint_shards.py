@@ -22,8 +22,10 @@ import xxhash
 from ttprun.protocol.snapshots import Share
 from ttprun.rank.position.frames import SCALARS, user_frames
 from ttprun.rank.position.variables import variables_of
+from ttprun.rank.process.looks import dictionary_of, is_a
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
+from ttprun.rank.weights.module_parts import parts_of, tables_of
 from ttprun.rank.weights.replicated import Part, parameter_of
 from ttprun.state.chunks import OWNER
 from ttprun.state.files import write_file
@@ -231,18 +233,17 @@ def _models(frame: FrameType | None) -> tuple[dict[str, dict[str, str]], list[Pa
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The items of the module's state_dict.
+    """The tensors of the module's state_dict, by name.
 
-    If FSDP2 manages its parameters, state_dict() is not called: it would reshard gathered ones, and another thread may
-    be using the module.
+    state_dict() itself is not called: it may be the script's own, it reshards what FSDP2 has gathered, and another
+    thread may be using the module.
     """
     managed = sharded.sharded_parameters(module)
-    if not managed:
-        yield from module.state_dict(keep_vars=True).items()
-        return
-    for path, part in module.named_modules(remove_duplicate=False):
-        kept = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
-        for name, tensor in (*part._parameters.items(), *kept.items()):
+    for path, part in parts_of(module, with_repeated=True):
+        held = tables_of(part)
+        passing = held["_non_persistent_buffers_set"]
+        kept = {name: tensor for name, tensor in held["_buffers"].items() if name not in passing}
+        for name, tensor in (*held["_parameters"].items(), *kept.items()):
             if tensor is not None:
                 yield f"{path}.{name}" if path else name, managed.get((id(part), name), tensor)
 
@@ -271,9 +272,9 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, torch.nn.Module]]
         for name, value in variables_of(user_frame).items():
             if name.startswith("__") or type(value) in SCALARS:
                 continue
-            if isinstance(value, torch.nn.Module):
+            if is_a(value, torch.nn.Module):
                 found[name] = value
-            elif type(value).__module__ == "__main__" and isinstance(getattr(value, "__dict__", None), dict):
-                attributes = vars(value).items()
-                found |= {f"{name}.{key}": part for key, part in attributes if isinstance(part, torch.nn.Module)}
+            elif type(value).__module__ == "__main__":
+                attributes = (dictionary_of(value) or {}).items()
+                found |= {f"{name}.{key}": part for key, part in attributes if is_a(part, torch.nn.Module)}
     yield from list(found.items())[:_MOST_MODULES]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ttprun.rank.process.unseen import unseen
 from ttprun.rank.weights.sharded import local_of
 from ttprun.rank.weights.tensor_bytes import elements_of
 
@@ -69,6 +70,7 @@ def watch(optimizer: torch.optim.Optimizer) -> None:
         _watched.append(_Watched(optimizer))
 
 
+@unseen
 def look_at_watched() -> None:
     """A backward begins."""
     for one in _watched:

@@ -19,8 +19,10 @@ import xxhash
 
 from ttprun.rank.position.frames import user_frames
 from ttprun.rank.position.variables import variables_of
+from ttprun.rank.process.looks import is_a, items_of, pairs_of, plain_of
 from ttprun.rank.weights import optimizer_registry, replicated, sharded
 from ttprun.rank.weights.checkpoint_shards import modules_in
+from ttprun.rank.weights.module_parts import parameters_of
 from ttprun.rank.weights.sharded import is_distributed, local_of
 from ttprun.rank.weights.tensor_bytes import content_of
 
@@ -145,7 +147,7 @@ def names(frame: FrameType | None) -> dict[str, str]:
     found: dict[str, str] = {}
     modules = dict(modules_in(frame))
     for variable, module in modules.items():
-        for name, parameter in module.named_parameters():
+        for name, parameter in parameters_of(module):
             if id(parameter) in keys:
                 found.setdefault(keys[id(parameter)], name if len(modules) == 1 else f"{variable}.{name}")
     for variable, tensor in _tensors_in(frame):
@@ -176,13 +178,14 @@ def _hash(tensor: torch.Tensor) -> str:
 def _hash_of_rest(state: dict[str, Any], group: dict[str, Any], gradient: torch.Tensor | None) -> str:
     found = xxhash.xxh3_64()
     for name, value in (*sorted(group.items()), *replicated.flat(state)):
-        if isinstance(value, torch.Tensor):
+        if is_a(value, torch.Tensor):
             held = local_of(value)
             if _is_dense(held):
                 found.update(f"{name} {held.dtype} {list(held.shape)}".encode())
                 found.update(content_of(held))
-        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)):
-            found.update(f"{name} {value!r}".encode())
+        elif is_a(value, _PLAIN) or (type(value) is tuple and all(is_a(one, _PLAIN) for one in value)):
+            plain = tuple(map(plain_of, value)) if type(value) is tuple else plain_of(value)
+            found.update(f"{name} {plain!r}".encode())
     if gradient is not None:
         gradient = local_of(gradient)
         parts = (gradient,) if _is_dense(gradient) else _parts_of_sparse(gradient)
@@ -213,9 +216,9 @@ def _some_bytes(tensor: torch.Tensor, boundary: int) -> bytes:
 def _tensors_in(frame: FrameType | None) -> Iterator[tuple[str, torch.Tensor]]:
     for user_frame in user_frames(frame):
         for name, value in variables_of(user_frame).items():
-            if isinstance(value, torch.Tensor):
+            if is_a(value, torch.Tensor):
                 yield name, value
-            elif isinstance(value, list | tuple):
-                yield from ((f"{name}[{at}]", one) for at, one in enumerate(value) if isinstance(one, torch.Tensor))
-            elif isinstance(value, dict):
-                yield from ((f"{name}[{at!r}]", one) for at, one in value.items() if isinstance(one, torch.Tensor))
+            elif is_a(value, list | tuple):
+                yield from ((f"{name}[{at}]", one) for at, one in enumerate(items_of(value)) if is_a(one, torch.Tensor))
+            elif is_a(value, dict):
+                yield from ((f"{name}[{at!r}]", one) for at, one in pairs_of(value) if is_a(one, torch.Tensor))

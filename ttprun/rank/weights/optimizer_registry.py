@@ -14,6 +14,7 @@ import xxhash
 
 from ttprun.rank import fail_open
 from ttprun.rank.position import made_inside
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
 from ttprun.rank.weights import last_hook
 from ttprun.rank.weights.sharded import are_any, local_of
@@ -204,8 +205,8 @@ def stepped(living: list[torch.optim.Optimizer]) -> Stepped:
             for end in (in_group[0], in_group[-1]) if in_group else ():
                 seen.append((local_of(end) if is_sharded else end).data_ptr())
                 of_end = state.get(end)
-                for value in of_end.values() if isinstance(of_end, dict) else ():
-                    if isinstance(value, torch.Tensor):
+                for value in dict.values(of_end) if is_a(of_end, dict) else ():
+                    if is_a(value, torch.Tensor):
                         seen.append((local_of(value) if is_sharded else value).data_ptr())
     if known is None or seen != known.seen:
         known = _stepped = Stepped(seen, held)
@@ -250,8 +251,8 @@ def _count(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
-        if isinstance(state, dict):
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        if is_a(state, dict):
+            yield from (value for value in dict.values(state) if is_a(value, torch.Tensor))
 
 
 def counts_now() -> list[list[int]]:

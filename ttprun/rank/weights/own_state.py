@@ -20,6 +20,7 @@ import torch
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.process.free_memory import free_bytes
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.process.shared_memory import Memory
 from ttprun.rank.weights import optimizer_registry, replicated
 from ttprun.rank.weights.tensor_bytes import plain
@@ -162,7 +163,7 @@ def held_now() -> list[tuple[tuple[Any, ...], torch.Tensor | None]]:
             for parameter in group["params"]:
                 found.append(((parameter.shape, parameter.dtype), parameter))
                 for name, value in (state_of.get(parameter) or {}).items():
-                    if isinstance(value, torch.Tensor):
+                    if is_a(value, torch.Tensor):
                         found.append(((name, value.shape, value.dtype), value))
                     else:
                         found.append(((name, value), None))

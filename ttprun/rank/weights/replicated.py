@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from ttprun.device import registry
+from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
 from ttprun.rank.weights import optimizer_registry, sharded
 from ttprun.rank.weights.tensor_bytes import content_of
@@ -78,7 +79,7 @@ def live_tensors() -> Iterator[tuple[str, torch.Tensor]]:
     """The optimizers' tensors now, with keys; some may be sharded. (`describe` is about the newest boundary.)"""
     for name, parameter, state, _, _ in rows():
         yield f"{name}/{WEIGHT}", parameter.detach()
-        yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if torch.is_tensor(value))
+        yield from ((f"{name}/{key}", value.detach()) for key, value in flat(state) if is_a(value, torch.Tensor))
 
 
 def flat(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -116,18 +117,18 @@ def describe() -> tuple[list[Any], list[Part]]:
     for name, parameter, state, _, _ in rows():
         entries = []
         entries_held = list(flat(state))
-        why_not = sharded.why_not_held((parameter, *(value for _, value in entries_held if torch.is_tensor(value))))
+        why_not = sharded.why_not_held((parameter, *(value for _, value in entries_held if is_a(value, torch.Tensor))))
         if why_not:
             raise NotRepairableError(why_not)
         weight = sharded.local_of(parameter) if kept is None else kept.of(parameter)
         parts.append(Part(f"{name}/{WEIGHT}", weight.detach(), parameter))
         for key, value in entries_held:
-            if isinstance(value, torch.Tensor):
+            if is_a(value, torch.Tensor):
                 if value.layout is not torch.strided:
                     raise NotRepairableError(f"{name} has state '{key}', which is a sparse tensor")
                 entries.append([key, True, str(value.dtype)[6:], list(value.shape)])
                 parts.append(Part(f"{name}/{key}", sharded.local_of(value).detach(), value))
-            elif isinstance(value, _PLAIN):
+            elif is_a(value, _PLAIN):
                 entries.append([key, False, value, None])
             elif type(value) is list:
                 entries.append([key, False, [len(value)], None])

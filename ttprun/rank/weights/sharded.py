@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ttprun import torch_versions
+from ttprun.rank.weights.module_parts import parts_of
 from ttprun.state.chunks import Chunk
 
 _COLLECTIVES = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
@@ -31,7 +32,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor:
         return False
     known = kind()
-    return known is not None and isinstance(tensor, known)
+    return known is not None and issubclass(type(tensor), known)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,7 +232,7 @@ def sharded_parameters(module: torch.nn.Module) -> dict[tuple[int, str], torch.T
 
     The module itself may hold the gathered one at the moment.
     """
-    parts = {id(part) for part in module.modules()}
+    parts = {id(part) for _, part in parts_of(module)}
     found: dict[tuple[int, str], torch.Tensor] = {}
     for group in _groups():
         for param in group.fsdp_params:

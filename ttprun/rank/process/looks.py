@@ -1,0 +1,127 @@
+"""Looks at the script's objects that these cannot notice: what every walk over them is made of.
+
+An object can run code of its own when it is iterated over, compared, hashed, printed or asked for an attribute, and
+also in `isinstance`, which asks it for `__class__`. So nothing here asks the object: its type answers, and the type's
+base in C reads what it holds. Standard library only; torch's own ways of noticing are in unseen.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, TypeGuard, TypeVar, overload
+
+T = TypeVar("T")
+V = TypeVar("V")
+_ORDERED: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
+_SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (int, int.__int__),
+    (float, float.__float__),
+    (str, str.__str__),
+    (bytes, bytes.__bytes__),
+    (complex, complex.__complex__),
+)
+_OF_DICTIONARIES = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_cached: list[Any] = []
+
+
+@overload
+def is_a(value: Any, kind: type[T]) -> TypeGuard[T]: ...
+
+
+@overload
+def is_a(value: Any, kind: Any) -> bool: ...
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """`isinstance` by the value's true type; a proxy is what it is, not what it stands for."""
+    return issubclass(type(value), kind)
+
+
+def base_of(value: Any) -> Any:
+    """The base class that knows the order of a dictionary."""
+    return OrderedDict if issubclass(type(value), OrderedDict) else dict
+
+
+def pairs_of(value: Any) -> list[tuple[Any, Any]]:
+    """The items of a dictionary of any class."""
+    return list(base_of(value).items(value))
+
+
+def values_of(value: Any) -> list[Any]:
+    """The values of a dictionary of any class."""
+    return list(base_of(value).values(value))
+
+
+def items_of(value: Any) -> list[Any]:
+    """The items of a list, tuple, deque or set of any class."""
+    base = next(base for base in _ORDERED if issubclass(type(value), base))
+    return list(base.__iter__(value))
+
+
+def plain_of(value: Any) -> Any:
+    """A number or text of a subclass as one of the base class; None and what is plain already are returned."""
+    plain = next((plain for base, plain in _SCALARS if issubclass(type(value), base)), None)
+    return value if plain is None or type(value) is bool else plain(value)
+
+
+def length_of(value: Any) -> int:
+    """The number of items in a list, tuple, deque, set or dictionary of any class."""
+    return int(next(base for base in (*_ORDERED, dict) if issubclass(type(value), base)).__len__(value))
+
+
+def of_types(function: Callable[[type], V]) -> Callable[[type], V]:
+    """A decorator: cache a function of a type until the run of the script is over."""
+    cached = functools.cache(function)
+    _cached.append(cached)
+    return cached
+
+
+def forget() -> None:
+    """The run of the script is over: its types may be made again."""
+    for cached in _cached:
+        cached.cache_clear()
+
+
+@of_types
+def slots_of(kind: type) -> dict[str, Any]:
+    """The slots of a class and its bases, by name."""
+    return {
+        name: item
+        for base in reversed(kind.__mro__)
+        for name, item in vars(base).items()
+        if type(item) is types.MemberDescriptorType and name != "__weakref__" and "__slots__" in vars(base)
+    }
+
+
+@of_types
+def _dictionary_getter(kind: type) -> Callable[[Any], dict[str, Any]] | None:
+    if issubclass(kind, threading.local):  # each thread has another one, which the class does not have
+        return lambda one: threading.local.__getattribute__(one, "__dict__")
+    found = (vars(base).get("__dict__") for base in kind.__mro__)
+    known = next((one for one in found if type(one) in _OF_DICTIONARIES), None)
+    return None if known is None else known.__get__
+
+
+def dictionary_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes itself; None if it has none."""
+    get = _dictionary_getter(type(value))
+    return None if get is None else get(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """All attributes that an object itself holds."""
+    found = dictionary_of(value)
+    slots = slots_of(type(value))
+    if not slots:
+        return found or {}
+    found = dict(found or {})
+    for name, slot in slots.items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue  # it is empty
+    return found
