@@ -2,9 +2,11 @@
 
     python scripts/soak.py --faults 100 --seed 1 --json soak.json
     python scripts/soak.py --device npu        on the simulated NPU of the tests: its own faults and hangs are drawn too
+    python scripts/soak.py --moments recovery,together --load 4     a second fault with each, on a busy machine
 
-Each run gets several faults, spread over its steps; some come in pairs, so that a second rank is lost with the first or
-while that one is being replaced. One rank of each run is spared: its memory and descriptors, and the agent's, are
+Each run gets several faults, spread over its steps. MOMENTS says which are drawn; of these `together` and `recovery`
+add a second fault to one of another moment: in another rank within milliseconds, or in the replacement or a survivor
+while the first is repaired. One rank of each run is spared: its memory and descriptors, and the agent's, are
 watched. A run is good if every fault struck and was seen as an incident (or as what its kind comes to), if every
 incident was recovered from, if files and output are those of an undisturbed run under torchrun, and if no process is
 left. Begin with soak().
@@ -13,15 +15,18 @@ left. Begin with soak().
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,66 +36,21 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
+from scripts.soak_faults import DRAWN, MOMENTS, ON_NPU, SECOND, SUBJECTS, Subject, draw_faults  # noqa: E402
 from ttprun.chaos.drill.compare import compare_twins  # noqa: E402
 from ttprun.chaos.drill.pairing import Injection, pair  # noqa: E402
 from ttprun.chaos.drill.scenario import Scenario  # noqa: E402
 from ttprun.chaos.drill.twins import Twin, run_twin  # noqa: E402
-from ttprun.chaos.faults import (  # noqa: E402
-    DEVICE_KINDS,
-    ENDING_KINDS,
-    KINDS,
-    Fault,
-    check_fault,
-    parse_fault,
-    phases_of,
-)
+from ttprun.chaos.faults import DEVICE_KINDS, ENDING_KINDS, KINDS, parse_fault  # noqa: E402
 
-LIMIT_S = 300.0
+LIMIT_S = 300.0  # on a machine that does nothing else
 LOOK_EVERY_S = 0.2
+BUSY = "import os\nwhile os.getppid() == {0}: sum(range(100_000))"
 MIB = 1 << 20
-# A second fault, in another rank at the same moment, comes with each so-manieth on average.
-PAIR_EVERY = 6
-# These change what is computed (and it stays so), or end the run: it cannot come to what an undisturbed one comes to.
-NOT_IDENTICAL = ("nan", "flip-bit", "leave", "agent-kill")
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A script to break.
-
-    steps      optimizer steps of a run
-    phases     moments that it comes by in every step
-    is_ddp     what a collective gives is used by nobody before the step has ended
-    """
-
-    script: str
-    arguments: tuple[str, ...]
-    steps: int
-    phases: tuple[str, ...]
-    is_ddp: bool = True
-
-    def phases_for(self, kind: str) -> list[str]:
-        """Moments at which a fault of this kind can strike without being seen in what the script prints at once."""
-        found = [phase for phase in self.phases if phase in phases_of(kind)]
-        return [] if kind == "skip-collective" and not self.is_ddp else found
-
-
-STEP = ("backward", "collective", "before_step", "in_step", "after_step")
 SIMULATED = REPOSITORY / "tests" / "simulated_npu"
 HANGS = ("stop", "sleep")
-ON_NPU = (
-    Subject("on_device.py", ("--out={folder}/out", "--with=batchnorm,dropout"), 32, ("forward", *STEP)),
-    Subject("while_true_get_batch.py", ("--out={folder}/out", "--device=npu", "--backend=hccl", "--max_iters=32"), 32,
-            ("forward", *STEP)),
-    Subject("on_device.py", ("--out={folder}/out", "--with=fp16,loader,pinned"), 24, ("forward", *STEP)),
-    Subject("trainer_class.py", ("--out={folder}/out", "--device=npu", "--epochs=3"), 36, ("forward", *STEP)),
-    Subject("on_device.py", ("--out={folder}/out", "--with=dropout", "--by-hand"), 32, STEP),
-)  # fmt: skip
-SUBJECTS = (
-    Subject("epochs_dataloader.py", ("--out={folder}/out", "--epochs=4"), 56, ("forward", *STEP)),
-    Subject("while_true_get_batch.py", ("--out={folder}/out", "--max_iters=50"), 50, ("forward", *STEP)),
-    Subject("plain_tensors.py", ("--out={folder}/out", "--steps=60"), 60, STEP, is_ddp=False),
-)
+# These change what is computed (and it stays so), or end the run: it cannot come to what an undisturbed one comes to.
+NOT_IDENTICAL = ("nan", "flip-bit", "leave", "agent-kill")
 
 
 @dataclass
@@ -114,27 +74,6 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     growth: dict[str, float] = field(default_factory=dict)
     took_s: float = 0.0
-
-
-def draw_faults(drawn: random.Random, subject: Subject, count: int, ranks: int, kinds: list[str]) -> list[str]:
-    """Faults for one run, spread over its steps; one rank is spared. Each can strike: kind and phase fit."""
-    spared = drawn.randrange(ranks)
-    others = [rank for rank in range(ranks) if rank != spared]
-    slot = (subject.steps - 4) // count
-    kinds = [kind for kind in kinds if subject.phases_for(kind)]
-    faults: list[Fault] = []
-    for number in range(count):
-        kind = drawn.choice(kinds)
-        phase = drawn.choice(subject.phases_for(kind))
-        fault = Fault(kind, drawn.choice(others), 2 + number * slot + drawn.randrange(slot), phase)
-        if number and len(others) > 1 and kind in ENDING_KINDS and drawn.randrange(PAIR_EVERY) == 0:
-            before = faults[-1]
-            rank = drawn.choice([rank for rank in others if rank != before.rank])
-            together = subject.phases_for(kind)
-            fault = Fault(kind, rank, before.step, before.phase if before.phase in together else drawn.choice(together))
-        check_fault(fault)
-        faults.append(fault)
-    return [str(fault) for fault in faults]
 
 
 class Watch:
@@ -196,7 +135,7 @@ def scenario_of(subject: Subject, options: argparse.Namespace, faults: list[str]
         ttprun={"standbys": 1, "hang_timeout_s": "auto" if options.hang_timeout is None else options.hang_timeout},
         faults=faults,
         compare=["out/final.pt"],
-        limit_s=LIMIT_S,
+        limit_s=LIMIT_S * (1 + 2 * options.load),
     )
 
 
@@ -265,6 +204,19 @@ def processes_of(run_dir: Path, limit_s: float = 5.0) -> list[int]:
         time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def load(per_core: float) -> Iterator[None]:
+    """Keep so many busy processes for each core that this process may use."""
+    count = round(per_core * len(os.sched_getaffinity(0)))
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
     """Run until so many faults were ordered, or the time is over; reports each run. Blocks accordingly."""
     drawn = random.Random(options.seed)
@@ -277,10 +229,10 @@ def soak(options: argparse.Namespace, root: Path, say: Any) -> list[Outcome]:
         able = [
             subject
             for subject in (ON_NPU if options.device == "npu" else SUBJECTS)
-            if any(map(subject.phases_for, options.kinds))
+            if any(map(subject.phases_for, options.kinds)) and options.script in (None, subject.script)
         ]
         subject = able[(number - 1) % len(able)]
-        faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds)
+        faults = draw_faults(drawn, subject, min(options.per_run, left), options.ranks, options.kinds, options.moments)
         if subject not in references:
             folder = root / f"undisturbed-{len(references)}-{subject.script.removesuffix('.py')}"
             references[subject] = run_twin(scenario_of(subject, options, faults), folder, "torchrun")
@@ -310,6 +262,8 @@ def summarize(outcomes: list[Outcome], options: argparse.Namespace) -> dict[str,
     return {
         "seed": options.seed,
         "ranks": options.ranks,
+        "moments": options.moments,
+        "load": options.load,
         "runs": len(outcomes),
         "ordered": sum(len(outcome.faults) for outcome in outcomes),
         "injected": sum(not one.failure for one in injections),
@@ -371,12 +325,20 @@ def read_options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="start no run after this many minutes")
     parser.add_argument("--device", choices=["cpu", "npu"], default="cpu", help="npu: the simulated one of the tests")
     parser.add_argument("--kinds", help="kinds to draw from (default: those that end a process; on a device all)")
+    parser.add_argument(
+        "--moments", default=",".join(DRAWN), help=f"of {', '.join(MOMENTS)} (default: {','.join(DRAWN)})"
+    )
+    parser.add_argument("--load", type=float, default=0.0, help="busy processes for each core, meanwhile (default 0)")
+    parser.add_argument("--script", help="only this one of the scripts")
     parser.add_argument("--hang-timeout", type=float, help="ttprun's, in seconds, for kinds that hang (default auto)")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--folder", type=Path, help="keep the runs there; must not exist")
     options = parser.parse_args(words)
     further = (*DEVICE_KINDS, *HANGS) if options.device == "npu" else ()
     options.kinds = options.kinds.split(",") if options.kinds else [*ENDING_KINDS, *further]
+    options.moments = options.moments.split(",")
+    if not set(options.moments) <= MOMENTS.keys() or set(options.moments) <= {*SECOND}:
+        parser.error(f"--moments needs some of {', '.join(MOMENTS)}, and more than {' and '.join(SECOND)}")
     if options.hang_timeout is None and options.device == "npu":
         options.hang_timeout = 10.0
     unknown = [kind for kind in options.kinds if kind not in KINDS or kind in NOT_IDENTICAL]
@@ -390,7 +352,8 @@ def main(words: list[str] | None = None) -> int:
     options = read_options(words)
     with tempfile.TemporaryDirectory(prefix="ttprun-soak-") as scratch:
         root = options.folder or Path(scratch)
-        outcomes = soak(options, root.absolute(), lambda text: print(text, flush=True))
+        with load(options.load):
+            outcomes = soak(options, root.absolute(), lambda text: print(text, flush=True))
     summary = summarize(outcomes, options)
     show(summary)
     if options.json:

@@ -103,6 +103,8 @@ class Watch:
         node.selector.register(seat.pidfd, selectors.EVENT_READ, lambda: self._on_exit(seat))
         node.log("rank_started", rank=seat.rank, pid=seat.pid, is_replacement=is_replacement)
         node.advance(recovery.RankStarted(at_s=time.monotonic(), rank=seat.rank, pid=seat.pid))
+        if is_replacement:
+            self._injections.forked(seat)
 
     def _on_message(self, seat: Seat, handler: RankHandler) -> None:
         try:

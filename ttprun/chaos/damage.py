@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -165,7 +166,7 @@ _ENDING: dict[str, Callable[[Fault, str], None]] = {
 }
 
 # Done by the agent while this thread waits, so that it happens at the requested moment.
-_BY_AGENT = ("term", "agent-kill", "standby-kill", "preempt")
+_BY_AGENT = ("term", "agent-kill", "standby-kill", "stall", "preempt")
 _done = threading.Event()
 
 
@@ -192,9 +193,19 @@ def _break_device(kind: str) -> str:
 def _break_something(session: Session, fault: Fault) -> str:
     from ttprun.chaos import broken_data, broken_links
 
+    if fault.kind == "worker-kill":
+        return _kill_worker()
     if fault.kind == "flip-bit":
         return broken_data.flip_bit(fault.seed or 0)
     return broken_links.break_links(session, fault)
+
+
+def _kill_worker() -> str:
+    workers = [child for child in multiprocessing.active_children() if child.pid]
+    if not workers:
+        raise ValueError("it has no DataLoader worker")
+    os.kill(workers[0].pid or 0, signal.SIGKILL)
+    return f"pid {workers[0].pid}"
 
 
 def put_nan(session: Session, armed: Armed, phase: str, op: str, inputs: Any) -> bool:

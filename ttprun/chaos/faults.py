@@ -23,6 +23,7 @@ KINDS: dict[str, str] = {
     "abort": "SIGABRT, as a failed check in C++ code ends a process",
     "stop": "SIGSTOP: the process stops and answers nothing (for seconds=S, default: without end)",
     "leave": "the rank leaves the script early with exit code 0, as if it were done",
+    "worker-kill": "SIGKILL of one of the rank's DataLoader workers, as by the out-of-memory killer",
     # Hangs.
     "sleep": "the main thread sleeps and lets other threads run (for seconds=S, default: without end)",
     "deadlock": "the main thread blocks in C code and holds the GIL: no Python code runs (for seconds=S)",
@@ -46,6 +47,7 @@ KINDS: dict[str, str] = {
     # Control plane.
     "agent-kill": "SIGKILL of the agent itself: the job ends, and no process may remain",
     "standby-kill": "SIGKILL of a standby",
+    "stall": "the agent stands still, as under memory pressure (for seconds=S, default 2)",
     "preempt": "SIGTERM to the launcher, as from a scheduler that takes the job's machines",
 }
 
@@ -62,6 +64,7 @@ PHASES: dict[str, str] = {
     "validation": "in validation with collectives of its own",
     "checkpoint": "while rank 0 writes the script's own checkpoint and the others wait in a barrier",
     "exit": "after the last step, before the process ends",
+    "fork": "in a replacement, between its start and its first word to the agent",
     "replay": "in a replacement, while it runs the script up to its boundary",
     "transfer": "in a recovery, while state goes from one rank to another (in the one that sends, or in the other)",
     "freeze": "in a recovery, when a survivor is asked to quiesce",
@@ -73,7 +76,7 @@ PHASES: dict[str, str] = {
 
 _STEP = ("forward", "backward", "collective", "before_step", "in_step", "after_step")
 _SCRIPT = ("init", "setup", *_STEP, "validation", "checkpoint")
-RECOVERY_PHASES = ("replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
+RECOVERY_PHASES = ("fork", "replay", "transfer", "freeze", "rebuild", "reissue", "thaw", "persist")
 _TRAINS = ("setup", *_STEP, "validation", "checkpoint")
 _CONNECTED = (*_TRAINS, "exit", "reissue", "thaw")
 # These raise, in the script or in its next collective, what a device would.
@@ -83,6 +86,7 @@ _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "exception": ((*_SCRIPT, "exit", "replay"), "the script's code does not run there"),
     "leave": ((*_SCRIPT, "replay"), "the script's code does not run there"),
     **dict.fromkeys(DEVICE_KINDS, (_TRAINS, "the script does not work on its device there")),
+    "worker-kill": (_TRAINS, "the script loads no data there"),
     "skip-collective": (("setup", "backward", "collective", "checkpoint"), "no collective is issued there"),
     "reset": (_CONNECTED, "the rank is not connected there"),
     "silent": (_CONNECTED, "the rank is not connected there"),
@@ -95,7 +99,7 @@ _PHASES_OF: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 # Nothing of a rank breaks: the agent does it, and a rank is named only for the moment.
-AGENT_KINDS = ("agent-kill", "standby-kill", "preempt")
+AGENT_KINDS = ("agent-kill", "standby-kill", "stall", "preempt")
 # With no step and no phase these strike at once, from outside, whatever the rank does.
 SIGNAL_KINDS = ("kill", "term", "segv", "abort", "stop")
 # What `random` stands for: each ends one rank's process, and that is repaired.
@@ -103,7 +107,7 @@ ENDING_KINDS = ("kill", "exit", "exception", "term", "segv", "abort")
 # Phases that are drawn if none is given: every training script reaches them.
 DRAWN_PHASES = ("backward", "collective", "before_step", "in_step", "after_step")
 # Kinds without an incident: the run continues, or ends at once.
-WITHOUT_INCIDENT = ("slow", "standby-kill", "agent-kill", "preempt", "leave")
+WITHOUT_INCIDENT = ("slow", "standby-kill", "stall", "agent-kill", "preempt", "leave")
 RANDOM = "random"
 USAGE = "write KIND:rank=R[,step=N][,phase=P]"
 
@@ -214,14 +218,16 @@ def check_fault(fault: Fault) -> None:
 
 def check_phase(kind: str, phase: str) -> None:
     """Raise ValueError if a kind makes no sense in a phase."""
-    allowed, why_not = _PHASES_OF.get(kind, ((), ""))
-    if allowed and phase not in allowed:
+    allowed, why_not = phases_of(kind), _PHASES_OF.get(kind, ((), "only a signal from outside reaches it there"))[1]
+    if phase not in allowed:
         raise ValueError(f"{kind} cannot strike in phase {phase} ({why_not}); use one of {', '.join(allowed)}")
 
 
 def phases_of(kind: str) -> tuple[str, ...]:
     """The phases in which a kind can strike."""
-    return _PHASES_OF[kind][0] if kind in _PHASES_OF else tuple(PHASES)
+    if kind in _PHASES_OF:
+        return _PHASES_OF[kind][0]
+    return tuple(phase for phase in PHASES if phase != "fork" or kind in SIGNAL_KINDS)
 
 
 def check_word(what: str, word: str, table: Iterable[str]) -> None:
@@ -309,7 +315,7 @@ _KEYS_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "peer": (("reset", "silent", "slow"), "the other end of one link: for reset, silent and slow"),
     "rate": (("slow",), "the bytes a second of slow"),
     "seconds": (
-        ("stop", "sleep", "deadlock", "busy", "silent", "cut-off", "slow"),
+        ("stop", "sleep", "deadlock", "busy", "silent", "cut-off", "slow", "stall"),
         "how long a hang or a broken link lasts",
     ),
 }

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ttprun.agent.seat import Seat
     from ttprun.agent.standbys import Standbys
 
+_STALL_S = 2.0
 _SIGNALS = {
     "kill": signal.SIGKILL,
     "term": signal.SIGTERM,
@@ -94,6 +95,17 @@ class Injections:
         """A process reads messages now: send the faults armed since its welcome. It ignores duplicates."""
         for message in self.waiting_in(seat.rank):
             seat.handler.channel.send(message)
+
+    def forked(self, seat: Seat) -> None:
+        """A replacement has been started, and has not said a word yet: strike it if a fault waits for that."""
+        for number, (fault, order) in list(self._armed.items()):
+            is_due = fault.phase == "fork" and _rank_of(fault) == seat.rank and (fault.step or 0) <= seat.lost_boundary
+            if is_due:
+                del self._armed[number]
+                self._log_strike(number, fault, seat, "", phase="fork", step=None, at_s=time.monotonic())
+                self._signal(seat, fault)
+                self._after(order)
+                return
 
     def struck(self, seat: Seat, message: from_rank.FaultStruck) -> None:
         """A rank reports that a fault has struck it; the agent carries out some kinds at this moment."""
@@ -237,6 +249,9 @@ class Injections:
         if fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGTERM)
             return "the launcher was sent SIGTERM"
+        if fault.kind == "stall":
+            time.sleep(_STALL_S if fault.seconds is None else fault.seconds)
+            return "the agent stood still"
         pid = self._standbys.kill_one()
         if pid is None:
             self._log_failure(number, fault, "no standby is there")

@@ -97,7 +97,11 @@ def read_fault(kind: str, values: Mapping[str, object]) -> Fault:
     try:
         for word in kind.split(","):
             check_word("fault", word, [*KINDS, RANDOM])
-        if values["rank"] is None and values["seed"] is None and not kind.endswith(("agent-kill", "standby-kill")):
+        if (
+            values["rank"] is None
+            and values["seed"] is None
+            and not kind.endswith(("agent-kill", "standby-kill", "stall"))
+        ):
             raise ValueError("no rank is named; add --rank R, or --seed S to draw one")
         return parse_fault(f"{kind}:{given}")
     except ValueError as error:

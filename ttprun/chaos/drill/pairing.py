@@ -14,6 +14,7 @@ from ttprun.chaos.faults import WITHOUT_INCIDENT
 # What a fault without an incident comes to.
 EFFECTS = {
     "standby-kill": "another standby was started",
+    "stall": "the agent was late",
     "slow": "training went on, slower",
     "leave": "the rank left",
     "agent-kill": "the run ended",
