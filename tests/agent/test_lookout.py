@@ -226,6 +226,7 @@ class FakeNode:
         self.job = new_job(Settings(world_size=2))
         self.seats: list[Any] = []
         self.told: list[Any] = []
+        self.here: list[Any] = []
 
     def log(self, event: str, **fields: Any) -> None:
         pass
@@ -269,6 +270,20 @@ def test_only_a_device_that_has_lost_a_link_of_its_own_speaks_against_its_rank(
 
     (event,) = node.told
     assert (event.rank, event.kind, event.boundary, event.reason) == (rank, kind, 7, "rank 1: allreduce: it broke")
+
+
+def test_connections_that_break_by_a_ranks_end_are_no_fault_of_their_own(started: Callable[..., RankHandler]) -> None:
+    """On a busy machine the agent may read what the others say of it first."""
+    ended = started("-c", "exit 9", entry="/bin/sh", is_python=False)
+    os.waitid(os.P_PID, ended.proc.pid, os.WEXITED | os.WNOWAIT)
+    node: Any = FakeNode()
+    node.here = [Seat(0, 0, ended, record_fd=-1, pid=ended.proc.pid)]
+    reporter: Any = SimpleNamespace(rank=1)
+    broken = Broken(generation=0, reason="reset by peer", after_s=1.0, device_fault="")
+
+    lookout_of(node, BlindLookout).take_broken(reporter, broken)
+
+    assert node.told == []
 
 
 class NodeThatGoesBack(FakeNode):

@@ -247,3 +247,17 @@ def be_left_alone(rank: int) -> Any:
 
 def test_without_a_recovery_the_script_gets_the_backends_error() -> None:
     assert run_world(be_left_alone) == ["RuntimeError", "cut"]
+
+
+def be_left_alone_by_an_agent_that_stands_still(rank: int) -> Any:
+    """No recovery can come before the agent is awake again."""
+    session = current()
+    assert session is not None
+    is_awake = threading.Event()
+    session.journal.is_agent_awake = is_awake.is_set
+    threading.Timer(2.0, is_awake.set).start()
+    return be_left_alone(rank), is_awake.is_set() or rank == 1
+
+
+def test_while_the_agent_stands_still_the_script_gets_no_error() -> None:
+    assert run_world(be_left_alone_by_an_agent_that_stands_still) == [("RuntimeError", True), ("cut", True)]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.rank.processes import run_alone
 from ttprun.protocol.board import LEADER, Board, Field
+from ttprun.protocol.patience import MOST_TIMES
 from ttprun.rank.process import held_signals
 
 LIVES = -1  # in place of the signal that has ended a process
@@ -65,7 +66,8 @@ def hit(is_end_asked: bool, number: int) -> list[int]:
     rank = Rank()
     rank.board.set(LEADER, Field.END_ASKED, int(is_end_asked))
     os.kill(rank.pid, number)
-    alone = rank.ended_by(within_s=3 * held_signals.MOMENT_S)
+    wait_s = 3 * held_signals.MOMENT_S * (1 if is_end_asked else MOST_TIMES)
+    alone = rank.ended_by(within_s=wait_s)
     if alone != LIVES:
         return [alone]
     rank.let_end()

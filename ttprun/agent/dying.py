@@ -69,6 +69,14 @@ def is_exiting(pid: int) -> bool:
     return True
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a rank's process is gone, or on its way out; 0 is none."""
+    try:
+        return pid > 0 and is_exiting(pid)
+    except OSError:
+        return True
+
+
 def _stat(path: str) -> list[str]:
     """Fields of /proc/PID/stat from the state on."""
     return Path(path).read_text(errors="replace").rpartition(")")[2].split()

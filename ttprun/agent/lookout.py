@@ -12,9 +12,10 @@ import logging
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 
 from ttprun import recovery
-from ttprun.agent import stacks
+from ttprun.agent import dying, stacks
 from ttprun.agent.failures import Failure
 from ttprun.agent.node import Node
 from ttprun.agent.own_state import OwnStates
@@ -102,6 +103,7 @@ class Lookout:
             ]
             verdicts = self._watch.look_at_repair(now, self._sights(), replaying)
         else:
+            self._watch.note(now, self._sights())  # for the deadlines
             return
         for verdict in verdicts:
             self._act(verdict)
@@ -116,6 +118,11 @@ class Lookout:
             watch = self._of_alone.setdefault(sight.rank, Watch(self._limit_s))
             found += watch.look(now, [sight], is_alone=True)
         return found
+
+    def do_all_work(self, ranks: Sequence[int]) -> bool:
+        """Whether each of these ranks works, as far as it was seen; False if there are none."""
+        now = time.monotonic()
+        return bool(ranks) and all(self._watch.is_busy(now, rank) for rank in ranks)
 
     def silent_ranks(self) -> tuple[int, ...]:
         """Ranks that hold the present phase of a recovery up, as far as the board shows; () if it does not."""
@@ -157,8 +164,8 @@ class Lookout:
         if generation != node.job.generation:
             return
         is_leaving = any(other.is_finished or node.board_row(other)[Field.LEAVING] for other in node.seats)
-        if is_leaving:
-            return
+        if is_leaving or any(dying.has_ended(seat.pid) for seat in node.here if not seat.is_lost):
+            return  # its exit is the fault, of which the agent hears next
         self._watch.look(now, self._sights())
         is_time_out = "imed out" in message.reason or fault == DeviceFault.COLLECTIVE_TIMEOUT
         is_running = node.job.phase is recovery.Phase.RUNNING
@@ -214,6 +221,7 @@ class Lookout:
         if seat.is_lost or seat.pid != sight.pid:
             return  # what was done about another rank has ended this process
         is_only_told = self._limit_s is None and self._is_unrepairable(sight.rank)
+        is_only_told = is_only_told or recovery.is_last_survivor(node.job, sight.rank)
         is_known = (sight.rank, sight.boundary) in self._reported
         if is_known and not is_only_told and recovery.is_alone(node.job, sight.rank):
             is_only_told = True  # it stands there again: it waits for something, and not for another rank

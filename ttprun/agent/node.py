@@ -83,6 +83,7 @@ class Node:
         self.regroup: nodes.Regroup | None = None
         self._events = EventLog(run.events)
         self._log_lock = threading.Lock()
+        self._stepped = 0
         self._past: set[int] = set()  # pids of ranks that have ended
 
     @property
@@ -96,6 +97,7 @@ class Node:
         peers   the agents of the other nodes; None: there are none
         """
         self.peers = peers or Peers()
+        self.peers.has_stepped = self._has_stepped
         world_size = len(ranks) * self.peers.size
         for seat in self.here:
             os.close(seat.record_fd)
@@ -116,6 +118,12 @@ class Node:
         self.verdict = None
         self.is_settled.clear()
         self.first_failure = FirstFailure()
+
+    def _has_stepped(self) -> bool:
+        """Whether ranks of this node have completed a step together with all others since this was asked last."""
+        applied, before = max(self.board.get(seat.rank, Field.APPLIED) for seat in self.here), self._stepped
+        self._stepped = applied
+        return applied != before
 
     def _seat_elsewhere(self, rank: int) -> Seat:
         seat = Seat(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ttprun import recovery
 from ttprun.agent.checkpoint_writer import CheckpointWriter
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.comparisons import Comparisons
+from ttprun.agent.deadlines import Deadlines
 from ttprun.agent.frameworks import Frameworks
 from ttprun.agent.hand import Hand
 from ttprun.agent.incidents import Incidents
@@ -47,7 +45,6 @@ class Parts:
         node: Node,
         store: CheckpointStore,
         resumption: Resumption,
-        set_deadline: Callable[[recovery.SetDeadline], None],
     ) -> None:
         rungs = node.job.settings.rungs
         is_replaced = "replace" in rungs or (node.config.mindio and "resize" in rungs)
@@ -66,6 +63,7 @@ class Parts:
             Frameworks(node) if node.config.mindio else Replays(node, self.comparisons, self.checkpoints, self.mirrors)
         )
         self.lookout = Lookout(node, self.repairs, self.own_states)
+        self.deadlines = Deadlines(node, self.lookout)
         protection = Protection(node, times, self.own_states)
         self.unseen = Unseen(node, protection)
         self.reports = Reports(
@@ -100,7 +98,7 @@ class Parts:
             standbys=self.standbys,
             standby_watch=self.standby_watch,
             watch=self.watch,
-            set_deadline=set_deadline,
+            set_deadline=self.deadlines.set,
         )
         self.leader = Leader(node, self.own_states, self.reports, self.spares, self.roster, self.standing)
         self.status = StatusPublisher(node, incidents, self.standbys, self.checkpoint_writer, self.snapshots)

@@ -18,6 +18,7 @@ from ttprun.agent.room import HUNG_UP, Room
 from ttprun.protocol import nodes
 from ttprun.protocol.channel import Channel
 from ttprun.protocol.codec import encode
+from ttprun.protocol.patience import Patience
 
 SILENT_LIMIT_S = 15.0  # a node that is not heard for so long is lost: its agent reports a few times a second
 _UNACKNOWLEDGED_LIMIT_S = 5.0  # a node that cannot be reached is lost sooner: its kernel would have answered
@@ -41,6 +42,7 @@ class Peers:
     waiting         launchers that wait for seats, as far as this agent knows
     has_lost        some node of the group has been lost, perhaps the one that has the rendezvous store
     without_save_dir  nodes that do not share the directory in which the leader keeps checkpoints
+    has_stepped     whether the job has completed a step since this was asked last
     doors           where each agent would listen if it led the next group, by node; on the leader
     """
 
@@ -68,6 +70,8 @@ class Peers:
         self.size = size
         self._links = dict(links or {})
         self._heard_s = dict.fromkeys(self._links, time.monotonic())
+        self._waits: dict[int, Patience] = {}  # for nodes to be heard again
+        self.has_stepped: Callable[[], bool] = lambda: False
         self.leader = leader
         self.rooms: dict[int, nodes.Where] = {}
         self.waiting = 0
@@ -131,6 +135,7 @@ class Peers:
                 lose(node, "its agent has closed the connection" if isinstance(error, EOFError) else str(error))
                 return
             self._heard_s[node] = time.monotonic()
+            self._waits.pop(node, None)
             for message in messages:
                 take(node, message)
 
@@ -147,6 +152,7 @@ class Peers:
         """A node is lost: nothing that it may still send is heard. If its agent lives, it learns why."""
         self.send(node, nodes.Deposed(why))
         self.has_lost = True
+        self._waits.pop(node, None)
         link = self._links.pop(node, None)
         if link is not None:
             with contextlib.suppress(KeyError, ValueError):
@@ -178,6 +184,7 @@ class Peers:
         self.leader = leader
         self._links = {leader: ready(link)}
         self._heard_s[leader] = time.monotonic()
+        self._waits.clear()
         self._listen(leader)
 
     def lead(self, links: Mapping[int, Channel]) -> None:
@@ -185,6 +192,7 @@ class Peers:
         self.leader = self.node
         self._links = {number: ready(link) for number, link in links.items()}
         self._heard_s |= dict.fromkeys(links, time.monotonic())
+        self._waits.clear()
         if self.room is not None:
             self.rooms[self.node] = nodes.Where(**self.room.door.where)
 
@@ -205,8 +213,14 @@ class Peers:
         return reached, reached + sum(at_s > time.monotonic() - _ENDED_AFTER_S for at_s in lost_s)
 
     def silent(self) -> list[int]:
-        """Nodes that have not been heard for too long."""
-        return [node for node in self._links if self.unheard_s(node) > SILENT_LIMIT_S]
+        """Nodes that have not been heard for too long, while nothing has shown that their ranks live.
+
+        Each step of the job shows it: an agent that stands still is no lost node. To be asked a few times a second.
+        """
+        if self.has_stepped():
+            self._waits.clear()
+        self._waits = {node: self._waits.get(node) or Patience(SILENT_LIMIT_S) for node in self._links}
+        return [node for node, patience in self._waits.items() if patience.look()]
 
     def unheard_s(self, node: int) -> float:
         """Seconds since a node was heard."""

@@ -7,8 +7,6 @@ deadlines. Everything that happens becomes an event of `ttprun.recovery`; the ac
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import signal
 import threading
@@ -67,9 +65,7 @@ class Supervisor:
         self._resumption = resumption
         self._resume_from = resumption.find() if is_python and not resumption.is_of_leader else ()
         self._resized: nodes.Regroup | None = None
-        self.parts = Parts(self.node, store, resumption, self._set_deadline)
-        self._deadlines: list[tuple[float, int, recovery.SetDeadline]] = []
-        self._count = itertools.count()
+        self.parts = Parts(self.node, store, resumption)
         self._is_stopping = False
         self._is_paused = False
         self._is_deciding = False
@@ -356,7 +352,9 @@ class Supervisor:
                 for key, _ in selector.select(self._wait_s()):
                     if selector.get_map().get(key.fd) is key:  # not what has got the number of one just closed
                         key.data()
-                self._pass_deadlines()
+                if self.node.has_board:
+                    self.node.board.set(LEADER, Field.AGENT_NS, time.monotonic_ns())
+                self.parts.deadlines.pass_time()
                 self._control.pass_time()
                 self._send_what_was_kept()
                 self.parts.injections.pass_time()
@@ -376,11 +374,8 @@ class Supervisor:
         """Seconds until something is due."""
         is_watching = not self.parts.lookout.is_off or self.node.peers.names
         wait_s = LOOK_EVERY_S if is_watching else _STATUS_EVERY_S
-        due_s = [self._deadlines[0][0]] if self._deadlines else []
         timer_s = self.parts.injections.next_timer_s()
-        if timer_s is not None:
-            due_s.append(timer_s)
-        return max(0.0, min([wait_s, *(at_s - time.monotonic() for at_s in due_s)]))
+        return wait_s if timer_s is None else max(0.0, min(wait_s, timer_s - time.monotonic()))
 
     def _send_what_was_kept(self) -> None:
         """To ranks that had no room for it: one that is stopped reads nothing, and nobody waits for it."""
@@ -435,17 +430,3 @@ class Supervisor:
                 self.parts.leader.share()
         for action in actions:
             self.parts.orders.carry_out(action)
-
-    def _set_deadline(self, order: recovery.SetDeadline) -> None:
-        heapq.heappush(self._deadlines, (time.monotonic() + order.after_s, next(self._count), order))
-
-    def _pass_deadlines(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
-            at_s, _, order = heapq.heappop(self._deadlines)
-            is_of_all = order.rank is None and order.generation == self.node.job.generation
-            silent = self.parts.lookout.silent_ranks() if is_of_all else ()
-            self._advance(
-                recovery.DeadlinePassed(
-                    at_s=at_s, generation=order.generation, name=order.name, silent=silent, rank=order.rank
-                )
-            )

@@ -55,6 +55,7 @@ class Field:
     MIRROR_0 = 33  # what this rank's mirror holds in its first slot, see `ttprun.protocol.mirrors`
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
+    AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.

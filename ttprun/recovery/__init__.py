@@ -77,6 +77,7 @@ from ttprun.recovery.fault_events import (
     RankFaulted,
     RankHung,
 )
+from ttprun.recovery.hung import is_last_survivor, who_is_awaited
 from ttprun.recovery.incident import Incident
 from ttprun.recovery.job import RUNGS, Job, Limits, Phase, Settings, new_job
 from ttprun.recovery.ladder import may_persist, why_not_saved
@@ -167,9 +168,11 @@ __all__ = [
     "groups_left",
     "is_alone",
     "is_elastic",
+    "is_last_survivor",
     "may_persist",
     "new_job",
     "succeed",
+    "who_is_awaited",
     "why_not_replaceable",
     "why_not_saved",
     "why_not_upgradable",

@@ -117,7 +117,7 @@ class Watch:
         is_alone  it is one rank, for which no other will ever wait
         returns   ranks that hang, or a stalled connection, else stragglers; the agent acts on each at once
         """
-        self._note(at_s, sights)
+        self.note(at_s, sights)
         self._learn(at_s, sights)
         hung = self.stopped(at_s) or (self._at_rest(at_s) if is_alone else self._absent(at_s))
         if hung:
@@ -131,7 +131,7 @@ class Watch:
 
         replaying   ranks that wait for no other now
         """
-        self._note(at_s, sights)
+        self.note(at_s, sights)
         self._stepped_at_s = None
         setup_limit_s = self.limits.hang_s if self.limits.hang_s is not None else SETUP_LIMIT_S
         idle = tuple(
@@ -155,6 +155,13 @@ class Watch:
         for track in self._tracks.values():
             track.progressed_at_s = track.worked_at_s = at_s
         self._stepped_at_s = None
+
+    def is_busy(self, at_s: float, rank: int) -> bool:
+        """Whether a rank works, as far as it was seen; one that has not spoken yet is only busy if it computes."""
+        track = self._tracks.get(rank)
+        if track is None or self._way(at_s, track) is not Way.BUSY:
+            return False
+        return bool(track.sight.pulse_at_s) or track.is_computing(at_s)
 
     @staticmethod
     def is_silent(sight: Sight, at_s: float) -> bool:
@@ -181,7 +188,8 @@ class Watch:
         way = self._way(at_s, track)
         return self._hung(at_s, track, way, at_s - track.progressed_at_s, self._ahead_of(track))
 
-    def _note(self, at_s: float, sights: Sequence[Sight]) -> None:
+    def note(self, at_s: float, sights: Sequence[Sight]) -> None:
+        """See how the ranks are, and judge none."""
         if self._looked_at_s is not None and at_s - self._looked_at_s > LOOK_AWAY_S:
             away_s = at_s - self._looked_at_s
             for track in self._tracks.values():

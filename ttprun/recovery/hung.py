@@ -79,6 +79,18 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
     return known or likely or tuple(member.rank for member in missing)
 
 
+def who_is_awaited(job: Job) -> tuple[int, ...]:
+    """The ranks that hold the current phase up; () if nothing is waited for."""
+    if job.phase is Phase.DRAINING or (job.phase is Phase.PERSISTING and job.persists_at is not None):
+        return job.survivors
+    return who_is_guilty(job, silent=())
+
+
+def is_last_survivor(job: Job, rank: int) -> bool:
+    """Whether only this rank is left to repair others from: it is not ended for its silence before its deadline."""
+    return job.incident is not None and job.rewind_to is None and bool(job.lost) and job.survivors == (rank,)
+
+
 def where_the_job_stands(job: Job) -> int:
     """The survivors' boundary; before they have reported it, that of the first fault."""
     if job.source is not None:

@@ -105,10 +105,8 @@ class Track:
         self.cpu.append((at_s, sight.cpu_s))
         while len(self.cpu) > 2 and self.cpu[1][0] <= at_s - WORK_WINDOW_S:
             self.cpu.popleft()
-        since_s, used_s = self.cpu[0]
-        is_working = used_s < sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
         if (
-            is_working
+            self.is_computing(at_s)
             or sight.is_in_io
             or (before.beats != sight.beats and sight.doing is not Doing.WAITING)
             or self.progressed_at_s == at_s
@@ -119,6 +117,13 @@ class Track:
             self.stopped_at_s = None
         elif self.stopped_at_s is None:
             self.stopped_at_s = at_s
+
+    def is_computing(self, at_s: float) -> bool:
+        """Whether it has used the processor of late."""
+        if not self.cpu:
+            return False
+        since_s, used_s = self.cpu[0]
+        return used_s < self.sight.cpu_s - WORK_SHARE * max(at_s - since_s, WORK_WINDOW_S)
 
     def shift(self, by_s: float) -> None:
         """Leave out a time in which the agent did not look."""

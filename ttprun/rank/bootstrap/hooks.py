@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ttprun.chaos import observer, strikes
 from ttprun.elastic_resume.adapted import Adapted
-from ttprun.protocol import from_rank, to_rank
+from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.bootstrap import framework_patches, patches, reset
@@ -153,6 +153,7 @@ def make_session(presence: Presence) -> Session:
     if welcome.address:
         session.crossing = crossing.Crossing(session, presence.fds[3])
     journal.diagnose = session.diagnose
+    journal.is_agent_awake = lambda: patience.is_agent_awake(board)
     journal.report_broken = lambda entry, after_s: session.report_broken(
         session.generation, f"{entry.op}: {entry.error}", after_s, entry.group.links.device_fault_of(entry.error)
     )

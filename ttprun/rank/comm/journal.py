@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ttprun.device.errors import DeviceErrors, Diagnosis
+from ttprun.protocol.patience import Patience
 from ttprun.rank import fail_open
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.operations import OF_ALL_MEMBERS
@@ -25,7 +26,7 @@ from ttprun.rank.weights.tensor_bytes import size_of
 
 Tensor = torch.Tensor
 SMALL_RESULT_BYTES = 64 << 10
-# How long a failed operation waits for a recovery before the script gets the error as under torchrun.
+# How long a failed operation waits for a recovery, while the agent could order one, before the script gets the error.
 PATIENCE_S = 15.0
 # How long after the failure it is reported to the agent, which knows by then if a peer has died.
 REPORT_AFTER_S = 1.0
@@ -76,6 +77,7 @@ class Journal:
 
     report_broken  called with a failed entry, and the seconds since then, if no fault has been reported
     admit          called by a waiting thread; its exception ends the wait
+    is_agent_awake  whether the agent could order a recovery now
     diagnose       what an operation's error says about the device or the connection
     givers         (group, number of a collective since the boundary) -> rank that has its result, and broadcasts it
                    instead of the collective
@@ -100,6 +102,7 @@ class Journal:
         self.is_ended = False
         self.report_broken: Callable[[Entry, float], None] = lambda entry, after_s: None
         self.admit: Callable[[], None] = lambda: None
+        self.is_agent_awake: Callable[[], bool] = lambda: True
         self.diagnose: Callable[[BaseException], Diagnosis] = DeviceErrors({}).diagnose
         self._is_watching = False
         self.held_bytes = 0
@@ -303,18 +306,18 @@ class Journal:
 
     def _wait_for_recovery(self, entry: Entry, failed: Any) -> None:
         started = time.monotonic()
-        end = started + PATIENCE_S
+        patience = Patience(PATIENCE_S, self.is_agent_awake)
         is_reported = False
         while entry.inner is None or entry.inner is failed:
             self.admit()
             if self.is_ended:
                 raise EndedError
             if self.is_frozen:
-                end = time.monotonic() + PATIENCE_S
+                patience = Patience(PATIENCE_S, self.is_agent_awake)
             elif failed is not None and not is_reported and time.monotonic() - started > REPORT_AFTER_S:
                 is_reported = True
                 self.report_broken(entry, REPORT_AFTER_S)
-            elif not entry.group.is_protected() or time.monotonic() > end:
+            elif not entry.group.is_protected() or patience.look():
                 self.drop(entry)
                 lost = entry.error or RuntimeError(f"{entry.op}: the connection was lost and no recovery came")
                 raise fail_open.meant(lost)
@@ -339,18 +342,19 @@ class Journal:
 
     def _watch_failed_futures(self) -> None:
         started = time.monotonic()
+        patience = Patience(PATIENCE_S, self.is_agent_awake)
         is_reported = False
         while True:
             with self.news:
                 failed = [entry for entry in self.entries if entry.failed is not None and entry.failed is entry.inner]
                 waited_s = time.monotonic() - started
-                is_over = waited_s > PATIENCE_S or any(not entry.group.is_protected() for entry in failed)
+                is_over = patience.look() or any(not entry.group.is_protected() for entry in failed)
                 if not failed or (is_over and not self.is_frozen) or self.is_ended:
                     self._is_watching = False
                     break
                 must_report = not self.is_frozen and not is_reported and waited_s > REPORT_AFTER_S
                 if self.is_frozen:
-                    started = time.monotonic()
+                    started, patience = time.monotonic(), Patience(PATIENCE_S, self.is_agent_awake)
                 if not must_report:
                     self.news.wait(0.2)
             if must_report:

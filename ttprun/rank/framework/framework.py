@@ -17,6 +17,7 @@ from ttprun.device import accelerator
 from ttprun.device.errors import DeviceFault, in_one_line
 from ttprun.protocol import from_rank, mindio
 from ttprun.protocol.board import FINISHED, Field, Phase
+from ttprun.protocol.patience import Patience
 from ttprun.rank import moments
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import REPORT_AFTER_S
@@ -363,8 +364,11 @@ class Framework:
 
     def _is_recovery_ordered(self, limit_s: float) -> bool:
         session = self._session
+        patience = Patience(limit_s, session.journal.is_agent_awake)
         with session.changed:
-            return session.changed.wait_for(lambda: self.is_stopping, timeout=limit_s)
+            while not self.is_stopping and not patience.look():
+                session.changed.wait(_LOOK_AGAIN_S)
+            return self.is_stopping
 
     def wait_next_action(self) -> Action:
         """Block until stop and clean are over; EXIT if the state is being saved because the job ends."""

@@ -23,11 +23,13 @@ from types import FrameType
 from typing import Any
 
 from ttprun.protocol.board import LEADER, Board, Field
+from ttprun.protocol.patience import Patience, is_agent_awake
 
 HELD = (signal.SIGTERM, signal.SIGUSR1)
 MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds
 _SPREAD_S = 0.1  # between the first process that is signalled and the last one
 _DEATH_LIMIT_S = 10 * MOMENT_S
+_LOOK_AGAIN_S = 0.01
 _NO_SIGNAL = 0
 
 _set_handler, _handler_of = signal.signal, signal.getsignal
@@ -128,9 +130,9 @@ def wrap_error_if_any_worker_fails(original: Any) -> Any:
 
 def _is_soon(condition: Callable[[], bool], limit_s: float) -> bool:
     """Whether it becomes true within that time; polled, as the board cannot notify."""
-    ends_s = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < ends_s:
-        time.sleep(0.01)
+    patience = Patience(limit_s, _is_agent_awake)
+    while not condition() and not patience.look():
+        time.sleep(_LOOK_AGAIN_S)
     return condition()
 
 
@@ -151,22 +153,25 @@ def _is_end_asked() -> bool:
     return _board is not None and _board.get(LEADER, Field.END_ASKED) != 0
 
 
+def _is_agent_awake() -> bool:
+    return _board is None or is_agent_awake(_board)
+
+
 def _watch(read_fd: int) -> None:
     global _came
     held = 0
-    looks_at_s: float | None = None  # when to check whether the launcher has got one too
+    moment: Patience | None = None  # after which it is checked whether the launcher has got one too
     while True:
-        wait_s = None if looks_at_s is None else max(0.0, looks_at_s - time.monotonic())
-        select.select([read_fd], [], [], wait_s)
+        select.select([read_fd], [], [], None if moment is None else _LOOK_AGAIN_S)
         with contextlib.suppress(BlockingIOError):
             for number in os.read(read_fd, 256):
                 if number in HELD and not held and _handler_of(number) is _stay:
-                    held, looks_at_s, _came = number, time.monotonic() + MOMENT_S, True
-        is_late = looks_at_s is not None and time.monotonic() >= looks_at_s
+                    held, moment, _came = number, Patience(MOMENT_S, _is_agent_awake), True
+        is_late = moment is not None and moment.look()
         if held and (_may_end.is_set() or (is_late and not _is_end_asked())):
             _die_of(held)
         if is_late:
-            looks_at_s = None
+            moment = None
 
 
 def _die_of(number: int) -> None:

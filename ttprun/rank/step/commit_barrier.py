@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
+from ttprun.protocol import patience
 from ttprun.protocol.board import Board, Field, Phase
 from ttprun.rank.comm.journal import EndedError
 from ttprun.rank.session import Session
@@ -51,7 +51,7 @@ def _is_past(session: Session, boundary: int) -> bool:
 
 def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
     """All ranks of this node have recorded the boundary: wait for the other nodes."""
-    patience = Patience(session, boundary)
+    awaited = Awaited(session, boundary)
     board = session.board
     others = [row for row in range(board.n_ranks) if row not in session.rows_here]
 
@@ -60,7 +60,7 @@ def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[
             held()
         late = next((row for row in others if board.get(row, Field.RECORDED) < boundary), None)
         if late is not None:
-            patience.look(late)
+            awaited.look(late)
         return _is_free(session, boundary) or session.is_holding
 
     if not _is_free(session, boundary) and not session.is_holding:
@@ -69,18 +69,18 @@ def _cross(session: Session, crossing: Crossing, boundary: int, held: Callable[[
 
 def _wait_for_records(session: Session, boundary: int, held: Callable[[], None], look_again_s: float) -> None:
     board = session.board
-    patience = Patience(session, boundary)
+    awaited = Awaited(session, boundary)
     for row in session.rows_here:
         while (recorded := board.get(row, Field.RECORDED)) < boundary:
             if _is_free(session, boundary):
                 return
             if session.is_holding:
                 held()
-            patience.look(row)
+            awaited.look(row)
             board.wait_for_change(row, Field.RECORDED, recorded, look_again_s)
 
 
-class Patience:
+class Awaited:
     """How long a rank that is waited for has been waiting in a collective itself: protection ends if it is too long."""
 
     def __init__(self, session: Session, boundary: int) -> None:
@@ -89,7 +89,7 @@ class Patience:
         self._row = -1
         self._at: tuple[int, int, int] = (0, 0, 0)
         self._pulse = 0
-        self._stuck_since = 0.0
+        self._stuck: patience.Patience | None = None
 
     def look(self, row: int) -> None:
         """Called for the rank that is waited for, a wait apart."""
@@ -99,12 +99,12 @@ class Patience:
         is_working = at[0] not in (Phase.COLLECTIVE, Phase.WAITING) or at != self._at
         self._row, self._at, self._pulse = row, at, pulse
         if not is_known or is_working or session.is_holding:
-            self._stuck_since = 0.0
+            self._stuck = None
         elif not is_alive:
             return  # a stopped process does not update its row; the agent's search for hangs will find it
-        elif not self._stuck_since:
-            self._stuck_since = time.monotonic()
-        elif time.monotonic() - self._stuck_since > session.options.commit_timeout_s:
+        elif self._stuck is None:
+            self._stuck = patience.Patience(session.options.commit_timeout_s)
+        elif self._stuck.look():
             session.give_up_protection(
                 f"rank {session.rank} steps its optimizer (step {self._boundary}) while rank {row} waits in a "
                 "collective: the ranks do not step together"

@@ -6,13 +6,12 @@ record. Protection ends then, and the script goes on as under torchrun.
 
 from __future__ import annotations
 
-import time
-
 from ttprun.protocol.board import Field, Phase
+from ttprun.protocol.patience import Patience
 from ttprun.rank.comm.messages import Message
 from ttprun.rank.session import Session
 
-_ARRIVES_WITHIN_S = 1.0  # what the other end has completed
+_ARRIVES_WITHIN_S = 2.0  # what the other end has completed
 
 
 def wait_for_all(session: Session, boundary: int) -> None:
@@ -20,32 +19,33 @@ def wait_for_all(session: Session, boundary: int) -> None:
     for entry in session.journal.unfinished():
         if isinstance(entry, Message):
             session.touch(Phase.COMMITTING)
-            session.journal.wait(entry, _Patience(session, entry, boundary).is_over)
+            session.journal.wait(entry, _Wait(session, entry, boundary).is_over)
         else:
             session.touch(Phase.WAITING)
             session.journal.wait(entry)
 
 
-class _Patience:
+class _Wait:
     """How long a message is waited for, once the other end's rank has come to the same step."""
 
     def __init__(self, session: Session, message: Message, boundary: int) -> None:
         self._session = session
         self._message = message
         self._boundary = boundary
-        self._since_s: float | None = None
+        self._limit_s = 0.0
+        self._patience: Patience | None = None
         sender, receiver = message.members
         self._other = receiver if message.op == "send" else sender
 
     def is_over(self) -> bool:
         """Asked now and then while the message has not completed; if so, protection has ended."""
         session = self._session
-        limit_s = self._limit_s()
+        limit_s = self._due_s()
         if limit_s is None or session.is_holding:
-            self._since_s = None
-        elif self._since_s is None:
-            self._since_s = time.monotonic()
-        elif time.monotonic() - self._since_s > limit_s:
+            self._patience = None
+        elif self._patience is None or limit_s != self._limit_s:
+            self._limit_s, self._patience = limit_s, Patience(limit_s)
+        elif self._patience.look():
             what = "to" if self._message.op == "send" else "from"
             session.give_up_protection(
                 f"the script's {self._message.op} {what} rank {self._other} is still pending at optimizer step "
@@ -54,7 +54,7 @@ class _Patience:
             )
         return bool(session.unprotected)
 
-    def _limit_s(self) -> float | None:
+    def _due_s(self) -> float | None:
         """How long the message may take from now on; None: the other rank may not have issued its end yet."""
         session, other = self._session, self._other
         if other == session.rank or session.board.get(other, Field.RECORDED) >= self._boundary:

@@ -1,0 +1,102 @@
+"""When the deadlines of a recovery pass: the machine is real, the ranks and the time are played."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ttprun import recovery
+from ttprun.agent.deadlines import Deadlines
+from ttprun.protocol import patience
+from ttprun.recovery.job import Ending
+
+
+class Played:
+    """A job of three ranks of which rank 1 has died; stands for the node and the lookout.
+
+    working   ranks that work
+    passed    names of the deadlines that have passed
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(patience.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(patience, "crowd", lambda: 1.0)
+        self.working: set[int] = set()
+        self.passed: list[str] = []
+        self.job = recovery.new_job(recovery.Settings(world_size=3))
+        for rank in range(3):
+            self._decide(recovery.RankStarted(at_s=0.0, rank=rank, pid=10 + rank))
+            self._decide(recovery.RankProtected(at_s=0.0, rank=rank))
+        lost = recovery.RankExited(at_s=1.0, rank=1, pid=11, code=None, signal=signal.SIGKILL, boundary=5)
+        (self.order,) = [one for one in self._decide(lost) if isinstance(one, recovery.SetDeadline)]
+        self.deadlines = Deadlines(self, self)  # type: ignore[arg-type]
+
+    def _decide(self, event: recovery.Event) -> tuple[recovery.Action, ...]:
+        self.job, actions = recovery.advance(self.job, event)
+        return actions
+
+    def do_all_work(self, ranks: Any) -> bool:
+        return bool(ranks) and set(ranks) <= self.working
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        return ()
+
+    def advance(self, event: Any) -> None:
+        self.passed.append(event.name)
+
+    def seconds_until_passed(self) -> float:
+        began_s = self.now_s
+        while not self.passed:
+            self.now_s += 0.5
+            self.deadlines.pass_time()
+            assert self.now_s < 10_000
+        return self.now_s - began_s
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Played:
+    return Played(monkeypatch)
+
+
+def test_a_rank_that_does_nothing_has_the_time_that_was_set(played: Played) -> None:
+    played.deadlines.set(played.order)
+
+    assert played.seconds_until_passed() == pytest.approx(60.0, abs=1.0)
+    assert played.passed == ["freeze"]
+
+
+def test_ranks_that_still_work_have_ten_times_as_long(played: Played) -> None:
+    played.working = {0, 2}
+    played.deadlines.set(played.order)
+
+    assert played.seconds_until_passed() == pytest.approx(600.0, abs=6.0)
+
+
+def test_one_of_them_that_does_nothing_is_not_covered_by_the_others(played: Played) -> None:
+    played.working = {0}
+    played.deadlines.set(played.order)
+
+    assert played.seconds_until_passed() == pytest.approx(60.0, abs=1.0)
+
+
+def test_a_scheduler_that_ends_the_job_waits_for_nobodys_work(played: Played) -> None:
+    played.working = {0, 2}
+    played.job = replace(played.job, ending=Ending(reason="ended by SIGTERM", is_fault=False))
+    played.deadlines.set(played.order)
+
+    assert played.seconds_until_passed() == pytest.approx(60.0, abs=1.0)
+
+
+def test_a_deadline_of_an_older_generation_is_forgotten(played: Played) -> None:
+    played.deadlines.set(played.order)
+    played.job = SimpleNamespace(generation=played.order.generation + 1, phase=recovery.Phase.RUNNING)  # type: ignore[assignment]
+
+    played.now_s += 1000.0
+    played.deadlines.pass_time()
+
+    assert played.passed == []
