@@ -23,5 +23,6 @@ OPTIONS = Options(
     nan_limit_s=None,
     user_paths=[],
     follow=[],
+    is_strict=False,
     prints_traceback=True,
 )

@@ -125,6 +125,11 @@ class Config(BaseModel):
         3600, description="seconds that a scheduler's pause lasts if it names no limit (mindio)"
     )
     verify_every: int = Field(100, ge=0, description="steps between two comparisons of the ranks' weights; 0: never")
+    proof: Literal["evidence", "strict"] = Field(
+        "evidence",
+        description="what refuses a replacement: a contradiction with the evidence that the lost rank has left; "
+        "strict: also a variable that could not be restored",
+    )
     on_nan: Literal["warn", "stop"] = Field(
         "warn",
         description="NaN in gradients: report it when it is seen, or check before each step and end the job",

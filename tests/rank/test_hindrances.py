@@ -20,10 +20,15 @@ from ttprun.rank.values.nodes import Tag
 def record(**variables: Any) -> tuple[dict[str, Any], bytes]:
     snapshot = values.Snapshot({})
     fields = {
-        "boundary": 1, "place": [["script.py", "<module>", 3]], "unfollowed": "", "entropy": 0, "modules": {}, "loops": [],
+        "boundary": 1, "place": [["script.py", "<module>", 3]], "dead": [[]], "unfollowed": "", "entropy": 0, "modules": {}, "loops": [],
         "variables": [snapshot.variables(variables)],
     }  # fmt: skip
     return fields, values.pack(fields)
+
+
+def look(fields: dict[str, Any], head: bytes, is_strict: bool = True) -> str:
+    """As a boundary does."""
+    return hindrances.look(fields, values.refusals(head), is_strict)
 
 
 class Holder:
@@ -40,6 +45,10 @@ def test_a_variable_that_cannot_be_restored_is_named_with_its_path() -> None:
     )
 
 
+def test_a_variable_that_cannot_be_restored_hinders_nothing_where_the_evidence_decides() -> None:
+    assert run_alone(_look_at, "not strict") == ""
+
+
 def test_values_that_look_like_a_refusal_are_none() -> None:
     assert run_alone(_look_at, "like") == ""
 
@@ -47,13 +56,13 @@ def test_values_that_look_like_a_refusal_are_none() -> None:
 def _look_at(case: str) -> str:
     values.Snapshot.node  # noqa: B018 - the handlers are chosen on import
     if case == "like":
-        return hindrances.look(*record(words=["!", "is like one"], pair=("!", "why"), table={"!": "x"}))
+        return look(*record(words=["!", "is like one"], pair=("!", "why"), table={"!": "x"}))
     fields, _ = record(config={"holders": [1, 2]})
     fields["variables"][0]["config"] = [
         Tag.DICT, 1, ["holders"],
         [[Tag.LIST, 2, [7, [Tag.OBJECT, 3, "m:Holder", {"mark": "!", "held": [Tag.REFUSED, "is a coroutine, which does not show its position"]}]]]],
     ]  # fmt: skip
-    return hindrances.look(fields, values.pack(fields))
+    return look(fields, values.pack(fields), is_strict=case != "not strict")
 
 
 def test_a_future_that_is_not_done_hinders_and_a_finished_one_does_not() -> None:
@@ -67,16 +76,16 @@ def _of_futures() -> list[str]:
     from concurrent.futures import Future
 
     work: Future[int] = Future()
-    found = [hindrances.look(*record(work=work))]
+    found = [look(*record(work=work))]
     work.set_result(3)
-    return [*found, hindrances.look(*record(work=work))]
+    return [*found, look(*record(work=work))]
 
 
 def test_numbers_of_the_system_hinder_only_from_the_second_step_on() -> None:
     fields, head = record()
     fields["entropy"] = 1
 
-    first, second = hindrances.look(fields, head), hindrances.look(fields | {"boundary": 2}, head)
+    first, second = look(fields, head), look(fields | {"boundary": 2}, head)
 
     assert first == ""
     assert "os.urandom" in second

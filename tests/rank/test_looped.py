@@ -136,7 +136,7 @@ def carry(lost: loops.Loop, here: loops.Loop) -> list[str]:
     fields = values.unpack(values.pack(snapshot.loop(lost)))
     restore = Restore(as_the_recorder_writes_them(snapshot.blobs), is_comparing=True)
     restore_loop(restore, here, fields)
-    return restore.mismatches
+    return restore.doubts
 
 
 GO_ON: dict[str, Callable[[Items], Any]] = {

@@ -239,7 +239,7 @@ class Hand:
             node.peers.to_leader(nodes.Differs(order.rank, order.generation, why_not))
             return
         skip_lines = node.lines_since(seat, order.boundary)
-        seat.send(to_rank.Replay(order.generation, order.boundary, skip_lines))
+        seat.send(to_rank.Replay(order.generation, order.boundary, skip_lines, is_joining=order.is_joining))
 
     def _store_part(self, order: nodes.StorePart) -> None:
         """Write what the records have of a rank, dead or alive."""

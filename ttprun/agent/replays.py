@@ -36,12 +36,13 @@ class Replays(Repairs):
         if action.source is None and stored is not None and stored.origin is not None:
             seat.send(to_rank.Replay(action.generation, action.boundary, adapt=stored.origin.adapt_for(seat.rank)))
             return
+        is_joining = action.source is not None
         source = action.rank if action.source is None else action.source
         needs_no_peer = seat.divergence or action.source is None
         theirs = None if needs_no_peer else marks.of(node, node.seats[source], action.boundary)
         if not seat.is_here:
-            order = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs)
-            node.peers.to_node_of(action.rank, order)
+            over_there = nodes.Replay(action.rank, action.generation, action.boundary, source, theirs, is_joining)
+            node.peers.to_node_of(action.rank, over_there)
             return
         mine = marks.of(node, seat, action.boundary)
         reason = why_not_alike(action.rank, source, action.boundary, mine, theirs)
@@ -60,7 +61,10 @@ class Replays(Repairs):
             return
         skip_lines = node.lines_since(seat, action.boundary)
         step_from = mirror.path if mirror is not None and mirror.is_step else ""
-        seat.send(to_rank.Replay(action.generation, action.boundary, skip_lines, step_from=step_from))
+        order = to_rank.Replay(
+            action.generation, action.boundary, skip_lines, step_from=step_from, is_joining=is_joining
+        )
+        seat.send(order)
 
     def send_state(self, action: recovery.SendState) -> None:
         """Have the source and the replacements pass the state over."""

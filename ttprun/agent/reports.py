@@ -131,10 +131,14 @@ class Reports:
                 node.advance(recovery.RankRebuilt(at_s=at_s, rank=rank, generation=generation))
             case from_rank.Reissued(generation=generation):
                 node.advance(recovery.RankReissued(at_s=at_s, rank=rank, generation=generation))
-            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail):
+            case from_rank.Mismatch(generation=generation, reason=reason, detail=detail, is_contradiction=is_proved):
                 if detail:
                     node.log("mismatch_detail", rank=rank, detail=detail)
-                node.advance(recovery.MismatchFound(at_s=at_s, rank=rank, generation=generation, reason=reason))
+                node.advance(
+                    recovery.MismatchFound(
+                        at_s=at_s, rank=rank, generation=generation, reason=reason, is_contradiction=is_proved
+                    )
+                )
             case from_rank.Compared(equal=equal, not_proved=not_proved):
                 self.incidents.note_compared(rank, equal, not_proved)
             case from_rank.Held():

@@ -75,6 +75,7 @@ class Watch:
             retry_on=config.retry_on,
             device_errors=config.device_errors,
             mindio=config.mindio,
+            is_strict=config.proof == "strict",
             prints_traceback=bool(handler.start["stderr"]),
         )
         fds, environment = [node.board_fd, seat.record_fd, seat.stack_fd], {}

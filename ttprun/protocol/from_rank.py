@@ -299,12 +299,14 @@ class Reissued:
 class Mismatch:
     """This rank must not continue: what it does or holds is wrong.
 
-    detail   a traceback, "" if there is none
+    detail             a traceback, "" if there is none
+    is_contradiction   False: nothing is known to be wrong, but too little is proved to join the others
     """
 
     generation: int
     reason: str
     detail: str = ""
+    is_contradiction: bool = True
 
 
 @dataclass(frozen=True)

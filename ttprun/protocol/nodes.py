@@ -429,8 +429,9 @@ class Kill:
 class Replay:
     """Order a replacement to run the script in replay, if its record fits that of its source; else Differs.
 
-    source   the rank that sends the state
-    marks    of the source's record of the boundary; None: they need not be alike
+    source       the rank that sends the state
+    marks        of the source's record of the boundary; None: they need not be alike
+    is_joining   as in to_rank.Replay
     """
 
     rank: int
@@ -438,6 +439,7 @@ class Replay:
     boundary: int
     source: int
     marks: str | None
+    is_joining: bool
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class Options:
     nan_limit_s           how long a NaN in its own gradient blocks a rank's step; None: it is only reported
     is_replaced           a lost rank gets a new process
     may_rerun             the script may be run again in the same process
+    is_strict             a variable that could not be restored refuses a replay, also without a contradiction
     prints_traceback      stderr goes to a file of the rank's own
     """
 
@@ -51,6 +52,7 @@ class Options:
     retry_on: list[str]
     device_errors: dict[str, Any]
     mindio: bool
+    is_strict: bool
     prints_traceback: bool
 
 
@@ -216,6 +218,8 @@ class Replay:
     skip_lines  lines of stdout and stderr that were printed already
     adapt       set if the records are of another number of ranks
     step_from   slot of the lost rank's mirror from which the last step is taken again; "": it is not
+    is_joining  others go on from where they are: if a variable is not restored, what the lost rank has left of its step
+                must show that this does not matter
     """
 
     generation: int
@@ -223,6 +227,7 @@ class Replay:
     skip_lines: tuple[int, int] = (0, 0)
     adapt: Adapt | None = None
     step_from: str = ""
+    is_joining: bool = False
 
 
 @dataclass(frozen=True)

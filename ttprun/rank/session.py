@@ -123,6 +123,7 @@ class Session:
         self.recorded = self.board.column(Field.RECORDED)[first : self.rows_here.stop]
         self.row = self.board.row(self.rank)
         self._reported_not_proved: list[str] = []
+        self.unrecorded: list[str] = []
 
     def is_repairable(self) -> bool:
         """Whether this rank and the others can be repaired from each other."""

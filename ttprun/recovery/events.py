@@ -189,10 +189,12 @@ class RankReissued(RepairEvent):
 class MismatchFound(RepairEvent):
     """A check failed in a rank: its state must not be used.
 
-    reason   which check, and the two values
+    reason             which check, and the two values
+    is_contradiction   False: too little is proved to join the others; all may resume from what is saved
     """
 
     reason: str
+    is_contradiction: bool = True
 
     kind: ClassVar[str] = "mismatch"
 

@@ -170,7 +170,7 @@ def on_mismatch(job: Job, event: MismatchFound) -> Result:
     member = job.members[event.rank]
     if member.life is Life.LOST and not member.is_rerun:
         why = f"rank {event.rank} found a mismatch ({event.reason})"
-        return give_up_replacing(job, event.at_s, why, is_replayable=False)
+        return give_up_replacing(job, event.at_s, why, is_replayable=not event.is_contradiction)
     if not (member.is_rerun and member.has_orders and "replace" in job.settings.rungs):
         return give_up_on_mismatch(job, event)
     fault = f"rank {event.rank} found a mismatch when it ran the script again ({event.reason})"

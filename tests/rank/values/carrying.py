@@ -44,7 +44,7 @@ def carry(lost: Scope, here: Scope, stepped: set[int] | None = None) -> list[str
     restore = Restore(blobs, is_comparing=True)
     with values.room_to_walk():
         restore.module(here, recorded, "")
-    return restore.mismatches
+    return restore.doubts
 
 
 def not_proved(lost: Scope) -> list[str]:

@@ -59,7 +59,7 @@ def go_on(first: Scope, last: Scope, mine: Scope, ahead: frozenset[bytes] = froz
     made = merge.record()
     restore = Restore(merge.blobs, is_comparing=True)
     restore.module(mine, made["variables"][0], "")
-    assert restore.mismatches == []
+    assert restore.doubts == []
     return mine
 
 

@@ -71,7 +71,7 @@ def test_a_file_below_a_table_that_a_loop_reads_is_named_by_the_loop(text: Path,
 
         restore.module({"rows": tables[1], "file": here}, recorded, "")
 
-        assert restore.mismatches == []
+        assert restore.doubts == []
 
 
 def test_two_names_for_one_file_stay_two_names_for_one_file(text: Path) -> None:

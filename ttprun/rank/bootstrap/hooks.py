@@ -78,10 +78,10 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     begin(session)
     _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
     match order:
-        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines, step_from=step_from):
+        case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines):
             files.mute_all()
             session.replay = Replay.of_lost(session, boundary, skip_lines)
-            session.replay.step_from = step_from
+            session.replay.step_from, session.replay.is_joining = order.step_from, order.is_joining
             session.replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
             files.mute_all()

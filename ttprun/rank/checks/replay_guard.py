@@ -54,8 +54,8 @@ class Expected:
             self._channel.send(from_rank.Reissued(self._generation))
 
 
-def report_mismatch(channel: Channel, generation: int, reason: str) -> None:
+def report_mismatch(channel: Channel, generation: int, reason: str, is_contradiction: bool = True) -> None:
     """Report why this rank must not continue, and wait until the agent kills the process. Raises MismatchError."""
-    channel.send(from_rank.Mismatch(generation, reason))
+    channel.send(from_rank.Mismatch(generation, reason, is_contradiction=is_contradiction))
     threading.Event().wait(_KILL_LIMIT_S)
     raise MismatchError(reason)

@@ -8,9 +8,8 @@ loop reaches its step by the same instructions each time, so this is computed on
 from __future__ import annotations
 
 from types import CodeType, FrameType
-from typing import Any
 
-from ttprun.rank.position import ast_transform, gathering, library_loops, loops
+from ttprun.rank.position import ast_transform, gathering, library_loops, liveness, loops
 from ttprun.rank.position.frames import place
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import records_frames
@@ -24,14 +23,16 @@ class _OfUser:
     index       on the stack, the innermost frame being the first
     loops       the sites of the `for` statements around its instruction
     gathering   what collects results there outside of variables; "" if nothing does
+    dead        names of its variables that are dead
     """
 
-    __slots__ = ("gathering", "index", "loops", "place")
+    __slots__ = ("dead", "gathering", "index", "loops", "place")
 
     def __init__(self, index: int, frame: FrameType, outer: FrameType | None) -> None:
         self.index = index
         self.loops = loops.around(frame)
         self.gathering = gathering.look(frame, outer)
+        self.dead = sorted(liveness.dead_in(frame))
         self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
@@ -78,18 +79,20 @@ class Whereabouts:
 
     place        [file, function, line] of each of the user's frames, outermost first, as another process can compare it
     codes        of these frames
-    scopes       their variables
+    scopes       their variables, without what is dead and in no other place
+    dead         the names of the dead ones among these
     active       of each of these frames, its active followed loops, outermost first
     unfollowed   active `for` statements that are not followed
     why_not      why a replacement cannot come here by itself; "" if it can
     """
 
-    __slots__ = ("active", "codes", "place", "scopes", "unfollowed", "why_not")
+    __slots__ = ("active", "codes", "dead", "place", "scopes", "unfollowed", "why_not")
 
     def __init__(self, way: _Way, stack: list[FrameType]) -> None:
         self.place = way.place
         self.codes = [way.codes[of_user.index] for of_user in way.frames]
-        self.scopes: list[dict[str, Any]] = [variables_of(stack[of_user.index]) for of_user in way.frames]
+        self.scopes = [liveness.state_in(variables_of(stack[of_user.index]), of_user.dead) for of_user in way.frames]
+        self.dead = [of_user.dead for of_user in way.frames]
         self.active: list[list[loops.Loop]] = []
         self.unfollowed: list[loops.Site] = []
         gathers = ""

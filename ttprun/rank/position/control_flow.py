@@ -5,7 +5,8 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,28 +34,52 @@ def position_of(frame: FrameType) -> tuple[str, int, int | None]:
     return dis.opname[code.co_code[at]], line or frame.f_lineno, column
 
 
+@dataclass(frozen=True)
+class Flow:
+    """The instructions of a code, and the offsets of those that may follow each one, by its offset."""
+
+    steps: list[dis.Instruction]
+    following: dict[int, set[int]]
+
+
+def flow_of(code: CodeType) -> Flow:
+    """The paths through a code. An exception may lead from each instruction to its handler."""
+    steps = list(dis.get_instructions(code))
+    following: dict[int, set[int]] = {step.offset: set() for step in steps}
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        if after is not None and not step.opname.startswith(_ENDS):
+            following[step.offset].add(after.offset)
+        if step.opcode in _JUMPS:
+            following[step.offset].add(step.argval)
+    bytecode: Any = dis.Bytecode(code)
+    for handled in bytecode.exception_entries:
+        for offset in following.keys() & range(handled.start, handled.end):
+            following[offset].add(handled.target)
+    return Flow(steps, following)
+
+
+def leading_of(following: Mapping[int, Iterable[int]]) -> dict[int, set[int]]:
+    """The offsets of the instructions that may come before each one."""
+    leading: dict[int, set[int]] = {offset: set() for offset in following}
+    for offset, others in following.items():
+        for other in others:
+            leading[other].add(offset)
+    return leading
+
+
 @functools.cache
 def looping(code: CodeType) -> frozenset[int]:
     """The instructions inside a `while` or `for` loop; awaiting is not a loop.
 
     A jump backward alone is not a loop: from Python 3.12 on a `with` whose error was suppressed continues by one.
     """
-    steps = list(dis.get_instructions(code))
-    following: dict[int, list[int]] = {step.offset: [] for step in steps}
-    awaiting = {step.offset for step in steps if step.opname == "SEND"}
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if after is not None and not step.opname.startswith(_ENDS):
-            following[step.offset].append(after.offset)
-        if step.opcode in _JUMPS and step.argval not in awaiting:
-            following[step.offset].append(step.argval)
-    bytecode: Any = dis.Bytecode(code)
-    for handled in bytecode.exception_entries:
-        for offset in following.keys() & range(handled.start, handled.end):
-            following[offset].append(handled.target)
-    leading: dict[int, list[int]] = {offset: [] for offset in following}
-    for offset, others in following.items():
-        for other in others:
-            leading[other].append(offset)
+    flow = flow_of(code)
+    following = flow.following
+    awaiting = {step.offset for step in flow.steps if step.opname == "SEND"}
+    for step in flow.steps:
+        if step.opcode in _JUMPS and step.argval in awaiting:
+            following[step.offset].discard(step.argval)
+    leading = leading_of(following)
     return frozenset(
         offset
         for at, others in following.items()
@@ -64,7 +89,7 @@ def looping(code: CodeType) -> frozenset[int]:
     )
 
 
-def _reached(following: Mapping[int, list[int]], start: int) -> set[int]:
+def _reached(following: Mapping[int, Iterable[int]], start: int) -> set[int]:
     found, left = {start}, [start]
     while left:
         new = set(following[left.pop()]) - found

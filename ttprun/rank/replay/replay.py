@@ -48,6 +48,7 @@ STEPS_TO_LOOK_FOR = 64  # optimizer steps that the replay may take before it rea
 _MOST_SKIPS = 100_000  # of one loop: a `while` loop around it may count by itself
 
 
+_MOST_DOUBTS = 5  # that are named
 _EARLY: dict[str, Any] = {}  # a loop inside one that has not come to the lost rank's position: it runs as in a run
 
 
@@ -65,11 +66,13 @@ class Replay:
     difference  why the script's first step was not where the replay begins
     is_alone    collectives are answered without the other ranks
     step_from   slot of the lost rank's mirror from which the step at boundary N is taken again; "": it is not
+    is_joining  see to_rank.Replay
     jump        makes a loop that begins in the middle
     """
 
     is_alone = True
     step_from = ""
+    is_joining = False
     jump = loops.Jump
 
     def __init__(
@@ -311,29 +314,50 @@ class Replay:
         # Variables that hold optimized tensors are recorded by index, which for parameters is the same here.
         is_alike = optimizer_registry.counts_now() == record["stepped"]
         stepped = optimizer_registry.stepped_tensors() if is_alike else list(optimizer_registry.parameters())
-        restore = Restore(record.blobs, is_comparing, stepped)
+        restore = Restore(record.blobs, is_comparing, stepped, self.session.options.is_strict)
         modules = self._import_modules(record["modules"], is_comparing)
         try:
             frames = user_frames(frame)
-            for depth, (user_frame, variables) in enumerate(zip(frames, record["variables"], strict=True)):
-                restore.frame(user_frame, variables, f"{record['place'][depth][1]}: ")
-            for user_frame, recorded in zip(frames, record["loops"], strict=True):
-                for loop, fields in zip(loops.of_frame(user_frame), recorded, strict=True):
-                    restore_loop(restore, loop, fields)
+            dead = record.fields.get("dead", [[]] * len(frames))  # older checkpoints have none
+            recorded = zip(record["place"], record["variables"], dead, strict=True)
+            for user_frame, (at, variables, names) in zip(frames, recorded, strict=True):
+                restore.frame(user_frame, variables, f"{at[1]}: ", names)
+            with restore.strictly():
+                for user_frame, around in zip(frames, record["loops"], strict=True):
+                    for loop, fields in zip(loops.of_frame(user_frame), around, strict=True):
+                        restore_loop(restore, loop, fields)
             for name, module in modules.items():
                 restore.module(vars(module), record["modules"][name], f"{name}: ")
-            for index, (optimizer, node) in enumerate(
-                zip(optimizer_registry.optimizers(), record["optimizers"], strict=is_comparing)
-            ):
-                restore.value(optimizer, node, f"optimizer {index}")
-            returned = restore.value(returned, record.fields.get("returned"), "the closure's result")
+            with restore.strictly():
+                for index, (optimizer, node) in enumerate(
+                    zip(optimizer_registry.optimizers(), record["optimizers"], strict=is_comparing)
+                ):
+                    restore.value(optimizer, node, f"optimizer {index}")
+                returned = restore.value(returned, record.fields.get("returned"), "the closure's result")
         except CannotRestoreError as error:
             self.refuse(str(error))
-        if restore.mismatches:
-            self.refuse("the script cannot be replayed: " + "; ".join(restore.mismatches[:3]))
+        self._weigh(restore.doubts, restore.unrecorded)
         random_state.restore(record["rng"])
         loaders.count_on(record.fields.get("loaders_made", {}))
         return restore, returned
+
+    def _weigh(self, doubts: list[str], unrecorded: list[str]) -> None:
+        """Variables are not the lost rank's: refuse them, or leave it to the evidence of the next step.
+
+        doubts, unrecorded   see Restore
+        """
+        if not (doubts or unrecorded):
+            return
+        shown = "; ".join([*doubts, *unrecorded][:_MOST_DOUBTS])
+        if self.session.options.is_strict:
+            self.refuse(f"the script cannot be replayed: {shown}")
+        if self.is_joining and not proof.is_decisive(self.session, self.boundary):
+            self.refuse(
+                f"{shown}; and the lost rank had left no loss of its step that would show whether this matters",
+                is_contradiction=False,
+            )
+        more = [f"and {len(doubts) - _MOST_DOUBTS} more variables"] if len(doubts) > _MOST_DOUBTS else []
+        self._not_proved += doubts[:_MOST_DOUBTS] + more
 
     def _import_modules(self, names: Iterable[str], is_comparing: bool) -> dict[str, ModuleType]:
         """Import the user's modules of these names, also those that the replay has not imported yet."""
@@ -431,9 +455,9 @@ class Replay:
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 
-    def refuse(self, reason: str) -> None:
-        """Report that this replay has failed. Does not return."""
-        report_mismatch(self.session.channel, self.session.generation, reason)
+    def refuse(self, reason: str, is_contradiction: bool = True) -> None:
+        """Report that this replay has failed. Does not return. `is_contradiction` is as in from_rank.Mismatch."""
+        report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)
 
 
 def difference_of_place(record: Record, frame: FrameType, is_before_target: bool = False) -> str:

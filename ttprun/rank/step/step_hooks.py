@@ -246,11 +246,14 @@ def _write_record(
             with values.room_to_walk():
                 record, blobs, is_open = describe(session, boundary, frame, returned)
                 head = values.pack(record)
-            hindrance = hindrances.look(record, head) or session.holdings.why_moved(optimizer_registry.newest())
+            not_recorded = hindrances.unrecorded(session, record, head)
+            hindrance = hindrances.look(record, not_recorded, session.options.is_strict)
+            hindrance = hindrance or session.holdings.why_moved(optimizer_registry.newest())
             session.note_hindrance(boundary, hindrance)
             session.recorder.write(boundary, head, blobs)
             session.own_state.is_apt = not hindrance and not is_open
-            session.report_not_proved(record["not_proved"])
+            names = record["not_proved"]
+            session.report_not_proved([*names, *not_recorded] if not_recorded else names)
             if boundary == 1:
                 session.recorder.write_first(boundary, head, blobs)
     except RecordTooLargeError as error:
@@ -304,6 +307,7 @@ def describe(
     record: dict[str, Any] = {
         "boundary": boundary,
         "place": standing.place,
+        "dead": standing.dead,
         "unfollowed": standing.why_not or made_inside.why_skipped(boundary, standing),
         "variables": [
             snapshot.variables(scope, (id(code), depth), is_lasting=code.co_name == "<module>")

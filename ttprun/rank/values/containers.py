@@ -15,7 +15,6 @@ from ttprun.rank.process.looks import attributes_of, base_of, is_a, length_of
 from ttprun.rank.values.long_items import MAX_ITEMS, MIN_ITEMS, Kept, kept_items, objects_in
 from ttprun.rank.values.nodes import (
     MISSING,
-    CannotRestoreError,
     Tag,
     is_settled,
     look_up_type,
@@ -280,7 +279,7 @@ def restore_dict(restore: Restore, live: Any, node: list[Any], name: str) -> Any
         value = restore.value(old.get(key, MISSING), value_node, f"{name}[{key!r}]")
         if value is MISSING or key is MISSING:
             if restore.is_comparing:
-                raise CannotRestoreError(f"{name} holds objects that are not in the replacement and cannot be recorded")
+                restore.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
             continue
         new[key] = value
     if list(new) != list(base.__iter__(target)) or any(

@@ -103,6 +103,7 @@ BY_BASE: list[tuple[type, Handler]] = [
     *((base, plain.record_plain(kind)) for base, kind in plain.BASES if kind in ("enum", "path")),
     (type, callables.record_class),
     (torch.Tensor, tensors.record_tensor),
+    (torch.jit.ScriptModule, modules.record_traced),
     (torch.nn.Module, modules.record_module),
     (torch.optim.Optimizer, optimizers.record_optimizer),
     (torch.optim.lr_scheduler.LRScheduler, objects.record_object),

@@ -32,7 +32,7 @@ FIXED = {
     "gives access to files or other machines, each request independent": """
         os posix shutil tempfile io _io zipfile tarfile gzip bz2.BZ2File lzma.LZMAFile mmap select selectors
         http urllib ftplib smtplib email xmlrpc socketserver ssl.SSLContext
-        requests urllib3 boto3 botocore fsspec huggingface_hub google grpc""",
+        requests urllib3 boto3 botocore fsspec huggingface_hub google grpc filelock fasteners portalocker""",
     "is read by name or index, and is the same in each run": """
         h5py lmdb zarr safetensors pyarrow datasets PIL.ImageFont cffi _cffi_backend.FFI _cffi_backend.Lib ctypes.CDLL
         ctypes.PyDLL ctypes.LibraryLoader _ctypes.CFuncPtr ctypes.CDLL.__init__

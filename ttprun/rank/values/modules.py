@@ -19,6 +19,7 @@ import torch
 from ttprun import frameworks
 from ttprun.rank.process.looks import is_a, of_types
 from ttprun.rank.values.nodes import MISSING, SETTLED, Tag, is_settled, name_of, pack, unpack
+from ttprun.rank.values.not_proved import record_not_proved
 from ttprun.rank.values.objects import left_out_by_framework, made_when_needed, restore_attributes
 from ttprun.rank.values.plain import BASES
 from ttprun.rank.values.restore import Restore, kind_of
@@ -271,6 +272,15 @@ def record_module(snapshot: Snapshot, value: torch.nn.Module, depth: int) -> Any
         for path, scope, names in layout.moving
     }
     return [Tag.MODULE, number, name_of(type(value)), layout.packed, attributes, first, None]
+
+
+def record_traced(snapshot: Snapshot, value: torch.jit.ScriptModule, depth: int) -> Any:
+    """A module that torch.jit has compiled: it shares its tensors with the one that it was made of, or they stay."""
+    tensors = [*torch.nn.Module.parameters(value), *torch.nn.Module.buffers(value)]
+    places = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if places <= snapshot.stepped.keys() | snapshot.storages.keys():
+        return [Tag.SAME, name_of(type(value)), ""]
+    return record_not_proved(snapshot, value, "its weights are not recorded")
 
 
 def restore_module(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

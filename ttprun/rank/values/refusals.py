@@ -1,8 +1,8 @@
-"""The variables of a record that cannot be restored, by name: a replay to its boundary refuses them."""
+"""The variables of a record that cannot be restored, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from ttprun.rank.values.nodes import Tag, unpack
@@ -18,18 +18,27 @@ def refusals(head: bytes) -> list[str]:
     """
     record = unpack(head)
     found: list[str] = []
-    for place, scope in zip(record["place"], record["variables"], strict=False):
-        found += _in_scope(scope, f"{place[1]}: ")
+    for place, scope, dead in zip(record["place"], record["variables"], record["dead"], strict=True):
+        found += _in_scope(scope, f"{place[1]}: ", dead)
     for name, scope in record["modules"].items():
         found += _in_scope(scope, f"{name}: ")
-    for at, loop in enumerate(loop for of_frame in record["loops"] for loop in of_frame):
-        found += _below(loop["over"], f"the iterable of loop {at + 1} around the step")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys([*found, *refused_loops(record)]))
 
 
-def _in_scope(scope: dict[str, Any], where: str) -> Iterator[str]:
+def refused_loops(record: dict[str, Any]) -> list[str]:
+    """The same, of what the loops around the step run over.
+
+    record   not packed
+    """
+    around = (loop for of_frame in record["loops"] for loop in of_frame)
+    names = ((loop["over"], f"the iterable of loop {at + 1} around the step") for at, loop in enumerate(around))
+    return [sentence for node, name in names for sentence in _below(node, name)]
+
+
+def _in_scope(scope: dict[str, Any], where: str, dead: Container[str] = ()) -> Iterator[str]:
     for name, node in with_fixed(scope).items():
-        yield from _below(node, f"{where}{name}")
+        if name not in dead:
+            yield from _below(node, f"{where}{name}")
 
 
 def _below(node: Any, name: str) -> Iterator[str]:

@@ -8,12 +8,14 @@ with the variable's name. kinds.py has the functions for each kind of node.
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ttprun.rank import fail_open
 from ttprun.rank.position.variables import set_local, unset_local, variables_of
 from ttprun.rank.values.nodes import MISSING, CannotRestoreError, short_name, unpack, unpack_items
 from ttprun.rank.values.snapshot import FIXED, Snapshot, is_hidden
@@ -27,30 +29,43 @@ class Restore:
     """One walk over a record.
 
     blobs           the modules' tensors, in the order of the snapshot: bytes of each
-    is_comparing    this is the boundary itself: what does not match is refused. Before it, what does not match may
-                    still change, and is left as it is
+    is_comparing    this is the boundary itself: what does not match counts. Before it, what does not match may still
+                    change, and is left as it is
+    is_strict       what cannot be restored raises CannotRestoreError; else the replay's own is left, and is a doubt
     stepped         the tensors that the optimizers update here, in the order of the snapshot's numbers
-    mismatches      what the replay should have reproduced and has not: the variable and the difference
+    doubts          variables that do not match, each with the difference; a dead one (position/liveness.py) is none
+    unrecorded      the same of variables that the lost rank could not record, which it has named
     """
 
-    def __init__(self, blobs: list[memoryview], is_comparing: bool, stepped: Sequence[torch.Tensor] = ()) -> None:
-        self.mismatches: list[str] = []
+    def __init__(
+        self,
+        blobs: list[memoryview],
+        is_comparing: bool,
+        stepped: Sequence[torch.Tensor] = (),
+        is_strict: bool = True,
+    ) -> None:
+        self.doubts: list[str] = []
+        self.unrecorded: list[str] = []
         self.stepped = stepped
         self.is_comparing = is_comparing
+        self._is_strict = is_strict
+        self._is_dead = False
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._blobs = blobs
         self._objects: dict[int, Any] = {}
         self._claims: dict[int, int] = {}
         self._places: dict[int, int] | None = None
 
-    def frame(self, frame: types.FrameType, recorded: dict[str, Any], where: str) -> None:
-        """Write a frame's variables; mutable ones are changed in place."""
+    def frame(
+        self, frame: types.FrameType, recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
+    ) -> None:
+        """Write a frame's variables but the dead ones; mutable ones are changed in place."""
         scope = variables_of(frame)
-        written, gone = self._changes(scope, recorded, where)
+        written, gone = self._changes(scope, recorded, where, dead)
         for name, value in written.items():
             set_local(frame, name, value)
         for name in gone:
-            if not unset_local(frame, name):
+            if name not in dead and not unset_local(frame, name):
                 self.refuse(None, f"{where}{name} is set here, and was not in the lost rank")
 
     def module(self, scope: dict[str, Any], recorded: dict[str, Any], where: str) -> None:
@@ -61,7 +76,7 @@ class Restore:
             del scope[name]
 
     def _changes(
-        self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str
+        self, scope: Mapping[str, Any], recorded: dict[str, Any], where: str, dead: Container[str] = frozenset()
     ) -> tuple[dict[str, Any], list[str]]:
         """What to write, and what to delete."""
         nodes = dict(recorded)
@@ -69,10 +84,33 @@ class Restore:
         written = {}
         for name, node in nodes.items():
             live = scope.get(name, MISSING)
-            value = self.value(live, node, f"{where}{name}")
+            self._is_dead = name in dead
+            try:
+                value = self._value_or_doubt(live, node, f"{where}{name}")
+            finally:
+                self._is_dead = False
             if value is not live and value is not MISSING:
                 written[name] = value
         return written, [name for name in scope if name not in nodes and not is_hidden(name)]
+
+    def _value_or_doubt(self, live: Any, node: Any, name: str) -> Any:
+        """As `value`; what cannot be restored because of an error in it is a doubt, too."""
+        try:
+            return self.value(live, node, name)
+        except Exception as error:
+            fail_open.raise_if_meant(error)
+            if self._is_strict or not self.is_comparing:
+                raise
+            return self.refuse(live, f"{name} cannot be restored: {error}")
+
+    @contextlib.contextmanager
+    def strictly(self) -> Iterator[None]:
+        """What does not match here is refused in any case."""
+        was_strict, self._is_strict = self._is_strict, True
+        try:
+            yield
+        finally:
+            self._is_strict = was_strict
 
     def value(self, live: Any, node: Any, name: str) -> Any:
         """The value that replaces `live`; `live` itself if it was changed in place or is left as it is."""
@@ -112,8 +150,8 @@ class Restore:
             self.value(live[i] if i < len(live) else MISSING, node, f"{name}[{i}]") if node.__class__ is list else node
             for i, node in enumerate(nodes)
         ]
-        if self.is_comparing and any(value is MISSING for value in values):
-            raise CannotRestoreError(f"{name} holds objects that are not in the replacement and cannot be recorded")
+        if any(value is MISSING for value in values):
+            self.refuse(live, f"{name} holds objects that are not in the replacement and cannot be recorded")
         return [value for value in values if value is not MISSING]
 
     def blob(self, index: int) -> memoryview:
@@ -136,14 +174,16 @@ class Restore:
         return Snapshot(self._places, [id(live)], is_apart=True).node(live, 0)
 
     def is_same(self, condition: bool, name: str, what: str) -> None:
-        """Note a mismatch unless `condition` holds."""
-        if self.is_comparing and not condition:
-            self.mismatches.append(f"{name} {what}")
+        """A doubt unless `condition` holds."""
+        if self.is_comparing and not self._is_dead and not condition:
+            self.doubts.append(f"{name} {what}")
 
-    def refuse(self, live: Any, why: str) -> Any:
-        """This value does not match. At the boundary itself that ends the recovery; before it, `live` stays."""
-        if self.is_comparing:
-            raise CannotRestoreError(why)
+    def refuse(self, live: Any, why: str, is_unrecorded: bool = False) -> Any:
+        """This value does not match: `live` stays, or CannotRestoreError is raised."""
+        if self.is_comparing and not self._is_dead:
+            if self._is_strict:
+                raise CannotRestoreError(why)
+            (self.unrecorded if is_unrecorded else self.doubts).append(why)
         return live
 
 
@@ -173,8 +213,8 @@ def restore_same(restore: Restore, live: Any, node: list[Any], name: str) -> Any
 
 
 def restore_refused(restore: Restore, live: Any, node: list[Any], name: str) -> Any:
-    """Refuse what the lost rank could not record."""
-    return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}")
+    """What the lost rank could not record."""
+    return restore.refuse(live, f"{name} cannot be recorded: it {node[1]}", is_unrecorded=True)
 
 
 def restore_reference(restore: Restore, live: Any, node: list[Any], name: str) -> Any:

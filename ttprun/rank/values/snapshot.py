@@ -47,6 +47,7 @@ def choose_with(chooser: Callable[[type], Handler], fixed: Iterable[Handler]) ->
     _fixed.update(fixed)
 
 
+_MOST_LETTERS = 100  # of an error
 MAX_OBJECTS = 200_000  # about one second
 _FRAMES = 2_000  # of the deepest walk, at most
 # Of what torch.compile adds to modules.
@@ -237,7 +238,7 @@ class Snapshot:
             return handler(self, value, depth)
         except Exception as error:  # e.g. another thread is changing it: record the others
             fail_open.raise_if_meant(error)
-            return [Tag.REFUSED, f"raised {type(error).__name__} when it was read"]
+            return [Tag.REFUSED, f"raised {type(error).__name__} when it was read: {str(error)[:_MOST_LETTERS]}"]
 
     def _not_proved(self, kind: type, why: str) -> list[Any]:
         self.not_proved.append(name_of(kind))

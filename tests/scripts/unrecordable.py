@@ -1,0 +1,118 @@
+"""Training beside objects that no record holds, as many programs have them; small, with DDP.
+
+torchrun --nproc-per-node 2 unrecordable.py --out DIR --kind KIND
+
+lock      a lock file of a helper
+lazy      a package that imports its parts when they are first used, and remembers them
+pipeline  a large object that is made now and then, and not used again
+traced    a model made by torch.jit.trace, for validation
+scale     a generator expression says by how much each step's loss is scaled: a replacement has another place in it
+"""
+
+import argparse
+import hashlib
+import importlib
+import os
+import types
+
+import filelock
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+STEPS = 16
+
+
+class LazyPackage(types.ModuleType):
+    """As large libraries have them: a part is imported at its first use."""
+
+    def __init__(self, name, parts):
+        super().__init__(name)
+        self.__path__ = []
+        self._parts = parts
+        self._loaded = {}
+
+    def __getattr__(self, name):
+        if name not in self._parts:
+            raise AttributeError(name)
+        self._loaded[name] = importlib.import_module(self._parts[name])
+        return self._loaded[name]
+
+
+class Registry(dict):
+    """Imports what is asked for."""
+
+    def __init__(self, names):
+        self.names = names
+        self.modules = {}
+
+    def __getitem__(self, key):
+        if key not in self.modules:
+            self.modules[key] = importlib.import_module(self.names[key])
+        return self.modules[key]
+
+    def __iter__(self):
+        raise RuntimeError("somebody iterates over the registry")
+
+
+library = LazyPackage("library", {"colors": "colorsys", "calendars": "calendar"})
+registry = Registry({"sounds": "chunk", "plists": "plistlib"})
+
+
+class Pipeline:
+    """Holds what cannot be recorded."""
+
+    def __init__(self, model):
+        self.model = model
+        self.prompts = (prompt for prompt in ["a", "b"])
+        next(self.prompts)
+        self.lock = filelock.FileLock("unused")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--kind", required=True)
+    args = parser.parse_args()
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    os.makedirs(args.out, exist_ok=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1))
+    model = DDP(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + rank)
+    guard = filelock.FileLock(os.path.join(args.out, f"lock-{rank}"))
+    scales = (1 + 0.1 * (n % 7) for n in range(10**6))
+    traced = torch.jit.trace(net.eval(), torch.zeros(1, 8)) if args.kind == "traced" else None
+    net.train()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 8)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        if args.kind == "scale":
+            loss = loss * next(scales)
+        loss.backward()
+        optimizer.step()
+        if args.kind == "lock":
+            with guard:
+                pass
+        if args.kind == "lazy" and step == 4:
+            assert library.colors.rgb_to_hls(0, 0, 0) and registry["plists"]
+        if args.kind == "pipeline" and step % 5 == 3:
+            pipeline = Pipeline(net)
+            pipeline.lock.lock_file
+        if traced is not None and step % 5 == 3:
+            print(f"[rank {rank}] validation {traced(torch.ones(1, 8)).item()!r}")
+        print(f"[rank {rank}] step {step} loss {loss.item()!r}")
+    if rank == 0:
+        torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
+    weights = b"".join(p.detach().numpy().tobytes() for p in net.parameters())
+    print(f"[rank {rank}] sha256 model {hashlib.sha256(weights).hexdigest()}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
