@@ -54,6 +54,11 @@ def test_a_period_has_one_spelling_inside(written: str, read: str) -> None:
             "exception cannot strike in phase start (the script's code does not run there)",
         ),
         ("nan:rank=1,phase=forward", "(no gradient is reduced there); use one of backward, collective"),
+        (
+            "exception:rank=1,phase=fork",
+            "exception cannot strike in phase fork (the script's code does not run there)",
+        ),
+        ("sleep:rank=1,phase=fork", "(only a signal from outside reaches it there); use one of start, "),
         ("silent:rank=1,phase=init", "silent cannot strike in phase init (the rank is not connected there)"),
     ],
 )

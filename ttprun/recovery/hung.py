@@ -81,6 +81,8 @@ def who_is_guilty(job: Job, silent: tuple[int, ...]) -> tuple[int, ...]:
 
 def who_is_awaited(job: Job) -> tuple[int, ...]:
     """The ranks that hold the current phase up; () if nothing is waited for."""
+    if job.phase is Phase.RUNNING:
+        return ()
     if job.phase is Phase.DRAINING or (job.phase is Phase.PERSISTING and job.persists_at is not None):
         return job.survivors
     return who_is_guilty(job, silent=())
