@@ -37,6 +37,7 @@ from ttprun.agent.seat import Seat
 from ttprun.protocol import nodes
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Channel
+from ttprun.protocol.patience import Patience
 from ttprun.recovery.members import Ties
 from ttprun.recovery.replicas import Replicas
 
@@ -77,7 +78,7 @@ class Succession:
     _expected: set[int] = field(default_factory=set, init=False)
     _heirs: dict[int, _Heir] = field(default_factory=dict, init=False)
     _early: list[tuple[Channel, nodes.Hello]] = field(default_factory=list, init=False)
-    _ends_s: float | None = field(default=None, init=False)
+    _gathers: Patience | None = field(default=None, init=False)
     _ended: set[int] = field(default_factory=set, init=False)  # lost agents that have ended for sure
     _probe_again: dict[int, float] = field(default_factory=dict, init=False)
     _dials: list[Dial] = field(default_factory=list, init=False)
@@ -89,14 +90,14 @@ class Succession:
         self._ended.clear()
         self._probe_again.clear()
         self._heirs.clear()
-        self._ends_s = None
+        self._gathers = None
 
     # A hand.
 
     def begin(self, number: int, why: str) -> None:
         """The leader is lost, or the agent that was to be the next one."""
         node, peers = self.node, self.node.peers
-        if node.verdict is not None or not peers.is_hand or self._ends_s is not None:
+        if node.verdict is not None or not peers.is_hand or self._gathers is not None:
             return
         peers.hang_up(number, node.selector, f"{peers.name_of(peers.node)} did not hear it any more ({why})")
         self._lost[number] = why
@@ -178,7 +179,7 @@ class Succession:
         peers, room = self.node.peers, self.node.peers.room
         assert room is not None
         self._expected = {number for number in peers.rooms if number not in self._lost} - {peers.node}
-        self._ends_s = time.monotonic() + _GATHER_S
+        self._gathers = Patience(_GATHER_S)
         room.door.open(self.node.selector, self._came)
         self.look()
 
@@ -221,14 +222,14 @@ class Succession:
             dial.look()
         for number in [one for one, at_s in self._probe_again.items() if time.monotonic() >= at_s]:
             del self._probe_again[number]
-            if self._ends_s is not None:
+            if self._gathers is not None:
                 self._probe(number)
-        if self._ends_s is None:
+        if self._gathers is None:
             return
-        is_late = time.monotonic() >= self._ends_s
+        is_late = self._gathers.look()
         reached, known = self._reach
         if (self._expected <= self._heirs.keys() and 2 * reached > known) or is_late:
-            self._ends_s = None
+            self._gathers = None
             self._lead() if 2 * reached > known else self._give_up(reached, known)
 
     @property
