@@ -41,7 +41,7 @@ FLOORS = {
 # What runs inside a rank, room by room: each imports only from those before it. Types that stand in annotations alone
 # may come from anywhere (TYPE_CHECKING).
 ROOMS = [
-    ("rank.session", "rank.fail_open", "rank.moments"),
+    ("rank.session", "rank.fail_open", "rank.moments", "rank.signal_handlers"),
     ("rank.process",),
     ("rank.position",),
     ("rank.weights",),

@@ -35,7 +35,7 @@ def names() -> dict[str, str]:
 
 def begin_listening() -> None:
     whose.add_user_directory(os.path.dirname(__file__))
-    patches.apply_early()
+    patches.apply_early(is_mindio=False)
     origins.listen()
 
 

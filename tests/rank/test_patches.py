@@ -82,7 +82,7 @@ CALLS: dict[str, Call] = {
     "torch.autograd.backward": ((THING,), {"retain_graph": True}),
     "atexit.register": ((print,), {"sep": ""}),
     "torch.utils.data._utils.signal_handling._error_if_any_worker_fails": ((), {}),
-    "signal.signal": ((signal.SIGUSR2, print), {}),
+    "signal.signal": ((signal.SIGUSR2, signal.SIG_IGN), {}),
     "signal.getsignal": ((signal.SIGUSR2,), {}),
     "os.urandom": ((4,), {}),
     "os.getpid": ((), {}),

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+from ttprun.rank.signal_handlers import call_through, gate, is_gate, is_of_handler, leave, waiting
+
 _E = TypeVar("_E", bound=BaseException)
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -61,12 +63,21 @@ def guard(name: str, original: Any, wrap: Callable[[Any], Any]) -> Any:
     """
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        return call_original(name, original, *args, **kwargs)
+        return call_original(name, call_through, original, args, kwargs)
 
     ours = wrap(noted)
 
+    @is_gate
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        return run(name, ours, original, args, kwargs)
+        try:
+            result = run(name, ours, original, args, kwargs)
+        except BaseException:
+            if waiting:
+                leave(is_from_c=True)
+            raise
+        if waiting:
+            leave()
+        return result
 
     return guarded if hasattr(original, "__get__") else LikeBuiltin(guarded, original)
 
@@ -109,7 +120,7 @@ def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ours; if it fails, return or raise what the original does."""
+    """Call ours; if it fails, return or raise what the original does. The caller is a gate (signal_handlers.py)."""
     outer = _newest.call
     call = _newest.call = _Call(owner)
     try:
@@ -124,7 +135,7 @@ def run(owner: str, ours: Any, original: Any, args: tuple[Any, ...], kwargs: dic
         return call.returned[0]
     if call.raised is not None:
         raise call.raised
-    return original(*args, **kwargs)
+    return call_through(original, args, kwargs)
 
 
 def hook(name: str, ours: Any) -> Any:
@@ -133,7 +144,7 @@ def hook(name: str, ours: Any) -> Any:
     def guarded(*args: Any) -> Any:
         return run(name, ours, _nothing, args, {})
 
-    return guarded
+    return gate(guarded)
 
 
 def _nothing(*args: Any) -> None:
@@ -145,8 +156,7 @@ def caller() -> FrameType:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
-    assert frame is not None
-    return frame
+    return frame or sys._getframe(1)  # C code calls our function while the interpreter ends
 
 
 def give_up(where: str, error: BaseException) -> None:
@@ -163,9 +173,9 @@ def give_up(where: str, error: BaseException) -> None:
 def is_meant(error: BaseException) -> bool:
     """Whether an exception of ours is meant for the script, or for its framework's callbacks.
 
-    A device's error is: whoever asks the device for something next gets it.
+    A device's error is: whoever asks the device for something next gets it. So is what a signal handler has raised.
     """
-    if getattr(error, "is_meant_for_script", False):
+    if getattr(error, "is_meant_for_script", False) or is_of_handler(error):
         return True
     session = _session()
     if session is None:

@@ -26,6 +26,7 @@ from ttprun.device.errors import DeviceErrors, Diagnosis, in_one_line
 from ttprun.protocol import from_rank, mindio, to_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.channel import Channel
+from ttprun.rank import signal_handlers
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence
 from ttprun.rank.effects import origins
@@ -103,8 +104,8 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     strike_at_start(welcome)
     if welcome.is_replacement:
         _presence.may_start.wait()  # until the agent's order; at its deadline the agent kills this process
+    patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
-        patches.apply_early()
         origins.listen()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
@@ -146,10 +147,11 @@ def report_before(previous: Any) -> Any:
     Before the first step a script mostly fails in all ranks alike: then the agent prints the traceback, once.
     """
 
+    @signal_handlers.gate
     def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         presence = _presence
         if presence is None:
-            previous(kind, error, trace)
+            signal_handlers.call_through(previous, (kind, error, trace), {})
             return
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
             # E.g. a scheduler has signalled the DataLoader's workers too. This process holds the state to be saved.
@@ -160,7 +162,7 @@ def report_before(previous: Any) -> Any:
             if _is_of_end(presence, error) and not presence.welcome.options.prints_traceback:
                 _keep_interrupted(presence, error)
             else:
-                previous(kind, error, trace)
+                signal_handlers.call_through(previous, (kind, error, trace), {})
             return
         if "ttprun.rank.session" not in sys.modules:
             _report_unhooked()
@@ -179,7 +181,7 @@ def report_before(previous: Any) -> Any:
         if diagnosis.rung == "restart" and found is not None:
             found.give_up_protection(f"{diagnosis.name}: the other ranks' state may be wrong too")
         if not is_early:
-            previous(kind, error, trace)
+            signal_handlers.call_through(previous, (kind, error, trace), {})
         is_live = found is not None and found.applied > 0 and found.is_repairable()
         is_replaying = presence.is_rerun and (found is None or found.replay is not None)
         if (is_live or is_replaying) and presence.welcome.options.is_replaced:
@@ -242,6 +244,7 @@ _was_overdue = _has_reported = False
 _is_forking_main = False
 
 
+@signal_handlers.gate_from_c
 def _before_fork() -> None:
     global _is_forking_main
     _is_forking_main = threading.current_thread() is threading.main_thread()
@@ -265,6 +268,7 @@ def _leave_in_child() -> None:
             die_with_parent()
 
 
+@signal_handlers.gate
 def _finish() -> None:
     """The script has come to its end, and its own exit handlers have run."""
     if _presence is None or os.getpid() != _presence.pid:

@@ -26,6 +26,7 @@ class Patch:
     where              "script"  once the script has imported torch
                        "replay"  the same, only before a replay
                        "early"   before the script starts
+                       "first"   the same, and with --mindio too
                        "mindio"  only where a framework recovers by callbacks (--mindio) and no script is replayed
                        "always"  as "script", and with --mindio too
     """
@@ -34,7 +35,7 @@ class Patch:
     attribute: str
     ours: str
     why: str
-    where: Literal["script", "replay", "early", "mindio", "always"] = "script"
+    where: Literal["script", "replay", "early", "first", "mindio", "always"] = "script"
 
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -192,11 +193,11 @@ PATCHES: tuple[Patch, ...] = (
         "signal",
         "signal",
         "process.held_signals:wrap_signal",
-        "a rank that gets SIGTERM or SIGUSR1 with the launcher lives until the state is saved; the script sees the "
-        "default handler",
-        "always",
+        "no handler runs inside our code, but at its end; and a rank that gets SIGTERM or SIGUSR1 with the launcher "
+        "lives until the state is saved: the script sees the default handler",
+        "first",
     ),
-    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "the same", "always"),
+    Patch("signal", "getsignal", "process.held_signals:wrap_getsignal", "the same", "first"),
     *(
         Patch(
             "time",
@@ -334,17 +335,17 @@ _applied: set[Patch] = set()
 
 def apply_all(with_replay: bool) -> list[str]:
     """Apply what a rank needs after torch is imported; returns the attributes that this version of torch lacks."""
-    return _apply("early", "script", "always", *(["replay"] if with_replay else []))
+    return _apply("first", "early", "script", "always", *(["replay"] if with_replay else []))
 
 
-def apply_early() -> list[str]:
+def apply_early(is_mindio: bool) -> list[str]:
     """Apply what must be in place before the script starts; returns what is missing."""
-    return _apply("early")
+    return _apply("first", *([] if is_mindio else ["early"]))
 
 
 def apply_for_frameworks() -> list[str]:
     """Apply what a rank with --mindio needs, where nothing is recorded or replayed; returns what is missing."""
-    return _apply("always", "mindio")
+    return _apply("first", "always", "mindio")
 
 
 def _apply(*wheres: str) -> list[str]:

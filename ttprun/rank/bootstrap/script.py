@@ -8,9 +8,11 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+from ttprun.rank import signal_handlers
 from ttprun.rank.position import ast_transform
 
 
+@signal_handlers.leads_through
 def run(arguments: Sequence[str], is_followed: bool = True) -> None:
     """Run it to its end; its exceptions pass through.
 

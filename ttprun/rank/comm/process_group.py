@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from ttprun.device import accelerator
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import OPERATION_NAMES
-from ttprun.rank import fail_open, moments
+from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.checks import proof
 from ttprun.rank.comm import held_works, messages
 from ttprun.rank.comm.buckets import Buckets
@@ -46,8 +46,10 @@ from ttprun.rank.comm.work import ManagedWork, Refused
 from ttprun.rank.position.frames import location_key
 from ttprun.rank.records.evidence import INPUT
 from ttprun.rank.session import Session
+from ttprun.rank.signal_handlers import gate_from_c
 from ttprun.rank.weights import sharded
 
+signal_handlers.Now.is_in_engine = lambda: torch._C._current_graph_task_id() != -1
 OPERATION_NUMBERS = {op: OPERATION_NAMES.index(op) for op in OPERATIONS}
 living: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()  # including those that the script has destroyed
 GLOO_ALONE: Mapping[str, str] = {"cpu": "gloo"}
@@ -369,6 +371,7 @@ class ManagedGroup(ProcessGroup):
 
 
 def _operation(op: str) -> Callable[..., Work]:
+    @gate_from_c
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Work:
         work: Work = fail_open.run(op, self.issue, self._call, (op, positional(op, args, kwargs)), {})
         return held_works.hold(work) if held_works.IS_NEEDED else work
@@ -378,6 +381,7 @@ def _operation(op: str) -> Callable[..., Work]:
 
 
 def _point_to_point(op: str) -> Callable[..., Any]:
+    @gate_from_c
     def call(self: ManagedGroup, *args: Any, **kwargs: Any) -> Any:
         given = (self, op, (*args, *kwargs.values()))
         return fail_open.run(op, messages.issue, ManagedGroup._call, given, {})

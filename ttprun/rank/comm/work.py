@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dis
+import itertools
+import sys
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from ttprun.protocol.board import Phase
-from ttprun.rank import fail_open
+from ttprun.rank import fail_open, signal_handlers
 from ttprun.rank.comm.entry import Entry
 from ttprun.rank.comm.journal import EndedError, Journal, has_succeeded
 from ttprun.rank.session import current
+from ttprun.rank.signal_handlers import waiting
 
 
 class ManagedWork(Work):
@@ -23,13 +28,25 @@ class ManagedWork(Work):
         self._journal = journal
         self._entry = entry
 
+    @signal_handlers.is_gate
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the collective has really completed; `timeout` is the backend's own."""
-        self.synchronize()
+        try:
+            self._wait()
+        except BaseException:
+            if waiting:
+                signal_handlers.leave(is_from_c=True)
+            raise
+        if waiting:
+            signal_handlers.leave(is_from_c=not _is_called_by_python(sys._getframe(1)))
         return True
 
+    @signal_handlers.gate_from_c
     def synchronize(self) -> None:
         """As wait()."""
+        self._wait()
+
+    def _wait(self) -> None:
         session = current()
         if session is not None and not self._entry.is_done:
             session.touch(Phase.WAITING)
@@ -43,6 +60,7 @@ class ManagedWork(Work):
         if entry.inner is not None and not entry.is_done:
             entry.inner.wait()
 
+    @signal_handlers.gate_from_c
     def is_completed(self) -> bool:
         """Whether the collective has completed; if so, the script may use its tensors."""
         entry = self._entry
@@ -65,6 +83,7 @@ class ManagedWork(Work):
         self._entry = Entry(entry.group, entry.op, (), [])
         self._entry.is_done = True
 
+    @signal_handlers.gate_from_c
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors; it stays pending during a recovery."""
         entry = self._entry
@@ -78,6 +97,13 @@ class ManagedWork(Work):
         elif entry.inner is not None:
             entry.group.bridge(entry, entry.inner)
         return future
+
+
+def _is_called_by_python(frame: FrameType) -> bool:
+    """Whether this frame itself calls `work.wait()`, rather than C++ that it has called."""
+    line, _, column, _ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    named = [one.positions for one in dis.get_instructions(frame.f_code) if one.argval == "wait"]
+    return any(at is not None and (at.lineno, at.col_offset) == (line, column) for at in named)
 
 
 def wrap_extract_tensors(original: Any) -> Any:

@@ -23,7 +23,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ttprun.protocol.board import Phase
-from ttprun.rank import fail_open, moments
+from ttprun.rank import fail_open, moments, signal_handlers
 from ttprun.rank.effects import append_dedup
 from ttprun.rank.position import ast_transform
 from ttprun.rank.position.whose import has_muted_effects
@@ -108,6 +108,7 @@ class _FollowedFile(io.FileIO):
     is_muted = False
     key = 0
 
+    @signal_handlers.gate_from_c
     def write(self, data: Any) -> int:
         if self.is_muted:
             return memoryview(data).nbytes

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from ttprun.protocol.board import Field
+from ttprun.rank import signal_handlers
 from ttprun.rank.session import Session, current
 
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
@@ -43,6 +44,7 @@ class _CountedRaw(io.RawIOBase):
         """Whether the descriptor leads to another file than when this was made."""
         return _file_of(self._fd) != self._file
 
+    @signal_handlers.gate_from_c
     def write(self, data: Any) -> int:
         raw = left = bytes(data)
         session = current()
@@ -55,7 +57,7 @@ class _CountedRaw(io.RawIOBase):
             cell = session.rank
             session.board.set(cell, self._field, session.board.get(cell, self._field) + left.count(b"\n"))
         while left:
-            left = left[os.write(self._fd, left) :]
+            left = left[signal_handlers.call_through(os.write, (self._fd, left), {}) :]
         return len(raw)
 
 

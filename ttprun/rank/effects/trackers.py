@@ -11,6 +11,7 @@ import os
 import sys
 from typing import Any
 
+from ttprun.rank import signal_handlers
 from ttprun.rank.checks import proof
 from ttprun.rank.effects import append_dedup
 from ttprun.rank.process.after_import import after_import
@@ -28,7 +29,7 @@ def _patch() -> None:
     kind = getattr(sys.modules.get(_WRITERS), "EventFileWriter", None)
     original = getattr(kind, "add_event", None)
     if kind is not None and original is not None and not hasattr(original, "__wrapped__"):
-        ours = wrap_add_event(original)
+        ours = signal_handlers.gate(wrap_add_event(original))
         ours.__wrapped__ = original
         kind.add_event = ours
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from ttprun.rank import signal_handlers
 from ttprun.rank.position import compiled_cache, imported, loops, whose
 
 ENTER = "__ttprun_enter__"
@@ -148,6 +149,7 @@ _prepared: dict[str, tuple[bytes, CodeType]] = {}
 class FollowedLoader(importlib.machinery.SourceFileLoader):
     """Loads a user's module with its loops followed, without bytecode files."""
 
+    @signal_handlers.gate
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         if fullname not in loaded:
@@ -159,6 +161,7 @@ class FollowedLoader(importlib.machinery.SourceFileLoader):
 class NamedLoader(importlib.machinery.SourceFileLoader):
     """Loads a module that is followed by its name."""
 
+    @signal_handlers.gate
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
         whose.note_followed(fullname, path)
@@ -170,6 +173,7 @@ class NamedLoader(importlib.machinery.SourceFileLoader):
 class _Finder:
     """On sys.meta_path: asks Python's own finder, and replaces the loader of modules that are followed."""
 
+    @signal_handlers.gate
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:

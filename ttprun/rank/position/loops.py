@@ -32,10 +32,12 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from types import CodeType, FrameType, GeneratorType
 from typing import Any, NamedTuple
 
+from ttprun.rank import signal_handlers
 from ttprun.rank.position import control_flow
 from ttprun.rank.position.frames import SCALARS
 from ttprun.rank.position.placeholders import END, Way, hand_out, pass_over
 from ttprun.rank.process import random_state
+from ttprun.rank.signal_handlers import waiting
 
 TRIALS = 8  # times that a loop is followed before it is assumed to have no step inside
 # Types that do not start again when another loop iterates over them.
@@ -164,17 +166,20 @@ class Loop:
         following = self._following() if self._following is not None else None
         return inspect.getgeneratorlocals(following).get("items") if following is not None else None
 
+    @signal_handlers.is_gate
     def _follow(self, iterable: Iterable[Any]) -> Generator[Any]:
         site = self.site
-        items = self._begin(iterable)
-        while (item := next(items, END)) is not END:  # a `for` would call iter() once more
+        items = signal_handlers.call_through(self._begin, (iterable,), {})
+        while (item := _next_of(items)) is not END:
             self.position += 1
             self.current = _plain(item)
             if site.is_outer or self.position < 3:
                 self.item_rng = self._random_states()
-            held = [item]
-            item = None  # the script alone keeps an item alive
-            yield held.pop()
+            if waiting:
+                signal_handlers.leave(is_from_c=True)
+            yield (item, item := None)[0]  # the script alone keeps an item alive
+        if waiting:
+            signal_handlers.leave(is_from_c=True)
 
     def _begin(self, iterable: Iterable[Any]) -> Iterator[Any]:
         return iter(iterable)
@@ -201,6 +206,13 @@ class Loop:
             "bounds": self.bounds,
             "is_inside": following is not None and following.gi_running,
         }
+
+
+@signal_handlers.leads_through
+def _next_of(items: Iterator[Any]) -> Any:
+    if waiting:
+        signal_handlers.deliver()
+    return next(items, END)  # a `for` would call iter() once more
 
 
 class Jump(Loop):

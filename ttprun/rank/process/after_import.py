@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from ttprun.rank import signal_handlers
+
 _waiting: dict[str, Callable[[], None]] = {}
 _running: list[str] = []  # modules whose code is running, by a loader that we have wrapped
 _lock = threading.Lock()
@@ -62,6 +64,7 @@ def _run_and_act(run: Callable[[ModuleType], None], name: str, module: ModuleTyp
         _act_for(name)
 
 
+@signal_handlers.gate
 def _act_for(name: str) -> None:
     with _lock:
         act = _waiting.pop(name, None)

@@ -24,6 +24,7 @@ from typing import Any
 
 from ttprun.protocol.board import LEADER, Board, Field
 from ttprun.protocol.patience import Patience, is_agent_awake
+from ttprun.rank import signal_handlers
 
 HELD = (signal.SIGTERM, signal.SIGUSR1)
 MOMENT_S = 0.5  # a scheduler signals all processes of a job within milliseconds
@@ -47,6 +48,8 @@ def hold(board: Board) -> None:
     for number in HELD:
         if _handler_of(number) is signal.SIG_DFL:
             _set_handler(number, _stay)
+    signal_handlers.wrap_all(but=_stay)
+    signal_handlers.Now.is_ending = _is_ending
     # Python calls a handler only when its main thread runs bytecode, so a thread reads the wake-up descriptor.
     others = signal.set_wakeup_fd(_write_fd, warn_on_full_buffer=False)
     if others >= 0:
@@ -86,6 +89,7 @@ def release_in_child() -> None:
     for number in HELD:
         if _handler_of(number) is _stay:
             _set_handler(number, signal.SIG_DFL)
+    signal_handlers.unwrap_all()
     others = signal.set_wakeup_fd(-1)
     if others not in (-1, _write_fd):
         signal.set_wakeup_fd(others, warn_on_full_buffer=False)
@@ -104,10 +108,11 @@ def wrap_getsignal(original: Any) -> Any:
 
 
 def wrap_signal(original: Any) -> Any:
-    """signal.signal: the same for the handler that it returns."""
+    """signal.signal: the same for the handler that it returns; the new one is not to run inside our code."""
 
     def set_handler(*args: Any, **kwargs: Any) -> Any:
-        return _shown(original(*args, **kwargs))
+        args = *args[:1], *map(signal_handlers.wrapped, args[1:])
+        return _shown(original(*args, **{name: signal_handlers.wrapped(given) for name, given in kwargs.items()}))
 
     return set_handler
 
@@ -137,7 +142,7 @@ def _is_soon(condition: Callable[[], bool], limit_s: float) -> bool:
 
 
 def _shown(handler: Any) -> Any:
-    return signal.SIG_DFL if handler is _stay else handler
+    return signal.SIG_DFL if handler is _stay else signal_handlers.unwrapped(handler)
 
 
 def _stay(number: int, frame: FrameType | None) -> None:
@@ -155,6 +160,10 @@ def _is_end_asked() -> bool:
 
 def _is_agent_awake() -> bool:
     return _board is None or is_agent_awake(_board)
+
+
+def _is_ending() -> bool:
+    return _is_end_asked() or (_board is not None and _board.get(LEADER, Field.ENDED_BY) != 0)
 
 
 def _watch(read_fd: int) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ttprun.rank import signal_handlers
+
 _NAME = "closure"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,15 +35,14 @@ class Watch:
     def over(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """The function that the optimizer gets instead of the closure."""
 
-        @functools.wraps(closure, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             if self.calls > 1:
                 self._again()
-                return closure(*args, **kwargs)
-            return self._ended(closure(*args, **kwargs))
+                return signal_handlers.call_through(closure, args, kwargs)
+            return self._ended(signal_handlers.call_through(closure, args, kwargs))
 
-        return run
+        return functools.wraps(closure, updated=())(signal_handlers.gate(run))
 
 
 def watch(

@@ -18,7 +18,7 @@ import torch
 
 from ttprun.device import accelerator
 from ttprun.protocol.board import LEADER, Field, Phase
-from ttprun.rank import fail_open, moments, values
+from ttprun.rank import fail_open, moments, signal_handlers, values
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.data import loaders
 from ttprun.rank.effects import files, origins, os_entropy, output
@@ -39,6 +39,7 @@ _closure: closures.Watch | None = None  # of the running step
 _AROUND_STEPS = torch.optim.Optimizer.profile_hook_step(
     len
 ).__code__  # torch's wrapper of `step`, which calls the hooks
+signal_handlers.Now.around_steps = _AROUND_STEPS
 
 
 def wrap_join(original: Any) -> Any:
@@ -60,6 +61,7 @@ def forget() -> None:
     """The run of the script is over."""
     global _running, _closure
     _running = _closure = None
+    signal_handlers.Now.is_stepping = False
 
 
 def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> closures.Arguments | None:
@@ -69,6 +71,7 @@ def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> clo
     if session is None or _is_inside_another(optimizer):
         return None  # a step inside another optimizer's step belongs to that one
     _running = optimizer
+    signal_handlers.Now.is_stepping = False  # the step before may have failed
     frame = fail_open.caller()
     _closure = closures.Watch(partial(_end_closure, session, optimizer), partial(_refuse_second_call, session))
     watched = closures.watch(optimizer, args, kwargs, _closure)
@@ -113,6 +116,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
     if session.replay is not None:
         returned = session.replay.before_step(frame, returned)
         session.replay.begin_step(optimizer)
+        signal_handlers.Now.is_stepping = True
         return returned
     moments.reached("before_step")
     if accelerator.is_capturing():
@@ -147,6 +151,7 @@ def _begin_step(session: Session, optimizer: torch.optim.Optimizer, frame: Frame
             session.is_applying = True
     session.updates.begin()
     session.touch(Phase.STEPPING)
+    signal_handlers.Now.is_stepping = True
     moments.reached("in_step")
     return returned
 
@@ -176,6 +181,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
     if session is None or _running is not optimizer:
         return
     _running = None
+    signal_handlers.Now.is_stepping = False
     if _closure is not None and not _closure.calls:
         session.give_up_protection("the optimizer has taken a step without calling its closure")
     if session.replay is not None:

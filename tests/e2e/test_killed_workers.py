@@ -1,0 +1,25 @@
+"""A DataLoader worker is killed, as by the kernel when memory is short, scenario A43: the rank fails at its own call.
+
+Under torchrun each of these ends the job. Here the rank is replaced, and so is one that is lost later.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.harness import RunTtprun, Undisturbed, assert_only_replaced, assert_same_outcome
+
+WORKERS = "loses_a_worker.py"  # 16 steps; it dies in step 5
+LATER = "kill:rank=1,step=11,phase=backward"
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "collective", "step", "next"])
+def test_a_rank_whose_loaders_worker_is_killed_is_replaced_and_protection_stays_on(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed, place: str
+) -> None:
+    run = run_ttprun(WORKERS, 2, faults=[LATER], script_args=["--place", place])
+
+    assert_only_replaced(run, incidents=2)
+    assert "DataLoader worker" in "\n".join(run.stderr[0]), run.story()
+    assert [event["reason"] for event in run.events if event["event"] == "unprotected"] == [], run.story()
+    assert_same_outcome(run, undisturbed(WORKERS, 2))

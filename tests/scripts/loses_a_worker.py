@@ -1,0 +1,116 @@
+"""DDP with DataLoader workers; one worker of rank 0 is killed, once, while the main thread is in a given place.
+
+torchrun --nproc-per-node 2 loses_a_worker.py --out DIR [--place forward|backward|collective|step|next|set-up]
+
+"set-up" is the next batch of a second process of the rank, before it has taken a step.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--place", default="")
+args = parser.parse_args()
+os.makedirs(args.out, exist_ok=True)
+STEPS, AT = 16, 5
+RANK = int(os.environ["RANK"])
+
+
+def is_first(name: str) -> bool:
+    """Whether nobody has been here before."""
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(os.path.join(args.out, name), os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+is_second_process = not is_first(f"began-{RANK}")
+
+
+class Points(Dataset):
+    def __len__(self) -> int:
+        return 2 * STEPS * 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        at_next = args.place == "next" and index // 8 == AT
+        at_set_up = args.place == "set-up" and is_second_process
+        if RANK == 0 and (at_next or at_set_up) and is_first("died"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.arange(8.0).add(index).sin()
+
+
+def kill_worker() -> None:
+    """Kill a worker, and return when it is dead."""
+    pid = batches._workers[0].pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    is_first("dead")
+
+
+def kill_behind(frame_code) -> None:
+    """Kill it once the main thread has gone on from that function."""
+    while sys._current_frames()[threading.main_thread().ident].f_code is frame_code:
+        time.sleep(0.001)
+    kill_worker()
+
+
+def come_to(place: str) -> None:
+    """The main thread of each rank is there. Rank 1 comes later to where rank 0 then waits for it."""
+    if step != AT or place != args.place:
+        return
+    if RANK == 1:
+        while not os.path.exists(os.path.join(args.out, "dead")):
+            time.sleep(0.001)
+    elif not is_first("killed"):
+        return
+    elif place in ("forward", "backward"):
+        kill_worker()
+    else:
+        threading.Thread(target=kill_behind, args=(come_to.__code__,)).start()
+
+
+class Net(torch.nn.Sequential):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        come_to("forward") if RANK == 0 else None
+        return super().forward(inputs)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = Net(torch.nn.Linear(8, 32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 1))
+model = DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+optimizer.register_step_pre_hook(lambda *given: come_to("step"))
+net[2].weight.register_hook(lambda gradient: come_to("backward") if RANK == 0 else None)
+torch.manual_seed(1 + RANK)
+points = Points()
+loader = DataLoader(points, batch_size=4, sampler=DistributedSampler(points, shuffle=False), num_workers=2)
+batches = iter(loader)
+for step in range(STEPS):
+    batch = next(batches)
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    mean = loss.detach().clone()
+    come_to("collective")
+    dist.all_reduce(mean)
+    optimizer.step()
+    print(f"[rank {RANK}] step {step} loss {loss.item()!r} mean {mean.item()!r}")
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
+print(f"[rank {RANK}] sha256 model {digest}")
+if RANK == 0:
+    torch.save(net.state_dict(), os.path.join(args.out, "final.pt"))
+dist.destroy_process_group()
