@@ -123,7 +123,7 @@ train(step, 20)
 def test_a_script_that_cannot_be_repaired_is_reported_after_its_first_step_and_not_replayed(
     run_ttprun: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "library"
+    package = tmp_path / "site-packages"
     package.mkdir()
     (package / "package_with_a_loop.py").write_text(
         "def train(step, count):\n    for _ in range(count):\n        step()\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.rank.worlds import run_world
 from ttprun.rank.position import loops
 
 torch.set_num_threads(1)
+os.environ["TORCH_HOME"] = str(Path(__file__).parent)  # tests are nobody's own code, unless one says so
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "ttprun-hypothesis")
 
 

@@ -17,6 +17,7 @@ import itertools
 import os
 import sys
 import warnings
+import zipimport
 from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -170,6 +171,18 @@ class NamedLoader(importlib.machinery.SourceFileLoader):
         return compile_named(self.get_data(path), path)
 
 
+class FollowedZip(zipimport.zipimporter):
+    """Loads a user's module from a zip file with its loops followed."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        if not path.endswith(".py"):
+            return super().get_code(fullname)
+        if fullname not in loaded:
+            loaded.append(fullname)
+        return compile_followed(self.get_data(path), path)
+
+
 class _Finder:
     """On sys.meta_path: asks Python's own finder, and replaces the loader of modules that are followed."""
 
@@ -179,20 +192,37 @@ class _Finder:
     ) -> importlib.machinery.ModuleSpec | None:
         imported.note_environment(fullname)
         is_named = whose.is_named(fullname)
-        finders = sys.meta_path[sys.meta_path.index(self) + 1 :] if is_named else [importlib.machinery.PathFinder]
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else []
+        finders = [one for one in later if is_named or one not in _OF_PYTHON]
+        if not is_named:  # the others are those of editable installations, say
+            finders.insert(0, importlib.machinery.PathFinder)
         spec = next(filter(None, (_ask(finder, fullname, path, target) for finder in finders)), None)
-        if spec is None or isinstance(spec.loader, FollowedLoader | NamedLoader):
-            return spec
-        if type(spec.loader) is not importlib.machinery.SourceFileLoader or not spec.origin:
+        if spec is None or not spec.origin:
             return None
-        if whose.is_of_user(spec.origin):
+        if isinstance(spec.loader, FollowedLoader | NamedLoader | FollowedZip):
+            return spec
+        if fullname in whose.LIBRARIES:
+            whose.note_library(fullname, spec.origin)
+        loader: Any = spec.loader
+        is_source, is_of_user = type(loader) is importlib.machinery.SourceFileLoader, whose.is_of_user(spec.origin)
+        if is_source and is_of_user:
             spec.loader = FollowedLoader(fullname, spec.origin)
-        elif is_named:
+        elif is_source and is_named:
             spec.loader = NamedLoader(fullname, spec.origin)
+        elif type(loader) is zipimport.zipimporter and is_of_user:
+            loader = FollowedZip(os.path.join(loader.archive, loader.prefix))
+            spec.loader = loader
         else:
             return None
         spec.cached = None
         return spec
+
+
+_OF_PYTHON: tuple[Any, ...] = (
+    importlib.machinery.BuiltinImporter,
+    importlib.machinery.FrozenImporter,
+    importlib.machinery.PathFinder,
+)
 
 
 def _ask(finder: Any, *asked: Any) -> importlib.machinery.ModuleSpec | None:
@@ -262,6 +292,9 @@ def install(modules: Sequence[str] = ()) -> None:
     whose.follow(modules)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
+    for name in whose.LIBRARIES & sys.modules.keys():
+        if origin := vars(sys.modules[name]).get("__file__"):
+            whose.note_library(name, origin)
     vars(builtins).update(BUILTINS)
     finder: Any = _Finder()
     sys.meta_path.insert(0, finder)

@@ -5,17 +5,21 @@ whose frames are recorded     `records_frames`
 whose objects are state       `holds_state`, `is_state`
 whose effects are muted       `has_muted_effects`
 
-A file is the user's if it is the script, or below the script's directory or a directory of `user_paths`, and not an
-installed package, unless `user_paths` names that itself. All four are true for it. A module that the configuration
-names under `follow`, or that `ttprun.frameworks` knows, counts as the user's for the first three; its whole package has
-its effects muted, since a framework writes its logs and checkpoints from all over its package. So have packages that
-write a model for a loop of the script's own (`model.save_pretrained`).
+A file is the user's if it is not installed: it lies neither in `site-packages` or `dist-packages` (but for a folder
+that is linked there), nor in Python's library, in torch, in ttprun, or in what `pip install --target` has filled; and
+no program has generated or downloaded it. A path of `user_paths` is the user's wherever it lies. All four are true for
+it. A module that the configuration names under `follow`, or that `ttprun.frameworks` knows, counts as the user's for
+the first three; its whole package has its effects muted, since a framework writes its logs and checkpoints from all
+over its package. So have packages that write a model for a loop of the script's own (`model.save_pretrained`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import glob
 import os
-import site
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -29,15 +33,23 @@ _INSTALLED = tuple(
         sysconfig.get_path("platstdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
-        *site.getsitepackages(),
+        os.path.join(sys.base_prefix, sys.platlibdir, f"python{sys.version_info[0]}{sys.version_info[1]}.zip"),
         os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
     }
     if path
 )
 _SITE = f"{os.sep}site-packages{os.sep}"
+_SITES = (_SITE, f"{os.sep}dist-packages{os.sep}")
+# Packages that are libraries wherever they lie, in a developer's folder, say; the second not beside a script.
+_OF_TORCH = frozenset({"torch", "torch_npu", "torchgen", "functorch"})
+LIBRARIES = _OF_TORCH | {name.partition(".")[0] for name in frameworks.FOLLOW}
+# Folders for what programs generate or download; so are hidden ones, but for one that the script is in, too.
+_CACHES = ("HF_HOME", "HF_MODULES_CACHE", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_OF_CACHES = (".", "torchinductor_")
 _user_directories: list[str] = []
 _own_installed: tuple[str, ...] = ()  # of these, what lies where installed packages do, and single files
 _named: set[str] = set(frameworks.FOLLOW)
+_libraries: tuple[str, ...] = ()
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
 _known: dict[str, bool] = {}
@@ -58,6 +70,15 @@ def add_named_path(path: str) -> None:
     if is_installed(full) or full.endswith(".py"):
         _own_installed += (full if full.endswith(".py") else full.rstrip(os.sep) + os.sep,)
     _forget_answers()
+
+
+def note_library(module: str, filename: str) -> None:
+    """One of LIBRARIES comes from this file."""
+    global _libraries
+    folder = os.path.dirname(os.path.abspath(filename)) + os.sep
+    if module in _OF_TORCH or not folder.startswith(tuple(_user_directories)):
+        _libraries = tuple({*_libraries, folder})
+        _forget_answers()
 
 
 def follow(modules: Iterable[str]) -> None:
@@ -124,18 +145,75 @@ def _writes_checkpoints(filename: str) -> bool:
 
 
 def is_installed(path: str) -> bool:
-    """Whether a file or folder belongs to an installed package, or to Python itself."""
+    """Whether a file or folder belongs to an installed package, to torch, or to Python itself."""
     full = os.path.abspath(path) + os.sep
     if full.startswith(_own_installed):
         return False
-    return full.startswith(_INSTALLED) or _SITE in full
+    return full.startswith(_libraries) or _is_installed_folder(os.path.dirname(full[:-1]) + os.sep) or _is_target(full)
+
+
+@functools.cache
+def _is_installed_folder(folder: str) -> bool:
+    real = os.path.realpath(folder) + os.sep
+    return _lies_installed(real) or (_lies_installed(folder) and not _is_linked(folder))
+
+
+def _lies_installed(folder: str) -> bool:
+    return folder.startswith(_INSTALLED) or any(site in folder for site in _SITES)
+
+
+def _is_linked(folder: str) -> bool:
+    """Whether a folder is of a package that somebody develops elsewhere: its folder in site-packages is a link."""
+    for site in _SITES:
+        before, is_there, inside = folder.rpartition(site)
+        if is_there and inside:
+            return os.path.islink(f"{before}{site}{inside.partition(os.sep)[0]}")
+    return False
+
+
+def _is_target(path: str) -> bool:
+    """Whether a file of a folder of sys.path was put there by pip, as by `pip install --target`."""
+    for entry in sys.path:
+        before = os.path.abspath(entry) + os.sep
+        if path.startswith(before) and path.removeprefix(before).partition(os.sep)[0] in _put_by_pip(before):
+            return True
+    return False
+
+
+@functools.cache
+def _put_by_pip(folder: str) -> frozenset[str]:
+    """The names in a folder that are listed in the descriptions of packages beside them."""
+    found: set[str] = set()
+    for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as lines:
+            found.update(re.split("[/,]", line, maxsplit=1)[0] for line in lines)
+    return frozenset(found)
 
 
 def is_of_user(filename: str) -> bool:
-    """Whether a file is the user's own."""
+    """Whether a file is the user's own. Without any directory of the user's being known, none is."""
     path = os.path.abspath(filename)
-    is_below = path.startswith(tuple(_user_directories)) or path in _own_installed
-    return not filename.startswith("<") and is_below and not is_installed(path)
+    if filename.startswith("<") or is_installed(path):
+        return False
+    if path.startswith(tuple(_user_directories)) or path in _own_installed:
+        return True
+    return _is_there(path) and not _is_cached(path)
+
+
+def _is_there(path: str) -> bool:
+    """Whether it is a file, or a member of one: code may name a file that was only where it was compiled."""
+    folder = path
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isfile(folder)
+
+
+def _is_cached(path: str) -> bool:
+    caches = (os.path.abspath(os.environ[name]) + os.sep for name in _CACHES if os.environ.get(name))
+    parts = (os.path.relpath(path, directory).split(os.sep) for directory in _user_directories)
+    return path.startswith(tuple(caches)) or not any(
+        all(part == os.pardir or not part.startswith(_OF_CACHES) for part in of_one) for of_one in parts
+    )
 
 
 def _is_theirs(filename: str) -> bool:
@@ -149,3 +227,4 @@ def _is_theirs(filename: str) -> bool:
 def _forget_answers() -> None:
     _known.clear()
     _muted.clear()
+    _is_installed_folder.cache_clear()
