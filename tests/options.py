@@ -24,5 +24,6 @@ OPTIONS = Options(
     user_paths=[],
     follow=[],
     is_strict=False,
+    loops=None,
     prints_traceback=True,
 )

@@ -24,9 +24,12 @@ class Trainer:
 """
 
 
-def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_holds_each_line_once(
-    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+KILL = "kill:rank=1,step=20,phase=backward"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One that trains by the framework, which is installed."""
     package = tmp_path / "site-packages" / "mytrainer"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("from mytrainer.loop import Trainer\n")
@@ -39,9 +42,26 @@ def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_hold
         f"{before}import mytrainer\n\ndef train(step):\n    global loss\n{loop}    return loss.item()\n\n"
         f"mytrainer.Trainer(f'log{{rank}}.txt').fit(train, args.steps)\n{after}"
     )
-    kill = "kill:rank=1,step=20,phase=backward"
+    return script
 
-    result = run_ttprun(str(script), 2, faults=[kill], options=["--follow", "mytrainer.loop", "--follow", "not_there"])
+
+def test_a_rank_that_trains_in_a_framework_that_an_earlier_run_has_met_is_replaced_without_configuration(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: Path
+) -> None:
+    first = run_ttprun(str(script), 2, script_args=["--steps=2"])
+
+    result = run_ttprun(str(script), 2, faults=[KILL])
+
+    assert "its file is followed from the next run on" in " ".join(first.output.split())
+    assert_only_replaced(result)
+    assert_same_outcome(result, undisturbed(PLAIN, 2))
+    assert "follow" not in result.output
+
+
+def test_a_rank_that_trains_in_a_followed_framework_is_replaced_and_its_log_holds_each_line_once(
+    run_ttprun: Callable[..., Run], undisturbed: Callable[..., Run], script: Path
+) -> None:
+    result = run_ttprun(str(script), 2, faults=[KILL], options=["--follow", "mytrainer.loop", "--follow", "not_there"])
 
     assert_only_replaced(result)
     assert_same_outcome(result, undisturbed(PLAIN, 2))

@@ -132,12 +132,13 @@ def test_a_script_that_cannot_be_repaired_is_reported_after_its_first_step_and_n
     script.parent.mkdir()
     script.write_text(IN_A_PACKAGE)
     monkeypatch.setenv("PYTHONPATH", str(package))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     result = run_ttprun(str(script), 2, faults=["kill:rank=1,step=12,phase=backward"])
 
     assert result.output.count("no rank can be replaced") == 1, result.story()
     assert "the optimizer step is taken in a loop of train" in result.output
-    assert "try this line in the configuration: follow: [package_with_a_loop]" in " ".join(result.output.split())
+    assert "is met for the first time: its file is followed from the next run on" in " ".join(result.output.split())
     assert "If a rank is lost, the job ends" in result.output
     reported = [event["boundary"] for event in result.events if event["event"] == "rank_hindered"]
     assert reported == [1, 1], result.story()

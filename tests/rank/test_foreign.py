@@ -26,7 +26,8 @@ NO_LOOPS = {
 
 
 def look() -> tuple[str, list[str]]:
-    return library_loops.loop_around(sys._getframe(1))
+    found, modules = library_loops.loop_around(sys._getframe(1))
+    return found, list(modules)
 
 
 def seen_from(source: str, filename: str, module: str = "framework.trainer") -> str:
@@ -129,8 +130,8 @@ KEEPS = "import torch\ndef fit(look):\n    loss = torch.ones(1, requires_grad=Tr
 def _keeper_seen_from(source: str, module: str) -> str:
     scope: dict[str, Any] = {"__name__": module}
     exec(compile(source, "/opt/lib/framework/trainer.py", "exec"), scope)
-    found: str = scope["fit"](lambda: library_loops.keeper_of_a_loss(sys._getframe(1)))
-    return found
+    found: dict[str, str] = scope["fit"](lambda: library_loops.keeper_of_a_loss(sys._getframe(1)))
+    return "".join(found)
 
 
 @pytest.mark.parametrize(

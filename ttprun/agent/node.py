@@ -26,6 +26,7 @@ from ttprun.observe.events import EventLog
 from ttprun.observe.run_directory import RunDirectory
 from ttprun.protocol import nodes
 from ttprun.protocol.board import FIELDS, Board, Field
+from ttprun.rank.position import remembered
 from ttprun.rank.process import children
 from ttprun.rank.records.recorder import Recorder
 
@@ -43,6 +44,7 @@ class Node:
     selector       what the supervisor waits on; the data of a key is the function to call when it is ready
     seats          by rank
     peers          the agents of the other nodes
+    loops          files in which earlier runs have met a training loop; None: on several nodes they may differ
     board_fd       of the board; -1 before the first group
     verdict        set when the present group must be restarted, has failed or is done; None while it lives
     is_settled     there is a verdict, or nobody who would come to one
@@ -71,6 +73,7 @@ class Node:
         self.call, self.wake = calls.add, calls.wake
         self.seats: list[Seat] = []
         self.peers = Peers()
+        self.loops: list[str] | None = None
         self._here = slice(None)
         self.board_fd = -1
         self._board: Board | None = None
@@ -98,6 +101,7 @@ class Node:
         """
         self.peers = peers or Peers()
         self.peers.has_stepped = self._has_stepped
+        self.loops = None if self.peers.address else remembered.files()
         world_size = len(ranks) * self.peers.size
         for seat in self.here:
             os.close(seat.record_fd)

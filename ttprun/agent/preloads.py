@@ -74,7 +74,7 @@ class Preloaded(Standby):
     count     modules that it imports
     """
 
-    def __init__(self, copy: Copy, plan: Plan, refused: dict[str, str], follow: list[str]) -> None:
+    def __init__(self, copy: Copy, plan: Plan, refused: dict[str, str], asked: to_rank.Preload) -> None:
         self.process = copy.process
         self.channel = copy.channel
         self.has_started = self.is_copyable = False
@@ -90,7 +90,7 @@ class Preloaded(Standby):
         with open(fd, "wb") as file:
             file.write(encode(left))
             file.flush()
-            self.channel.send(to_rank.Preload(follow), [fd, self._notebook])
+            self.channel.send(asked, [fd, self._notebook])
 
     def take(self, message: Ready) -> None:
         """It has imported all."""
@@ -119,12 +119,14 @@ class Preloads:
     """The copy that imports, and what is known of modules that it must not import.
 
     follow    names of modules whose loops are followed, beside those of known frameworks
+    loops     files of such modules
     why_not   why there is none, "" if there is one or will be
     """
 
     def __init__(self, follow: Sequence[str] = ()) -> None:
         self.why_not = ""
         self._follow = list(follow)
+        self.loops: list[str] | None = None
         self._reports: dict[int, Imported] = {}
         self._plan: Plan | None = None
         self._refused: dict[str, str] = {}
@@ -174,7 +176,8 @@ class Preloads:
         copy = standby.copy()
         if copy is not None:
             self._rounds += 1
-            self._current = Preloaded(copy, self._plan, self._refused, self._follow)
+            asked = to_rank.Preload(self._follow, self.loops)
+            self._current = Preloaded(copy, self._plan, self._refused, asked)
             watch(self._current)
 
     def came(self, preloaded: Preloaded) -> bool:

@@ -98,6 +98,7 @@ class Supervisor:
         if is_leading_first and peers is not None and not peers.without_save_dir and self._resumption.is_of_leader:
             self._resume_from = self._resumption.find()
         self.node.begin_group(ranks, peers)
+        self.parts.standbys.preloads.loops = self.node.loops
         self.parts.begin_group()
         self.parts.orders.replace_handler = replace_handler
 

@@ -71,6 +71,7 @@ class Watch:
             nan_limit_s=config.nan_limit_s,
             user_paths=config.user_paths,
             follow=config.follow,
+            loops=node.loops,
             may_rerun="rerun" in rungs,
             retry_on=config.retry_on,
             device_errors=config.device_errors,

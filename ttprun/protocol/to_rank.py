@@ -48,6 +48,7 @@ class Options:
     nan_limit_s: float | None
     user_paths: list[str]
     follow: list[str]
+    loops: list[str] | None
     may_rerun: bool
     retry_on: list[str]
     device_errors: dict[str, Any]
@@ -132,9 +133,11 @@ class Preload:
     """Import the plan in the first attached descriptor, and note in the second what runs; then `Ready`.
 
     follow   names of modules whose loops are followed
+    loops    files of such modules
     """
 
     follow: list[str] = field(default_factory=list)
+    loops: list[str] | None = None
 
 
 @dataclass(frozen=True)

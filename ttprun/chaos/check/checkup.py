@@ -21,6 +21,7 @@ from ttprun.chaos.check.verdict import (
     unlike,
 )
 from ttprun.chaos.faults import Fault
+from ttprun.rank.position import remembered
 
 MOST_ENDED = 2  # launches that a kill may end; the rest is not tried then
 _TAIL_LINES = 12
@@ -92,6 +93,8 @@ class _Checkup:
         """All of it."""
         report = self._report
         undisturbed = self._launch("undisturbed", [], f"{self._checked.steps} steps, undisturbed")
+        if remembered.NEXT_RUN in undisturbed.protection:
+            undisturbed = self._launch("followed", [], "a library's training loop was met, and is followed now: again")
         self._look_for_problem(undisturbed, "undisturbed")
         if not report.problem or undisturbed.twin.exit_code:
             self._compare_with_torchrun(undisturbed)

@@ -69,7 +69,7 @@ def begin() -> None:
         channel.send(from_rank.Unprotected(f"the agent's first message is not a welcome: {welcome}"))
         return
     if not welcome.options.mindio:
-        ast_transform.install(welcome.options.follow)
+        ast_transform.install(welcome.options.follow, welcome.options.loops)
     script = ast_transform.script_of(sys.orig_argv)
     enter(channel, welcome, fds, ast_transform.full_path(script))
 

@@ -60,8 +60,8 @@ def main() -> None:
                     warm_up(modules)
                     ast_transform.prepare(files)
                     channel.send(from_rank.Ready(is_copyable()))
-                case to_rank.Preload(follow=follow):
-                    ast_transform.install(follow)
+                case to_rank.Preload(follow=follow, loops=loops):
+                    ast_transform.install(follow, loops)
                     patches.apply_all(with_replay=True)  # before a package does `from torch import save`
                     notebook, plan = fds.pop(), fds.pop()
                     refused = preload.preload(plan, notebook)
@@ -83,7 +83,7 @@ def main() -> None:
     arguments: list[str] = welcome.arguments
     is_followed = not welcome.options.mindio
     if is_followed:
-        ast_transform.install(welcome.options.follow)
+        ast_transform.install(welcome.options.follow, welcome.options.loops)
     is_module = arguments[0] == "-m"
     script = arguments[1] if is_module else ast_transform.full_path(arguments[0])
     sys.path[0] = os.getcwd() if is_module else ast_transform.directory_of(script)

@@ -207,7 +207,7 @@ class _Finder:
         is_source, is_of_user = type(loader) is importlib.machinery.SourceFileLoader, whose.is_of_user(spec.origin)
         if is_source and is_of_user:
             spec.loader = FollowedLoader(fullname, spec.origin)
-        elif is_source and is_named:
+        elif is_source and (is_named or whose.is_seen_before(spec.origin)):
             spec.loader = NamedLoader(fullname, spec.origin)
         elif type(loader) is zipimport.zipimporter and is_of_user:
             loader = FollowedZip(os.path.join(loader.archive, loader.prefix))
@@ -283,13 +283,15 @@ def script_hook(path: str) -> Any:
     return _ScriptFinder(path)
 
 
-def install(modules: Sequence[str] = ()) -> None:
+def install(modules: Sequence[str] = (), files: Sequence[str] | None = None) -> None:
     """Follow loops in the user's modules that are imported from now on.
 
     modules   names of further modules to follow
+    files     of such modules; see remembered.py
     """
     imported.begin()
     whose.follow(modules)
+    whose.follow_files(files)
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     for name in whose.LIBRARIES & sys.modules.keys():

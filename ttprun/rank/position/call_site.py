@@ -42,13 +42,12 @@ class _Way:
     codes         of all frames; held here, since a stack is identified by their ids
     place         as in a record
     frames        the user's, outermost first
-    foreign       see library_loops.py
-    keeper        the same
+    foreign       why foreign code prevents a replay: see library_loops.py
     is_compiled   all of the user's files were compiled with their loops followed
     whose         a remark on the first that was not
     """
 
-    __slots__ = ("codes", "foreign", "frames", "is_compiled", "keeper", "place", "whose")
+    __slots__ = ("codes", "foreign", "frames", "is_compiled", "place", "whose")
 
     def __init__(self, stack: list[FrameType]) -> None:
         self.codes: list[CodeType] = [frame.f_code for frame in stack]
@@ -60,8 +59,7 @@ class _Way:
             self.frames.append(_OfUser(index, stack[index], outer))
             outer = stack[index]
         self.place = place([stack[index] for index in indexes])
-        self.foreign = library_loops.loop_around(stack[0])
-        self.keeper = library_loops.keeper_of_a_loss(stack[0])
+        self.foreign = library_loops.why_not(stack[0])
         others = [name for index in indexes if (name := stack[index].f_code.co_filename) not in ast_transform.followed]
         self.is_compiled = not others
         self.whose = (
@@ -104,21 +102,10 @@ class Whereabouts:
                 self.unfollowed += [site for site in of_user.loops if site not in followed]
             if of_user.gathering:
                 gathers = f"{of_user.gathering} ({of_user.place})"
-        self.why_not = ""
-        if way.foreign[0]:
-            loop, modules = way.foreign
-            self.why_not = (
-                f"the optimizer step is taken in a loop of {loop}, which is not the script's own code and is not "
-                f"followed; if it is a framework's training loop, try this line in the configuration: "
-                f"follow: [{', '.join(modules)}]"
-            )
-        elif way.keeper:
-            self.why_not = (
-                f"the optimizer step is taken in a function of {way.keeper} that holds the step's loss and is not "
-                f"followed: a replacement would return another loss from it; try this line in the configuration: "
-                f"follow: [{way.keeper}]"
-            )
-        elif self.unfollowed or not way.is_compiled:
+        self.why_not = way.foreign
+        if self.why_not:
+            return
+        if self.unfollowed or not way.is_compiled:
             self.why_not = f"a loop around the optimizer step is not followed{way.whose}"
         elif gathers:
             self.why_not = (

@@ -37,13 +37,8 @@ class Kept:
 
     def read(self) -> tuple[CodeType, Places] | None:
         """The code and its loops; None if it is not there, or not to be used."""
-        with contextlib.suppress(OSError), _Folder() as folder:
-            fd = os.open(self._name, _OPEN, dir_fd=folder.fd)
-            with os.fdopen(fd, "rb") as file:
-                _refuse_others(os.fstat(fd), stat.S_ISREG)
-                content = file.read()
-            return self._unpack(content)
-        return None
+        content = read(self._name)
+        return None if content is None else self._unpack(content)
 
     def _unpack(self, content: bytes) -> tuple[CodeType, Places] | None:
         key, digest, packed = (
@@ -59,16 +54,39 @@ class Kept:
     def write(self, code: CodeType, places: Places) -> None:
         """Keep it, in the place of what was kept of this module; does nothing where that cannot be done."""
         packed = marshal.dumps((code, places))
-        content = self._key + hashlib.sha256(packed).digest() + packed
-        with contextlib.suppress(OSError), _Folder() as folder:
-            new = f"{self._name}.{os.getpid()}"
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
-            try:
-                with os.fdopen(fd, "wb") as file:
-                    file.write(content)
-                os.replace(new, self._name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
-            except OSError:
-                os.unlink(new, dir_fd=folder.fd)
+        write(self._name, self._key + hashlib.sha256(packed).digest() + packed)
+
+
+def read(name: str) -> bytes | None:
+    """The content of a file in the folder; None if it is not there, or somebody else could have written it."""
+    with contextlib.suppress(OSError), _Folder() as folder:
+        fd = os.open(name, _OPEN, dir_fd=folder.fd)
+        with os.fdopen(fd, "rb") as file:
+            _refuse_others(os.fstat(fd), stat.S_ISREG)
+            return file.read()
+    return None
+
+
+def write(name: str, content: bytes) -> bool:
+    """Put a file into the folder, in the place of an older one; returns whether that could be done."""
+    with contextlib.suppress(OSError), _Folder() as folder:
+        new = f"{name}.{os.getpid()}"
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder.fd)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(content)
+            os.replace(new, name, src_dir_fd=folder.fd, dst_dir_fd=folder.fd)
+            return True
+        except OSError:
+            os.unlink(new, dir_fd=folder.fd)
+    return False
+
+
+def names() -> list[str]:
+    """The files in the folder."""
+    with contextlib.suppress(OSError), _Folder() as folder:
+        return sorted(os.listdir(folder.fd))
+    return []
 
 
 class _Folder:

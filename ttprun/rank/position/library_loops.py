@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from ttprun import frameworks
-from ttprun.rank.position import control_flow
+from ttprun.rank.position import control_flow, remembered, whose
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.position.whose import follows_loops
 from ttprun.rank.process.looks import is_a
@@ -34,27 +34,52 @@ _TRIED = frozenset(name.partition(".")[0] for name in frameworks.FOLLOW)
 _SITE = f"{os.sep}site-packages{os.sep}"
 
 
-def loop_around(frame: FrameType | None) -> tuple[str, list[str]]:
+def why_not(frame: FrameType | None) -> str:
+    """Why a step that is taken below a frame cannot be replayed: foreign code. "" if there is none."""
+    loop, modules = loop_around(frame)
+    if loop:
+        return f"the optimizer step is taken in a loop of {loop}, {_what_follows(modules)}"
+    modules = keeper_of_a_loss(frame)
+    if modules:
+        return (
+            f"the optimizer step is taken in a function of {next(iter(modules))} that holds the step's loss, which a "
+            f"replacement would return otherwise, and {_what_follows(modules)}"
+        )
+    return ""
+
+
+def _what_follows(modules: dict[str, str]) -> str:
+    """What becomes of modules that are not followed yet, or what the user can do."""
+    is_new = whose.is_remembering() and not any(map(whose.is_seen_before, modules.values()))
+    if is_new and all(remembered.note(filename) for filename in modules.values()):
+        return f"which is met for the first time: {remembered.NEXT_RUN}"
+    return (
+        "which is not the script's own code and is not followed; if it is a framework's training, try this line in the "
+        f"configuration: follow: [{', '.join(modules)}]"
+    )
+
+
+def loop_around(frame: FrameType | None) -> tuple[str, dict[str, str]]:
     """The outermost active loop in foreign code.
 
-    returns   its function and file, "" if there is none; and the modules to follow, outermost first: those of frames on
-              the stack that are in a package with such a loop
+    returns   its function and file, "" if there is none; and the modules to follow with their files, outermost first:
+              those of frames on the stack that are in a package with such a loop
     """
     found, packages, modules = "", set(), []
     while frame is not None:
         code = frame.f_code
         if _is_foreign(frame):
             module = str(frame.f_globals.get("__name__"))
-            modules.append(module)
+            modules.append((module, code.co_filename))
             if control_flow.instruction_at(code, frame.f_lasti) in control_flow.looping(code):
                 found = f"{code.co_qualname} ({code.co_filename})"
                 packages.add(_package_of(module))
         frame = frame.f_back
-    return found, [one for one in dict.fromkeys(reversed(modules)) if _package_of(one) in packages]
+    return found, {one: filename for one, filename in reversed(modules) if _package_of(one) in packages}
 
 
-def keeper_of_a_loss(frame: FrameType | None) -> str:
-    """The module of foreign code on the stack that holds a loss of this step, and may return it; "" if there is none.
+def keeper_of_a_loss(frame: FrameType | None) -> dict[str, str]:
+    """The module of foreign code on the stack that holds a loss of this step, and may return it, with its file.
 
     Nothing records its variables: in a replacement they would hold what the replay has computed. Packages of which some
     modules are followed are known to return none.
@@ -62,9 +87,9 @@ def keeper_of_a_loss(frame: FrameType | None) -> str:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if _is_foreign(frame) and _package_of(module) not in _TRIED and _holds_loss(frame):
-            return module
+            return {module: frame.f_code.co_filename}
         frame = frame.f_back
-    return ""
+    return {}
 
 
 def _holds_loss(frame: FrameType) -> bool:

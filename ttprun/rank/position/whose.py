@@ -50,6 +50,7 @@ _user_directories: list[str] = []
 _own_installed: tuple[str, ...] = ()  # of these, what lies where installed packages do, and single files
 _named: set[str] = set(frameworks.FOLLOW)
 _libraries: tuple[str, ...] = ()
+_seen_before: frozenset[str] | None = None  # files to follow, for the loops that an earlier run has met in them
 _followed_files: set[str] = set()
 _followed_packages: tuple[str, ...] = ()
 _known: dict[str, bool] = {}
@@ -84,6 +85,22 @@ def note_library(module: str, filename: str) -> None:
 def follow(modules: Iterable[str]) -> None:
     """Modules of these names, and packages with all their modules, count as the user's when they are imported."""
     _named.update(modules)
+
+
+def follow_files(files: Iterable[str] | None) -> None:
+    """Modules from these files are followed, too, when they are imported. None: what a run meets is not remembered."""
+    global _seen_before
+    _seen_before = None if files is None else frozenset(files)
+
+
+def is_remembering() -> bool:
+    """Whether what this run meets is remembered for the next one."""
+    return _seen_before is not None
+
+
+def is_seen_before(filename: str) -> bool:
+    """Whether an earlier run has met a training loop in a file."""
+    return _seen_before is not None and filename in _seen_before
 
 
 def is_named(module: str) -> bool:
