@@ -53,7 +53,7 @@ class References:
     def close(self) -> None:
         """End the process that forks."""
         if self._forking is not None:
-            self._forking.communicate(timeout=10.0)
+            self._forking.communicate(timeout=60.0)
 
     def _make(self, script: str, ranks: int, script_args: Sequence[str], device: str, by_torchrun: bool) -> Run:
         folder = self._new_folder(f"{Path(script).stem}-{ranks}-")
