@@ -23,3 +23,15 @@ def test_a_rank_whose_loaders_worker_is_killed_is_replaced_and_protection_stays_
     assert "DataLoader worker" in "\n".join(run.stderr[0]), run.story()
     assert [event["reason"] for event in run.events if event["event"] == "unprotected"] == [], run.story()
     assert_same_outcome(run, undisturbed(WORKERS, 2))
+
+
+def test_a_worker_that_is_killed_in_a_replay_costs_another_replacement(
+    run_ttprun: RunTtprun, undisturbed: Undisturbed
+) -> None:
+    faults = ["kill:rank=0,step=8,phase=backward", LATER]
+
+    run = run_ttprun(WORKERS, 2, faults=faults, script_args=["--place", "set-up"])
+
+    assert {incident["outcome"] for incident in run.incidents} == {"recovered"}, run.story()
+    assert {incident["steps_lost"] for incident in run.incidents} == {0}, run.story()
+    assert_same_outcome(run, undisturbed(WORKERS, 2))

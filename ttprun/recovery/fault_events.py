@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ttprun.recovery.event import Event, RankEvent
+
+_OF_WORKER = re.compile(r"DataLoader worker \(pid.*\) (?:is killed by signal: Killed|exited unexpectedly)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,11 @@ class RankExited(RankEvent):
     def is_finish(self) -> bool:
         """The script came to its end; everything else is a fault."""
         return self.code == 0 and self.signal is None
+
+    @property
+    def is_of_worker(self) -> bool:
+        """A DataLoader worker was killed, mostly because memory was short: the script itself has not failed."""
+        return _OF_WORKER.search(self.reason) is not None
 
     @property
     def kind(self) -> str:

@@ -109,7 +109,7 @@ def on_exit_in_repair(job: Job, event: RankExited) -> Result:
         return end_resuming(mark_finished(job, event), event.at_s)
     if event.is_finish:
         return let_others_finish(job, event)
-    if event.is_script_error and is_replacement and not member.is_rerun:
+    if event.is_script_error and is_replacement and not (member.is_rerun or event.is_of_worker):
         has_come_back = is_known(job, event)
         job = note_fault(job, event)
         if has_come_back:
