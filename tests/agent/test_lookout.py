@@ -303,6 +303,9 @@ class NodeThatGoesBack(FakeNode):
         super().advance(event)
         self._sit(self._fresh)
 
+    def aside(self, work: Callable[[], str], then: Callable[[str], None]) -> None:
+        then(work())
+
     def _sit(self, handlers: Sequence[RankHandler]) -> None:
         for seat, handler in zip(self.seats, handlers, strict=True):
             seat.sit(handler)

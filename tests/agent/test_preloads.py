@@ -71,6 +71,7 @@ class Site:
                 current.read()
             except (EOFError, OSError):
                 self.preloads.lost(current)
+                current.bury()
                 continue
             if self.preloads.came(current):
                 break

@@ -1,4 +1,4 @@
-"""Calls of functions on the thread that waits on a selector, for other threads."""
+"""Calls of functions on the thread that waits on a selector, for other threads; and work that this one must not do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import contextlib
 import os
 import queue
 import selectors
+import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class Calls:
@@ -22,6 +27,22 @@ class Calls:
         self._functions.put(function)
         self.wake()
 
+    def aside(self, work: Callable[[], _T], then: Callable[[_T], None] = lambda found: None) -> None:
+        """Have something done that may wait, on a thread of its own; then this thread is called with what it gives.
+
+        work   if it raises, this thread does
+        """
+
+        def run() -> None:
+            try:
+                found = work()
+            except Exception as error:
+                self.add(partial(_raise, error))
+            else:
+                self.add(lambda: then(found))
+
+        threading.Thread(target=run, name="ttprun-aside", daemon=True).start()
+
     def wake(self) -> None:
         """Let the thread go round once."""
         with contextlib.suppress(OSError):  # the pipe is full: it will
@@ -32,3 +53,7 @@ class Calls:
             os.read(self._read_fd, 4096)
         while not self._functions.empty():
             self._functions.get()()
+
+
+def _raise(error: Exception) -> None:
+    raise error

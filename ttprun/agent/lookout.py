@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 
@@ -30,7 +29,6 @@ from ttprun.recovery.sights import Doing, Sight
 logger = logging.getLogger("ttprun")
 
 EVERY_S = 0.25
-_KILL_LIMIT_S = 10.0
 _STALE_S = 2.0
 _TICKS_PER_S = 100.0  # of /proc/PID/stat, on every Linux that we run on
 _REPAIRING = (
@@ -146,14 +144,9 @@ class Lookout:
         behind = tuple(seat.rank for seat in seats if board.get(seat.rank, Field.APPLIED) < boundary)
         return late or behind
 
-    def stack_of_late(self, seat: Seat) -> str:
-        """The stacks of a rank that a deadline has condemned; "" if it has been reported already, or cannot be read."""
-        is_reported = seat.pid in self._reported_pids
-        if is_reported or self._node.job.phase not in _REPAIRING or not seat.is_present or not seat.is_here:
-            return ""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            return stacks.take(seat.pid, seat.stack_fd, is_stopped=state_of(seat.pid)[0] == "T")
-        return ""
+    def is_late(self, seat: Seat) -> bool:
+        """Whether a deadline has condemned a rank whose stack has not been reported yet."""
+        return seat.pid not in self._reported_pids and self._node.job.phase in _REPAIRING and seat.is_present
 
     def take_broken(self, seat: Seat, message: Broken) -> None:
         """A rank says that an operation has failed, though it has heard of no fault."""
@@ -231,7 +224,20 @@ class Lookout:
             return
         self._reported.add((sight.rank, sight.boundary))
         self._reported_pids.add(seat.pid)
-        text = stacks.take(seat.pid, seat.stack_fd, sight.is_stopped) if seat.is_here else ""
+        if seat.is_here:
+            pid, fd, is_stopped = seat.pid, seat.stack_fd, sight.is_stopped
+            self._node.aside(
+                lambda: stacks.take(pid, fd, is_stopped), lambda text: self._conclude(hung, text, is_only_told)
+            )
+        else:
+            self._conclude(hung, "", is_only_told)
+
+    def _conclude(self, hung: Hung, text: str, is_only_told: bool) -> None:
+        """A rank that hangs, and its stack, as far as it could be had."""
+        node, sight = self._node, hung.sight
+        seat = node.seats[sight.rank]
+        if seat.is_lost or seat.pid != sight.pid:
+            return  # it has ended meanwhile
         main_thread = stacks.main_thread_of(text, seat.main_thread)
         frame = stacks.innermost_user_frame(main_thread)
         reason = hung.reason + (f"; innermost frame: {frame}" if frame else "")
@@ -258,8 +264,7 @@ class Lookout:
             node.first_failure.note(failure, is_new_incident=node.job.incident is None)
             if recovery.is_alone(node.job, seat.rank) and seat.is_here:
                 seat.kill()  # it must not keep another state while it is decided to which one it goes back
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    seat.handler.proc.wait(_KILL_LIMIT_S)
+                dying.let_stop(seat.pid)
                 self._own_states.report_what_is_left(seat)
             node.advance(
                 recovery.RankHung(

@@ -36,7 +36,8 @@ _LOOK_AGAIN_S = 0.05
 class Node:
     """The ranks of one node; in the leader's agent those of all nodes.
 
-    All but `call`, `log` and `is_settled` is for the supervisor's thread.
+    All but `call`, `log` and `is_settled` is for the supervisor's thread. What may wait for a process or a disk goes
+    `aside`, on a thread of its own: heartbeats to other nodes, and all other ranks, depend on the supervisor's.
 
     is_python      False: the ranks run the user's own program (--no-python)
     job            what the state machine knows
@@ -70,7 +71,7 @@ class Node:
         self.advance = advance
         self.selector = selectors.DefaultSelector()
         calls = Calls(self.selector)
-        self.call, self.wake = calls.add, calls.wake
+        self.call, self.aside, self.wake = calls.add, calls.aside, calls.wake
         self.seats: list[Seat] = []
         self.peers = Peers()
         self.loops: list[str] | None = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ttprun import recovery
+from ttprun.agent import dying, stacks
 from ttprun.agent.checkpoints import Checkpoints
 from ttprun.agent.incidents import Incidents
 from ttprun.agent.lookout import Lookout
 from ttprun.agent.node import Node
-from ttprun.agent.processes import RankHandler, StandbyHandler
+from ttprun.agent.processes import RankHandler, StandbyHandler, kill_session
 from ttprun.agent.repairs import Repairs
 from ttprun.agent.rewinds import Rewinds
 from ttprun.agent.roster import Roster
@@ -28,8 +31,6 @@ from ttprun.protocol import nodes, to_rank
 from ttprun.protocol.board import FINISHED, Field
 
 logger = logging.getLogger("ttprun")
-
-_KILL_LIMIT_S = 10.0  # a process in uninterruptible sleep may take its time
 
 
 @dataclass
@@ -153,26 +154,43 @@ class Orders:
         return StandbyHandler(start, standby)
 
     def kill_rank(self, action: recovery.KillRank) -> None:
-        """End a process whose rank is given to another one.
+        """End a process whose rank is given to another one; that waits until it is gone, if it goes before long.
 
-        It is waited for, since what it has left on the board must not change any more; SIGKILL takes no time.
+        What it has left on the board must not change any more: it is stopped at once, and killed when its stack is
+        known, which may take seconds.
         """
         seat = self.node.seats[action.rank]
-        stack = self.lookout.stack_of_late(seat)
-        self.node.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack=stack)
         if not seat.is_here:
+            self.node.log("rank_killed", rank=action.rank, pid=seat.pid, reason=action.reason, stack="")
             order = nodes.Kill(action.rank, action.reason, seat.keeps_evidence)
             self.node.peers.to_node_of(action.rank, order)
             seat.is_lost, seat.pid = True, 0  # what it still sends is not heard
             seat.note_leavings(self.node.board)
             return
-        self.watch.forget(seat)
-        seat.is_lost = True
-        seat.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            seat.handler.proc.wait(_KILL_LIMIT_S)
-            seat.is_buried = True
+        handler = seat.handler
+        is_looked_at = self.lookout.is_late(seat)
+        if is_looked_at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(seat.pid, signal.SIGSTOP)
+        else:
+            seat.kill()
+        dying.let_stop(seat.pid)
+        self.watch.let_die(seat)
         seat.note_leavings(self.node.board)
+
+        def kill(stack: str) -> None:
+            self.node.log("rank_killed", rank=action.rank, pid=handler.proc.pid, reason=action.reason, stack=stack)
+            if not is_looked_at or handler.proc.poll() is not None:
+                return
+            kill_session(handler.proc.pid)
+            if self.node.board.get(seat.rank, Field.RECORDED) > seat.lost_boundary and seat.handler is handler:
+                # What it has done while it wrote its stack is void.
+                self.node.board.set(seat.rank, Field.RECORDED, seat.lost_boundary)
+
+        if is_looked_at:
+            self.node.aside(partial(stacks.take, seat.pid, seat.stack_fd, is_stopped=True), kill)
+        else:
+            kill("")
 
     def _end_group(self, kind: str, reason: str, has_progress: bool = True) -> None:
         before = self.node.verdict

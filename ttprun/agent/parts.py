@@ -125,6 +125,7 @@ class Parts:
 
     def look(self) -> None:
         """Time has passed."""
+        self.watch.look()
         if self._node.peers.is_hand:
             self.hand.look()
             self.succession.look()

@@ -194,8 +194,7 @@ class Preloads:
         return False
 
     def lost(self, preloaded: Preloaded) -> None:
-        """It has ended."""
-        preloaded.bury()
+        """It has ended, and is to be buried."""
         if preloaded is not self._current:
             return  # of an earlier group
         if not preloaded.is_ready:

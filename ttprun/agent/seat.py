@@ -5,6 +5,7 @@ Its recorder outlives the process, so that a replacement can read what the lost 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class Seat:
     main_thread     ident of its main thread
     reported_in         newest generation in which it has reported something to the others, mostly its port
     is_dying        its process is lost, and not gone yet
+    killed_at_s     when its process was killed because it had to be replaced; infinite if it has ended by itself
     is_buried       its process is gone, and what it had started is killed: its number may be another one's by now
     spawn           gives it its next process, which has to wait for something
     is_present      the process has greeted: it can be sent messages
@@ -69,6 +71,7 @@ class Seat:
     is_finished: bool = False
     is_lost: bool = False
     is_dying: bool = False
+    killed_at_s: float = math.inf
     is_buried: bool = False
     spawn: Callable[[], None] | None = None
     held: Order | None = None
@@ -106,6 +109,7 @@ class Seat:
         self.pid = pid
         self.is_present = self.is_protected = self.is_finished = self.is_lost = self.is_dying = self.is_buried = False
         self.hung_up_at_s = None
+        self.killed_at_s = math.inf
         self.spawn = None
         self.held = None
         self.script_error = self.device_fault = self.traceback = ""

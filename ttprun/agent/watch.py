@@ -6,6 +6,7 @@ Everything that is seen becomes an event of the state machine, or a report (`rep
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import time
@@ -27,6 +28,10 @@ from ttprun.chaos.injections import Injections
 from ttprun.protocol import from_rank, to_rank
 from ttprun.protocol.board import FINISHED, Field
 from ttprun.protocol.channel import Message
+
+logger = logging.getLogger("ttprun")
+DEATH_LIMIT_S = 10.0  # of a process that was sent SIGKILL
+_LOOK_AGAIN_S = 0.05
 
 
 class Watch:
@@ -50,6 +55,7 @@ class Watch:
         self._injections = injections
         self._unseen = unseen
         self._causes = Causes()
+        self._undead: list[RankHandler] = []
 
     def welcome(self, seat: Seat, is_replacement: bool) -> None:
         """Have a process know who it is, and listen to it."""
@@ -147,11 +153,45 @@ class Watch:
         """A process is gone; mostly that is known already."""
         self._node.selector.unregister(seat.pidfd)
         seat.kill()  # what it has started, as long as its number is its own
+        handler = seat.handler
+        if handler.proc.poll() is None:  # a debugger that is attached to it has to hear of it first
+            self._node.aside(lambda: _take_code(handler), lambda _: self._on_gone(seat, handler))
+        else:
+            self._on_gone(seat, handler)
+
+    def _on_gone(self, seat: Seat, handler: RankHandler) -> None:
+        if seat.handler is not handler or seat.pidfd < 0:
+            return
         was_dying, code = seat.is_dying, seat.bury()
         self._node.remove_left_files(seat.pid)
         if not was_dying:
             self._on_end(seat, code)
         self._node.spawn_those_that_wait()
+
+    def let_die(self, seat: Seat) -> None:
+        """A process is killed, or will be at once: what it may still send is not heard, and its rank is lost."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._node.selector.unregister(seat.handler.channel.sock)
+        seat.is_lost, seat.is_dying = True, seat.pidfd >= 0
+        seat.spawn = None
+        seat.killed_at_s = time.monotonic()
+
+    def look(self) -> None:
+        """Do not wait longer for processes that do not die: one in an uninterruptible read may take hours."""
+        self._undead = [handler for handler in self._undead if handler.proc.poll() is None]
+        now = time.monotonic()
+        for seat in self._node.here:
+            if seat.is_dying and seat.spawn is not None and now - seat.killed_at_s > DEATH_LIMIT_S:
+                self._node.log("rank_does_not_die", rank=seat.rank, pid=seat.pid, for_s=now - seat.killed_at_s)
+                logger.warning(
+                    "rank %d's process %d does not die (it waits for a disk, or is frozen): its replacement does not "
+                    "wait for that any longer",
+                    *(seat.rank, seat.pid),
+                )
+                self._undead.append(seat.handler)
+                spawn = seat.spawn
+                self.forget(seat)
+                spawn()
 
     def _on_end(self, seat: Seat, code: int) -> None:
         node = self._node
@@ -201,3 +241,9 @@ class Watch:
         if seat.pidfd >= 0:
             os.close(seat.pidfd)
             seat.pidfd = -1
+
+
+def _take_code(handler: RankHandler) -> None:
+    """Wait for an exit code that the kernel holds back."""
+    while handler.proc.poll() is None:
+        time.sleep(_LOOK_AGAIN_S)
