@@ -195,6 +195,18 @@ class Launch:
         path = self.run_dir / "status.json"
         self._wait_until(lambda: state in _read_json(path).get("standby_state", ""), f"not {state}", limit_s)
 
+    def wait_for_rank(self, rank: int, limit_s: float = 60.0, **how: Any) -> dict[str, Any]:
+        """Block until the status says this of a rank, and return what it says; AssertionError as above."""
+        assert self.run_dir is not None
+        path, found = self.run_dir / "status.json", {}
+
+        def is_so() -> bool:
+            found.update(next((one for one in _read_json(path).get("ranks", ()) if one["rank"] == rank), {}))
+            return bool(found) and how.items() <= found.items()
+
+        self._wait_until(is_so, f"rank {rank} is not {how}", limit_s)
+        return found
+
     def _wait_until(self, is_so: Callable[[], bool], otherwise: str, limit_s: float) -> None:
         give_up_at_s = time.monotonic() + limit_s
         while not is_so():

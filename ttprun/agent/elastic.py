@@ -274,7 +274,7 @@ class ReplacingAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         if verdict.kind == "leave":
             raise SignalException(verdict.reason, signal.SIGUSR1)
-        if verdict.kind == "done" and self.supervisor.node.job.away:  # torch would take these for failed ones
+        if verdict.kind == "done" and self.supervisor.node.has_killed_ones:  # torch would take these for failed ones
             nothing = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(state=WorkerState.SUCCEEDED, return_values=nothing)
         if verdict.kind == "done":

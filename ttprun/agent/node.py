@@ -130,6 +130,11 @@ class Node:
         self._stepped = applied
         return applied != before
 
+    @property
+    def has_killed_ones(self) -> bool:
+        """Whether a signal has ended a process in a job that is done: its rank is away, or its script had ended."""
+        return bool(self.job.away) or any(seat.handler.proc.poll() for seat in self.here)
+
     def _seat_elsewhere(self, rank: int) -> Seat:
         seat = Seat(rank, rank % self.peers.ranks_per_node, None, -1, is_here=False)
         seat.handler = RemoteHandler(self.peers, seat)

@@ -156,6 +156,10 @@ class Seat:
         code              its exit code, or minus the signal that ended it
         cause_of_signal   given the signal and the pid, says why; "" if it does not know
         """
+        of_signal = cause_of_signal(-code, self.pid) if code < 0 else None
+        reason = self._cause(of_signal)
+        if code < 0 and board.get(self.rank, Field.ENDED):
+            code, reason = 0, f"signal {-code} after the end of its script, so nothing is lost"
         self.is_finished = code == 0
         self.is_lost = not self.is_finished
         self.note_leavings(board)
@@ -169,7 +173,7 @@ class Seat:
             boundary=self.lost_boundary,
             is_script_error=not self.device_fault and (bool(self.script_error) or (code > 0 and not self.is_protected)),
             device_fault=self.device_fault,
-            reason=self._cause(None if signal is None else cause_of_signal(signal, self.pid)),
+            reason=reason,
         )
 
     def fault(self, board: Board) -> None:
@@ -185,6 +189,7 @@ class Seat:
         self.note_boundary(board)
         if self.is_lost:
             board.set(self.rank, Field.LEAVING, 0)
+            board.set(self.rank, Field.ENDED, 0)
             board.forget_process(self.rank)
 
     def note_boundary(self, board: Board) -> None:

@@ -204,6 +204,8 @@ class Watch:
         if seat.is_finished:
             node.board.announce(seat.rank, Field.RECORDED, FINISHED)
             rows.share(node, [seat])
+            if event.reason:
+                logger.warning("rank %d: %s", seat.rank, event.reason)
         else:
             seat.kill()  # its DataLoader workers
             exit_code = -event.signal if event.signal is not None else event.code or 0

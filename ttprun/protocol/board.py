@@ -56,6 +56,7 @@ class Field:
     MIRROR_1 = 34  # and in the second one
     COPIED = 35  # of which boundary this rank keeps a copy of another's records (`ttprun.rank.step.copies`)
     AGENT_NS = 36  # leader: time.monotonic_ns() when the agent's supervisor last came by; the agent writes it
+    ENDED = 37  # 1: the script has come to its end, exit handlers included, and its process stays for the others
 
 
 # What the ranks and the agents of other nodes may see of a rank, in the order in which it is sent.
@@ -67,12 +68,13 @@ SHARED = (
     Field.SEEN_NS,
     Field.HELD,
     Field.LEAVING,
+    Field.ENDED,
     Field.OPERATION,
     Field.MEETINGS,
     Field.PULSE_NS,
     Field.MAIN_BEATS,
 )
-AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING)  # ranks sleep until these change
+AWAITED = (Field.RECORDED, Field.HELD, Field.LEAVING, Field.ENDED)  # ranks sleep until these change
 FIELDS: tuple[int, ...] = tuple(column for name, column in vars(Field).items() if name.isupper())
 
 

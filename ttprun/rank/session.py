@@ -48,6 +48,7 @@ class Session:
     applied       completed optimizer steps (the newest boundary of this rank)
     replay        set while a replacement runs the script up to its boundary, else None
     groups        living process groups by name, in the order in which the script has made them
+    groups_left   those that the script has destroyed since the newest boundary: a repair may begin before that
     groups_made   groups made so far by name and ranks; the same in all these ranks
     groups_count  groups made so far, of all names
     groups_at_boundary  the same when the newest boundary was passed
@@ -96,6 +97,7 @@ class Session:
     is_applying: bool = False  # Optimizer.step is running
     trains_alone: bool = False
     groups: dict[str, ManagedGroup] = field(default_factory=dict)
+    groups_left: list[ManagedGroup] = field(default_factory=list)
     groups_made: Counter[str] = field(default_factory=Counter)
     groups_count: int = 0
     groups_at_boundary: int = 0
@@ -163,6 +165,15 @@ class Session:
         """What this rank has just written to the board is waited for by ranks of other nodes, too."""
         if self.address:
             self.channel.send(from_rank.RowChanged())
+
+    def forget_groups(self, names: list[str]) -> None:
+        """The script destroys these groups."""
+        self.groups_left += [group for name in names if (group := self.groups.pop(name, None)) is not None]
+
+    def pass_groups(self) -> None:
+        """A boundary is passed: no repair needs the groups that were destroyed before it."""
+        self.groups_at_boundary = self.groups_count
+        self.groups_left.clear()
 
     def report_not_proved(self, names: list[str]) -> None:
         """Report what may change and is in no record: after the first step, and when the list changes."""

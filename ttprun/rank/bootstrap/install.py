@@ -299,6 +299,11 @@ def _finish_well(session: Session | None) -> None:
         replay = session.replay
         why = f": {replay.difference}" if replay.difference else ""
         replay.refuse(f"the replay reached the script's end and not boundary {replay.boundary}{why}")
+    elif session is not None:
+        from ttprun.rank.comm import leaving
+
+        with contextlib.suppress(KeyboardInterrupt):
+            leaving.stay(session)
 
 
 def take_over() -> None:

@@ -5,7 +5,6 @@ Another backend (mpi, ucc, xccl) is passed to torch, and protection is off.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +13,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from ttprun.protocol import from_rank
-from ttprun.protocol.board import FINISHED, LEADER, Field, Phase
+from ttprun.protocol.board import LEADER, Phase
 from ttprun.rank import fail_open, moments
 from ttprun.rank.comm import torch_groups
 from ttprun.rank.comm.connection import GivenUpError
-from ttprun.rank.comm.journal import PATIENCE_S
+from ttprun.rank.comm.leaving import leave_together
 from ttprun.rank.comm.process_group import GLOO_ALONE, INTERNAL_NAME, ManagedGroup
 from ttprun.rank.comm.transports import TRANSPORTS
 from ttprun.rank.position import made_inside
 from ttprun.rank.session import CONNECT, Session, current
 
-_LOOK_AGAIN_S = 1.0
 LITTLE_TRIED = "NCCL and HCCL (tensors on a GPU or an NPU) are repaired too, tried on the simulated device only"
 _to_make: tuple[dict[str, str], Any] = (dict(GLOO_ALONE), None)  # backends and device of the group being made
 
@@ -230,42 +228,9 @@ def wrap_destroy_process_group(original: Any) -> Any:
             if session.framework is None and (group is None or group is dist.group.WORLD):
                 leave_together(session)
             if group is None or group is dist.group.WORLD:
-                session.groups.clear()
+                session.forget_groups(list(session.groups))
             elif isinstance(group, ManagedGroup):
-                session.groups.pop(group.group_name, None)
+                session.forget_groups([group.group_name])
         return original(group)
 
     return destroy_process_group
-
-
-def leave_together(session: Session) -> None:
-    """Wait until every rank destroys its process group: until then each may be needed to repair another.
-
-    Ends after PATIENCE_S if a rank waits in a collective meanwhile: it may wait for this rank, and must fail as under
-    torchrun.
-    """
-    if not session.groups:
-        return
-    session.verifier.stop_if_divergent()
-    session.times_left += 1
-    board, times = session.board, session.times_left
-    board.announce(session.rank, Field.LEAVING, times)
-    session.share_row()
-    if not session.is_repairable() or session.replay is not None:
-        return
-    session.touch(Phase.FINISHED)
-    stuck_since_s = time.monotonic()
-    for row in range(board.n_ranks):
-        while (
-            (left := board.get(row, Field.LEAVING)) < times
-            and board.get(row, Field.RECORDED) != FINISHED
-            and not session.unprotected
-        ):
-            before = board.get(row, Field.COLLECTIVES)
-            board.wait_for_change(row, Field.LEAVING, left, _LOOK_AGAIN_S)
-            is_there = board.get(row, Field.PHASE) in (Phase.COLLECTIVE, Phase.WAITING)
-            is_stuck = is_there and board.get(row, Field.COLLECTIVES) == before
-            if not is_stuck or session.is_holding:
-                stuck_since_s = time.monotonic()
-            elif time.monotonic() - stuck_since_s > PATIENCE_S:
-                return

@@ -140,7 +140,7 @@ class ManagedGroup(ProcessGroup):
     def shutdown(self) -> None:
         """The script has destroyed the group."""
         if self.session.groups.get(self._name) is self:
-            del self.session.groups[self._name]
+            self.session.forget_groups([self._name])
         self.links.forget()
 
     def abort(self) -> None:

@@ -50,7 +50,7 @@ def freeze(session: Session, order: to_rank.Freeze, issued_again: Issued, check_
         session.generation,
         session.applied,
         digest=replicated.digest() if session.applied else "",
-        has_group=bool(session.groups),
+        has_group=bool(session.groups or session.groups_left),
         journal=_signatures(session),
     )
     session.channel.send(frozen)
@@ -118,10 +118,10 @@ def settle(session: Session, order: to_rank.Freeze, check_overtaken: Callable[[]
 
 
 def groups_of(session: Session) -> list[ManagedGroup]:
-    """All groups that exist or that the journal needs, including destroyed ones, in the order of their making."""
+    """All groups that exist, or did at the newest boundary, or that the journal needs, in the order of their making."""
     with session.journal.lock:
         found = {entry.group for entry in session.journal.entries}
-    return sorted(found | set(session.groups.values()), key=lambda group: group.number)
+    return sorted(found | {*session.groups.values(), *session.groups_left}, key=lambda group: group.number)
 
 
 def _signatures(session: Session) -> dict[str, GroupJournal]:

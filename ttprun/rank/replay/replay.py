@@ -442,7 +442,7 @@ class Replay:
         else:
             session.trains_alone = session.world_size > 1
         session.applied = self.boundary
-        session.groups_at_boundary = session.groups_count
+        session.pass_groups()
         session.board.announce(session.rank, Field.APPLIED, self.boundary)
         session.board.announce(session.rank, Field.RECORDED, self.boundary)
         session.board.set(session.rank, Field.MEETINGS, 0)

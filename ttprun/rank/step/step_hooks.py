@@ -205,6 +205,7 @@ def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 def _note_weights(session: Session) -> None:
     try:
         session.kept_weights.note(session.applied + 1)
+        optimizer_registry.note_remains()
     except Exception as error:  # e.g. no memory for copies: fail open
         fail_open.raise_if_meant(error)
         session.give_up_protection(f"the weights after step {session.applied + 1} cannot be noted: {error!r}")
@@ -214,7 +215,7 @@ def pass_boundary(session: Session) -> None:
     """The optimizer step has run to its end."""
     with session.lock:
         session.applied += 1
-        session.groups_at_boundary = session.groups_count
+        session.pass_groups()
         session.is_applying = False
         session.row[Field.APPLIED] = session.applied
         session.row[Field.MEETINGS] = 0

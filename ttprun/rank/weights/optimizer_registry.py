@@ -5,6 +5,7 @@ All in the order in which the script has made them, which is the same in every r
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,14 +14,14 @@ import torch
 import xxhash
 
 from ttprun.rank import fail_open
-from ttprun.rank.position import made_inside
+from ttprun.rank.position import made_inside, script_end
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.session import current
 from ttprun.rank.weights import last_hook
 from ttprun.rank.weights.sharded import are_any, local_of
 from ttprun.rank.weights.tensor_bytes import bytes_of
 
-_optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+_optimizers: list[Callable[[], Any]] = []  # weak references, or what gives the remains of one
 _wrapped_models: list[weakref.ref[Any]] = []
 _reduced: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -30,7 +31,7 @@ def wrap_optimizer_init(original: Any) -> Any:
 
     def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        known = weakref.ref(self)
+        known = weakref.ref(self, _keep_remains)
         _optimizers.append(known)
         last_hook.make_place(self)
         _note_made("an optimizer was made", "make it before the loop", known)
@@ -55,7 +56,7 @@ def wrap_add_param_group(original: Any) -> Any:
     return add_param_group
 
 
-def _note_made(what: str, cure: str, optimizer: weakref.ref[torch.optim.Optimizer]) -> None:
+def _note_made(what: str, cure: str, optimizer: Callable[[], Any]) -> None:
     """What the script makes in its loop; a job that is not repaired has no use for it."""
     session = current()
     if session is not None and not session.unprotected:
@@ -75,13 +76,46 @@ def wrap_ddp_init(original: Any) -> Any:
     return init
 
 
+def _keep_remains(dead: Any) -> None:
+    """An optimizer is dropped: its state is kept if the script has returned from all that it does.
+
+    Its rank may then wait at its end for others, and be the one that holds what a replacement needs.
+    """
+    place = _optimizers.index(dead) if dead in _optimizers else -1
+    remains = _remains.pop(dead, None)
+    if remains is not None and place >= 0 and script_end.is_reached(sys._getframe().f_back):
+        _optimizers[place] = lambda: remains
+
+
 def forget() -> None:
     """The run of the script is over."""
     global _stepped
+    _remains.clear()
     _optimizers.clear()
     _wrapped_models.clear()
     _reduced.clear()
     _stepped = None
+
+
+class Remains:
+    """What counts of an optimizer, for as long as it lives and perhaps longer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+
+_remains: dict[Any, Remains] = {}  # by the weak reference
+
+
+def note_remains() -> None:
+    """The newest boundary is passed."""
+    for known in _optimizers:
+        found = known()
+        if found is not None:
+            remains = _remains.get(known)
+            if remains is None or remains.state is not found.state or remains.param_groups is not found.param_groups:
+                _remains[known] = Remains(found)
 
 
 # Functions called at each boundary use plain loops, which are faster than comprehensions here.
