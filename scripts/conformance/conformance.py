@@ -225,9 +225,10 @@ def run_suite(suite: Suite, reasons: dict[str, str], keep: Path | None) -> dict[
 
 
 def _all_distributed() -> Iterable[str]:
-    """The tests of torch's distributed_test, read from its text: to import it takes seconds."""
+    """The tests of torch's distributed_test that need no GPU, read from its text: to import it takes seconds."""
     text = Path(_place_of(DISTRIBUTED)).read_text(encoding="utf-8")
-    return dict.fromkeys(re.findall(r"^        def (test_\w+)\(self", text, re.MULTILINE))
+    names = re.findall(r"^        def (test_\w+)\(self", text, re.MULTILINE)
+    return [name for name in dict.fromkeys(names) if not re.search("cuda|nccl|gpu", name, re.IGNORECASE)]
 
 
 def _differing(one: Outcomes, other: Outcomes) -> list[str]:
