@@ -216,6 +216,11 @@ def distributed_tensor(rank: int) -> Any:
     return found.redistribute(placements=[Replicate()]).to_local(), (found @ torch.ones_like(found).t()).full_tensor()
 
 
+def what_ddp_logs(rank: int) -> Any:
+    logged = DistributedDataParallel(torch.nn.Linear(3, 1))._get_ddp_logging_data()
+    return [logged["backend_name"], logged["world_size"]]
+
+
 def monitored_barrier(rank: int) -> Any:
     return dist.monitored_barrier()
 
@@ -306,6 +311,7 @@ CASES: dict[str, Callable[[int], Any]] = {
     "distributed tensor": distributed_tensor,
     "calls on the group itself": calls_on_the_group_itself,
     "monitored barrier": monitored_barrier,
+    "what DDP logs": what_ddp_logs,
     "sparse embedding": sparse_embedding,
     "send and receive": send_and_receive,
     "batched send and receive": batched_send_and_receive,

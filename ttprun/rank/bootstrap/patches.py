@@ -86,6 +86,13 @@ PATCHES: tuple[Patch, ...] = (
         "to give a replacement the same order of gradient buckets",
     ),
     Patch(
+        "torch.nn.parallel.distributed",
+        "DistributedDataParallel._get_ddp_logging_data",
+        "comm.groups:wrap_ddp_logging_data",
+        "to name the script's backend there, not our own",
+        "always",
+    ),
+    Patch(
         "torch._jit_internal",
         "_extract_tensors",
         "comm.work:wrap_extract_tensors",

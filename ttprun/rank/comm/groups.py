@@ -218,6 +218,19 @@ def _connect(group: Any) -> None:
         session.touch(Phase.COMPUTING if session.applied else Phase.SETUP)
 
 
+def wrap_ddp_logging_data(original: Any) -> Any:
+    """DistributedDataParallel._get_ddp_logging_data: the backend is the one that the script has asked for."""
+
+    def get_ddp_logging_data(self: Any) -> Any:
+        found = original(self)
+        group = getattr(self, "process_group", None)
+        if isinstance(group, ManagedGroup):
+            found["backend_name"] = group.backend_name
+        return found
+
+    return get_ddp_logging_data
+
+
 def wrap_destroy_process_group(original: Any) -> Any:
     """destroy_process_group: forget our groups too."""
 
