@@ -9,6 +9,7 @@ import pytest
 
 from tests.options import OPTIONS
 from tests.rank.fakes import FakeChannel, become, make_session
+from tests.rank.scripts import run_plain, run_under_shim
 from ttprun.protocol import from_rank
 from ttprun.protocol.board import Board
 from ttprun.protocol.to_rank import Welcome
@@ -67,3 +68,23 @@ def test_an_error_of_a_replay_that_has_stepped_nowhere_else_is_reported_as_it_is
     session.replay = ReplayUnderWay("")  # type: ignore[assignment]
 
     assert told_of(KeyError("epoch"), session) == "KeyError: 'epoch'"
+
+
+SHOWS_WHAT_IT_CATCHES = """
+import sys
+try:
+    {}["lr"]
+except KeyError:
+    sys.excepthook(*sys.exc_info())
+sys.excepthook(1, "no exception", 1)
+print("goes on")
+"""
+
+
+def test_an_error_that_the_script_catches_and_shows_by_the_hook_itself_is_not_its_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SHOWS_WHAT_IT_CATCHES)
+
+    ours = run_under_shim(["train.py"], tmp_path)
+
+    assert (ours.code, ours.printed) == (0, run_plain(["train.py"], tmp_path).printed)
+    assert [one for one in ours.messages if isinstance(one, from_rank.ScriptError)] == []

@@ -148,9 +148,9 @@ def report_before(previous: Any) -> Any:
     """
 
     @signal_handlers.gate
-    def report(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def report(kind: Any, error: Any, trace: Any) -> None:
         presence = _presence
-        if presence is None:
+        if presence is None or not isinstance(error, BaseException) or _is_caught(trace):
             signal_handlers.call_through(previous, (kind, error, trace), {})
             return
         if held_signals.is_end_near() and not presence.is_ended_by_agent():
@@ -188,6 +188,14 @@ def report_before(previous: Any) -> Any:
             _leave_at_once(presence.welcome.rank)
 
     return report
+
+
+def _is_caught(trace: Any) -> bool:
+    """Whether the script has caught an error and shows it by the hook: the frame that caught it is still running."""
+    frame = sys._getframe(1) if trace is not None else None
+    while frame is not None and frame is not trace.tb_frame:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_of_end(presence: Presence, error: BaseException) -> bool:
@@ -292,8 +300,8 @@ def _finish_well(session: Session | None) -> None:
 
     try:
         moments.reached("exit")
-    except damage.InjectedFaultError:  # nothing above us would turn it into an exit code
-        sys.excepthook(*sys.exc_info())
+    except damage.InjectedFaultError as error:  # nothing above us would turn it into an exit code
+        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
     if session is not None and session.replay is not None:
         replay = session.replay
