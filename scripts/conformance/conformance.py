@@ -155,8 +155,9 @@ def _place_of(module: str) -> str:
 
     spec = find_spec(module)
     assert spec is not None
-    assert spec.origin is not None
-    return os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin
+    place = next(iter(spec.submodule_search_locations or ()), spec.origin)
+    assert place is not None
+    return place
 
 
 def _notes(folder: Path, suite: Suite, code: int) -> Iterator[tuple[str, str, str, int]]:
