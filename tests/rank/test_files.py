@@ -27,7 +27,7 @@ from tests.rank.fakes import RECORD_BYTES, become, make_session
 from tests.rank.processes import run_alone
 from ttprun.protocol.board import Board, Field
 from ttprun.rank.bootstrap import patches
-from ttprun.rank.effects import files
+from ttprun.rank.effects import file_system, files
 from ttprun.rank.position import whose
 from ttprun.rank.records.recorder import Recorder
 
@@ -187,8 +187,8 @@ def live(write: Habit, path: str, fds: list[int], lost_at: tuple[int, int] | Non
     session = make_session(recorder=recorder, board=board, world_size=1)
     become(session)
     if begin_at is not None:
-        session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
-        files.mute_all()
+        session.replay = SimpleNamespace(is_alone=True, newest_step=0)  # type: ignore[assignment]
+        file_system.watch()
     for step, _ in enumerate(write(path)):
         boundary = step + 1
         if lost_at is not None and lost_at[1] < boundary and lost_at[0] == step:
@@ -350,13 +350,13 @@ def replay_everything(directory: str) -> dict[str, Any]:
     """What a replay does to the files of the lost rank."""
     whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=True)
-    files.mute_all()
+    file_system.watch()
     old, away, folder = (f"{directory}/{name}" for name in ("old", "away", "folder"))
     for path in (old, away):
         pathlib.Path(path).write_text("lost rank's")
     os.mkdir(folder)
     session = make_session()
-    session.replay = SimpleNamespace(is_alone=True)  # type: ignore[assignment]
+    session.replay = SimpleNamespace(is_alone=True, newest_step=0)  # type: ignore[assignment]
     become(session)
     os.remove(old)
     os.rename(away, old)
@@ -417,7 +417,7 @@ def set_up_among_others(directory: str) -> dict[str, str]:
     """A rank of a run that goes on with other ranks: its first step writes, and is undone."""
     whose.add_user_directory(os.path.dirname(__file__))
     patches.apply_all(with_replay=True)
-    files.mute_all()
+    file_system.watch()
     log, own = (f"{directory}/{name}" for name in ("log", "log of a new rank"))
     pathlib.Path(log).write_text("step 1\nstep 2\nstep 3, which comes again\n")
     session = make_session()

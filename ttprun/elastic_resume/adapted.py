@@ -163,6 +163,12 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
+def log_of(adapt: Adapt) -> list[bytes]:
+    """The log of the old rank whose variables are taken."""
+    found: list[bytes] = _read(adapt.donor)["log"]
+    return found
+
+
 def _described(session: Session, number: int, frame: FrameType, returned: Any) -> tuple[Tree, bytes, list[Any]]:
     """The record of this rank as it has been set up: (tree, packed, tensors)."""
     fields, tensors, _ = step_hooks.describe(session, number, frame, returned)

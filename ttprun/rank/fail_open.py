@@ -161,7 +161,7 @@ def caller() -> FrameType:
 
 def give_up(where: str, error: BaseException) -> None:
     """Switch protection off after an error of ours. In a replay: raises what ends it."""
-    session = _session()
+    session = session_now()
     if session is None:
         return
     reason = f"ttprun failed in {where}: {error!r}{_place_of(error)}; training continues as under torchrun"
@@ -177,7 +177,7 @@ def is_meant(error: BaseException) -> bool:
     """
     if getattr(error, "is_meant_for_script", False) or is_of_handler(error):
         return True
-    session = _session()
+    session = session_now()
     if session is None:
         return False
     # A framework answers errors by its own callbacks.
@@ -190,7 +190,8 @@ def raise_if_meant(error: BaseException) -> None:
         raise error
 
 
-def _session() -> Any:
+def session_now() -> Any:
+    """This process's session; None in a process that is not a rank, and before torch is imported."""
     module = sys.modules.get("ttprun.rank.session")
     return module.current() if module is not None else None
 

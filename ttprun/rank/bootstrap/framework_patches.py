@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ttprun.rank import fail_open
 from ttprun.rank.data import evaluations
-from ttprun.rank.effects import csv_logs, files, free_names
+from ttprun.rank.effects import csv_logs, files
 from ttprun.rank.process.after_import import after_import
 
 
@@ -35,13 +35,9 @@ _BOTH = "lightning.fabric lightning.pytorch lightning_fabric pytorch_lightning"
 _FABRIC = "lightning.fabric lightning_fabric"
 _TRAINER = "lightning.pytorch pytorch_lightning"
 _TABLE = (
-    _Row(_BOTH, "loggers.csv_logs", "CSVLogger._get_next_version", free_names.wrap_next_version),
-    _Row(_BOTH, "loggers.tensorboard", "TensorBoardLogger._get_next_version", free_names.wrap_next_version),
-    _Row(_TRAINER, "callbacks.model_checkpoint", "ModelCheckpoint.file_exists", free_names.wrap_file_exists),
     _Row(_FABRIC, "loggers.csv_logs", "_ExperimentWriter.save", csv_logs.wrap_save),
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.save_checkpoint", files.leave_out_in_replay),
     _Row(_FABRIC, "plugins.io.torch_io", "TorchCheckpointIO.remove_checkpoint", files.leave_out_in_replay),
-    _Row("transformers", "trainer_utils", "get_last_checkpoint", free_names.wrap_last_checkpoint),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.run", evaluations.wrap_run),
     _Row(_TRAINER, "loops.evaluation_loop", "_EvaluationLoop.teardown", evaluations.wrap_teardown),
 )

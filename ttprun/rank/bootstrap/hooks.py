@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ttprun.chaos import observer, strikes
-from ttprun.elastic_resume.adapted import Adapted
+from ttprun.elastic_resume.adapted import Adapted, log_of
 from ttprun.protocol import from_rank, patience, to_rank
 from ttprun.protocol.board import Board, Phase
 from ttprun.rank import fail_open, moments
@@ -24,7 +24,7 @@ from ttprun.rank.comm import connection, groups, results
 from ttprun.rank.comm.journal import Journal
 from ttprun.rank.comm.results import Results
 from ttprun.rank.data import workers
-from ttprun.rank.effects import append_dedup, files, origins, output, trackers
+from ttprun.rank.effects import append_dedup, file_answers, origins, output, trackers
 from ttprun.rank.position import loops, torch_compile
 from ttprun.rank.process import random_state
 from ttprun.rank.records.recorder import Recorder
@@ -77,14 +77,13 @@ def begin_run(presence: Presence, is_replacement: bool) -> None:
     workers.keep_in(session.recorder)
     begin(session)
     _begin_origins(session, isinstance(order, to_rank.Replay) and order.adapt is None)
+    _begin_file_answers(session, order)
     match order:
         case to_rank.Replay(boundary=boundary, adapt=None, skip_lines=skip_lines):
-            files.mute_all()
             session.replay = Replay.of_lost(session, boundary, skip_lines)
             session.replay.step_from, session.replay.is_joining = order.step_from, order.is_joining
             session.replay.begin()
         case to_rank.Replay(boundary=boundary, adapt=to_rank.Adapt() as adapt):
-            files.mute_all()
             session.replay = Adapted(session, boundary, adapt)
             session.replay.begin()
         case to_rank.Resume(boundary=boundary, expected=expected, skip_lines=skip_lines, received=received):
@@ -114,6 +113,14 @@ def _begin_origins(session: Session, is_replay: bool) -> None:
         random_state.restore(states)
     elif not is_replay:
         keep((_RANDOM, random_state.capture()))
+
+
+def _begin_file_answers(session: Session, order: object) -> None:
+    """Answer a replacement as the file system has answered its lost rank, and keep what is new."""
+    known = results.file_answers_in(session.recorder.read_log())
+    if isinstance(order, to_rank.Replay) and order.adapt is not None:
+        known = results.file_answers_in(log_of(order.adapt))
+    file_answers.begin(known, partial(results.keep_file_answer, session.recorder))
 
 
 def make_session(presence: Presence) -> Session:

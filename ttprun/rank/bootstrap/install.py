@@ -29,7 +29,7 @@ from ttprun.protocol.channel import Channel
 from ttprun.rank import signal_handlers
 from ttprun.rank.bootstrap import patches, unhooked
 from ttprun.rank.bootstrap.presence import Presence
-from ttprun.rank.effects import origins
+from ttprun.rank.effects import file_answers, file_system, origins
 from ttprun.rank.position import ast_transform
 from ttprun.rank.position.whose import add_named_path, add_user_directory
 from ttprun.rank.process import children, heartbeat, held_signals, life_lock, stack
@@ -107,6 +107,8 @@ def enter(channel: Channel, welcome: to_rank.Welcome, fds: list[int], script: st
     patches.apply_early(welcome.options.mindio)
     if not welcome.options.mindio:
         origins.listen()
+        file_answers.listen()
+        file_system.watch()
     after_import("torch", take_over)
     if welcome.is_replacement and (welcome.had_torch or isinstance(_presence.order, to_rank.Replay | mindio.Prepare)):
         # With torch imported first, the setup gets what the lost rank drew before it imported torch, and nothing that a

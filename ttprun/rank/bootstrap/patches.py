@@ -251,16 +251,6 @@ ALSO: tuple[Change, ...] = (
     Change(
         "tensorboard", "EventFileWriter.add_event", "each event is counted, to write it once, to the lost rank's file"
     ),
-    Change(
-        "lightning",
-        "CSVLogger and TensorBoardLogger._get_next_version, ModelCheckpoint.file_exists",
-        "a replacement takes the names of folders and files that its rank had taken",
-    ),
-    Change(
-        "transformers",
-        "trainer_utils.get_last_checkpoint",
-        "a replacement's setup finds the checkpoint that its rank's had found, and none that was written since",
-    ),
     Change("lightning", "CSVLogger's _ExperimentWriter.save", "rows are counted, to write each once"),
     Change("lightning", "TorchCheckpointIO.save_checkpoint, remove_checkpoint", "in a replay, to do nothing"),
     Change(
@@ -320,7 +310,10 @@ ALSO: tuple[Change, ...] = (
         "a child forked by the main thread (a DataLoader worker) ends with its rank, and does not collect its garbage",
     ),
     Change(
-        "os, shutil", "remove, rename, rmtree, ...", "in a replay, changes of files by the user's own code are skipped"
+        "os, shutil",
+        "stat, access, listdir, scandir, mkdir, open, remove, rename, rmtree, ...",
+        "what the user's own code is answered is kept, to answer a replacement alike; in a replay its changes of files "
+        "are skipped",
     ),
 )
 

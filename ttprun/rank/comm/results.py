@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # A place called in more steps than this belongs to the step itself, and is kept in the records alone.
 SELDOM = 16
 ORIGIN = -1  # the "step" of the times, pids and entropy that the setup has drawn (origins.py), kept in the same log
+FILE = -2  # likewise, of what the file system has answered (file_answers.py)
 Result = tuple[int, str, list[bytes]]  # step (boundary that it follows), place, bytes of each output
 
 
@@ -72,6 +73,19 @@ def origins_in(log: Iterable[bytes]) -> list[tuple[str, Any]]:
     return [(place, value) for step, place, value in found if step == ORIGIN]
 
 
+def keep_file_answer(recorder: Recorder, kept: tuple[int, Any]) -> int:
+    """Keep what the file system has answered; returns the size."""
+    packed: bytes = msgpack.packb((FILE, *kept))
+    recorder.append_log(packed)
+    return len(packed)
+
+
+def file_answers_in(log: Iterable[bytes]) -> list[tuple[int, Any]]:
+    """What `keep_file_answer` has kept, oldest first."""
+    found = map(msgpack.unpackb, log)
+    return [(place, entry) for step, place, entry in found if step == FILE]
+
+
 class Answers:
     """The results of the lost rank's small collectives, by which a replay answers its calls."""
 
@@ -83,7 +97,7 @@ class Answers:
             self._by_place[place].setdefault(step, deque()).append(outputs)
         for packed in log:
             step, place, outputs = msgpack.unpackb(packed)
-            if step != ORIGIN and (step, place) not in seen:
+            if step >= 0 and (step, place) not in seen:
                 self._by_place[place].setdefault(step, deque()).append(outputs)
 
     def answer(self, place: str, outputs: list[torch.Tensor], newest_step: int) -> bool:

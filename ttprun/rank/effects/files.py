@@ -2,19 +2,20 @@
 
 A replay runs the script from the top, and would truncate the lost rank's log, overwrite a checkpoint with garbage, or
 rename files again. So in a replay, writes of the user's own code are dropped: `open` for writing returns a file that
-drops them; `torch.save`, safetensors' `save_file` and the calls in MUTED do nothing. When the replacement goes live,
-each file that is open for writing is truncated to its position at the boundary: what the lost rank wrote after it is
-written again. Files opened for appending may be shared with other ranks and are never truncated: see
-`append_dedup.py`.
+drops them; `torch.save`, safetensors' `save_file` and the calls in file_system.py do nothing. When the replacement goes
+live, each file that is open for writing is truncated to its position at the boundary: what the lost rank wrote after it
+is written again. Files opened for appending may be shared with other ranks and are never truncated: see
+`append_dedup.py`. A file that the set-up reads holds in a replay what it held at first, if it is small.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import io
 import os
-import shutil
+import stat
 import sys
 import threading
 import time
@@ -24,31 +25,18 @@ from typing import Any
 
 from ttprun.protocol.board import Phase
 from ttprun.rank import fail_open, moments, signal_handlers
-from ttprun.rank.effects import append_dedup
+from ttprun.rank.effects import append_dedup, file_answers, file_system
+from ttprun.rank.effects.file_answers import is_called_by_user
 from ttprun.rank.position import ast_transform
-from ttprun.rank.position.whose import has_muted_effects
 from ttprun.rank.session import Session, current
 
-MUTED = {
-    os: (
-        *("remove", "unlink", "rename", "replace", "rmdir", "removedirs", "truncate", "symlink", "link"),
-        *("chmod", "chown", "utime"),
-    ),
-    shutil: ("rmtree", "move", "copy", "copy2", "copyfile", "copytree"),
-}
-# Modules that open and remove files for their caller.
-_ON_BEHALF_OF_OTHERS = frozenset(
-    {
-        *("pathlib", "pathlib._local", "pathlib._abc", "codecs", "gzip", "bz2", "lzma", "zipfile", "tarfile", "shelve"),
-        *("logging", "logging.handlers", "numpy.lib.npyio", "numpy.lib._npyio_impl", "numpy.lib._datasource"),
-        *("numpy._core.memmap", "numpy.core.memmap", "numpy.lib._format_impl", "numpy.lib.format"),
-        *("pandas.io.common", "PIL.Image", "torchvision.utils"),
-    }
-)
+CONTENT_BYTES, ALL_CONTENTS_BYTES = 64 << 10, 1 << 20  # of a file that the script reads, kept for a replacement
 open_unfollowed = builtins.open
 _COARSE = 5  # Linux's CLOCK_REALTIME_COARSE, which Python has no name for
 # (absolute path, file opened for writing by the user's code)
 _tracked: list[tuple[str, weakref.ref[Any]]] = []
+_unseen: dict[str, int] = {}  # files that a replay alone has, in memory: their descriptors
+_kept_bytes = 0  # of contents
 
 
 def user_modules() -> list[tuple[str, ModuleType]]:
@@ -61,17 +49,6 @@ def user_modules() -> list[tuple[str, ModuleType]]:
     return found
 
 
-def _acts_for_others(module: str) -> bool:
-    return module in _ON_BEHALF_OF_OTHERS or module.startswith("fsspec.")
-
-
-def _is_called_by_user(caller: FrameType) -> bool:
-    frame: FrameType | None = caller
-    while frame is not None and _acts_for_others(str(frame.f_globals.get("__name__"))):
-        frame = frame.f_back
-    return frame is not None and has_muted_effects(frame.f_code.co_filename)
-
-
 def wrap_open(original: Any) -> Any:
     """builtins.open: track the files that the script writes, and drop a replay's writes."""
     return lambda *args, **kwargs: _open_tracked(original, fail_open.caller(), *args, **kwargs)
@@ -79,12 +56,19 @@ def wrap_open(original: Any) -> Any:
 
 def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
     session = current()
-    writes = isinstance(mode, str) and any(letter in mode for letter in "wax+")
-    if session is None or not writes or not isinstance(file, str | os.PathLike) or not _is_called_by_user(caller):
+    is_plain = session is not None and isinstance(mode, str) and isinstance(file, str | os.PathLike)
+    if session is None or not is_plain or not is_called_by_user(caller):
         return original(file, mode, *args, **kwargs)
+    if not any(letter in mode for letter in "wax+"):
+        return _open_for_reading(original, caller, file, mode, *args, **kwargs)
+    if "x" in mode:
+        mode = _mode_again(original, caller, file, mode)
     path = os.path.abspath(os.fspath(file))
-    if session.replay is not None and not session.replay.is_alone and not os.path.exists(path):
-        open_unfollowed(path, "a").close()  # a new file, which no rank of the old run had
+    if session.replay is not None and not os.path.exists(path) and "r" not in mode:
+        if session.replay.is_alone and not session.address:
+            return _open_unseen(original, path, mode.replace("x", "w"), *args, **kwargs)
+        if not session.replay.is_alone:
+            open_unfollowed(path, "a").close()  # a new file, which no rank of the old run had
     is_muted = session.replay is not None and os.path.isfile(path)
     if is_muted or "a" in mode:
         opened = _open_followed(original, session, file, is_muted, mode, *args, **kwargs)
@@ -92,6 +76,84 @@ def _open_tracked(original: Any, caller: FrameType, file: Any, mode: Any = "r", 
         opened = original(file, mode, *args, **kwargs)
     _tracked[:] = [(path, weakref.ref(opened)) for path, opened in (*_open_files(), (path, opened))]
     return opened
+
+
+def _mode_again(original: Any, caller: FrameType, file: Any, mode: str) -> str:
+    """The mode in which a file that must be new is opened: the lost rank may have made it."""
+    place = file_answers.place_of("new file", file, caller)
+    known = file_answers.MISSING if place is None else file_answers.find(place)
+    if known is not file_answers.MISSING:
+        if known[0]:
+            raise fail_open.meant(FileExistsError(known[0], os.strerror(known[0]), file))
+        return mode.replace("x", "w")
+    if place is not None:
+        file_answers.note(place, [errno.EEXIST if os.path.lexists(file) else 0])
+    return mode
+
+
+def _open_unseen(original: Any, path: str, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """In a replay, open for writing a file which the lost rank has made, and removed or renamed since: in memory."""
+    if path not in _unseen:
+        _unseen[path] = os.memfd_create("ttprun-unseen")
+    return original(path, mode, *args, **kwargs, opener=_opener_of(_unseen[path]))
+
+
+def _opener_of(descriptor: int) -> Any:
+    return lambda _, flags: os.open(f"/proc/self/fd/{descriptor}", flags & ~(os.O_CREAT | os.O_EXCL))
+
+
+def _open_for_reading(original: Any, caller: FrameType, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    """Open a file that the script reads; a replacement reads in it what its rank has read."""
+    path = os.path.abspath(os.fspath(file))
+    if path in _unseen:
+        return original(file, mode, *args, **kwargs, opener=_opener_of(_unseen[path]))
+    place = file_answers.place_of("read", file, caller)
+    known = file_answers.MISSING if place is None else file_answers.find(place)
+    if place is None or kwargs.get("opener") is not None:
+        return original(file, mode, *args, **kwargs)
+    if known is file_answers.MISSING:
+        return _note_read(original, place, file, mode, *args, **kwargs)
+    if len(known) == 1:
+        raise fail_open.meant(OSError(known[0], os.strerror(known[0]), file))
+    mark, content = known
+    if mark == _mark_of(path):
+        return original(file, mode, *args, **kwargs)
+    if content is None:
+        file_system.note_changed(path)
+        return original(file, mode, *args, **kwargs)
+    descriptor = os.memfd_create("ttprun-read")
+    try:
+        os.write(descriptor, content)
+        return original(file, mode, *args, **kwargs, opener=_opener_of(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _note_read(original: Any, place: file_answers.Place, file: Any, mode: str, *args: Any, **kwargs: Any) -> Any:
+    global _kept_bytes
+    try:
+        opened = original(file, mode, *args, **kwargs)
+    except OSError as error:
+        if error.errno is not None:
+            file_answers.note(place, [error.errno])
+        raise
+    mark = _mark_of(file)
+    content = None
+    if mark and mark[0] <= min(CONTENT_BYTES, ALL_CONTENTS_BYTES - _kept_bytes):
+        with open_unfollowed(file, "rb") as again:
+            content = again.read(CONTENT_BYTES)
+        _kept_bytes += len(content)
+    file_answers.note(place, [mark, content])
+    return opened
+
+
+def _mark_of(path: Any) -> list[int]:
+    """What changes when a regular file is written or replaced; [] of others."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns, found.st_ino] if stat.S_ISREG(found.st_mode) else []
 
 
 def _open_files() -> list[tuple[str, Any]]:
@@ -165,6 +227,7 @@ def forget() -> None:
         with contextlib.suppress(OSError, ValueError):
             opened.close()
     _tracked.clear()
+    _drop_unseen()
 
 
 def positions() -> list[list[Any]]:
@@ -208,6 +271,11 @@ def is_to_be_written_again(session: Session, path: Any) -> bool:
         return False
 
 
+def _is_of_gap(path: Any) -> bool:
+    session = current()
+    return session is not None and is_to_be_written_again(session, path)
+
+
 def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: int) -> None:
     """The replay is over: set each file to its position at the boundary.
 
@@ -226,7 +294,13 @@ def unmute(session: Session, recorded: list[list[Any]], boundary: int, at_ns: in
             opened.truncate()
         else:
             opened.seek(0, os.SEEK_END)
+    _drop_unseen()
     append_dedup.resume_from(session.recorder, boundary)
+
+
+def _drop_unseen() -> None:
+    while _unseen:
+        os.close(_unseen.popitem()[1])
 
 
 def wrap_save(original: Any) -> Any:
@@ -248,35 +322,6 @@ def wrap_save(original: Any) -> Any:
     return save
 
 
-_is_muted = False
-
-
-def mute_all() -> None:
-    """Make the functions that change files do nothing in a replay; once per process."""
-    global _is_muted
-    if _is_muted:
-        return
-    _is_muted = True
-    for module, names in MUTED.items():
-        for name in names:
-            setattr(module, name, mute_in_replay(getattr(module, name)))
-    for name in ("mkdir", "makedirs"):
-        setattr(os, name, make_directory_in_replay(getattr(os, name)))
-
-
-def mute_in_replay(original: Any) -> Any:
-    """A function that changes files: nothing if the user's own code calls it in a replay."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        session = current()
-        if session is not None and session.replay is not None and _is_called_by_user(sys._getframe(1)):
-            return None
-        return original(*args, **kwargs)
-
-    call.__name__ = getattr(original, "__name__", "call")
-    return call
-
-
 def leave_out_in_replay(original: Any) -> Any:
     """A method of a framework that only writes: nothing in a replay, whoever calls it."""
 
@@ -287,16 +332,4 @@ def leave_out_in_replay(original: Any) -> Any:
     return call
 
 
-def make_directory_in_replay(original: Any) -> Any:
-    """os.mkdir and os.makedirs: in a replay the directory may exist."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except FileExistsError:
-            session = current()
-            if session is None or session.replay is None:
-                raise
-            return None
-
-    return call
+file_system.was_written_in_gap = _is_of_gap

@@ -193,10 +193,18 @@ class Replay:
 
     # Collectives.
 
+    @property
+    def newest_step(self) -> int:
+        """The newest step of the lost rank that an answer may be of."""
+        return self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
+
+    def note_not_proved(self, text: str) -> None:
+        """The script has found something that may be other than it was for the lost rank."""
+        self._not_proved.append(text)
+
     def answer(self, entry: Entry) -> None:
         """Fill a collective's outputs: with the lost rank's result, if that was small, else with its own inputs."""
-        newest = self._passed if self._has_arrived or self._before is None else self._before["boundary"] - 1
-        if not (entry.place and self._answers.answer(entry.place, entry.outputs, newest)):
+        if not (entry.place and self._answers.answer(entry.place, entry.outputs, self.newest_step)):
             as_if_alone(entry)
 
     # Boundaries.

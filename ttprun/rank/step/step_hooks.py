@@ -21,7 +21,7 @@ from ttprun.protocol.board import LEADER, Field, Phase
 from ttprun.rank import fail_open, moments, signal_handlers, values
 from ttprun.rank.checks.replay_guard import report_mismatch
 from ttprun.rank.data import loaders
-from ttprun.rank.effects import files, origins, os_entropy, output
+from ttprun.rank.effects import file_answers, files, origins, os_entropy, output
 from ttprun.rank.position import call_site, iterables, loops, made_inside
 from ttprun.rank.position.variables import variables_of
 from ttprun.rank.process import random_state
@@ -353,6 +353,7 @@ def describe(
         scopes = dict(zip(names, record["variables"], strict=True)) | record["modules"]
         scopes["optimizers"] = dict(zip(map(str, range(len(living))), record["optimizers"], strict=True))
         record["not_proved"] = values.names_not_proved(snapshot, scopes)
+    record["not_proved"] += file_answers.not_proved()
     return record, snapshot.blobs, any(map(values.is_awaited, snapshot.computed))
 
 

@@ -1,0 +1,173 @@
+"""A small DDP model whose set-up looks at the file system; each rank has a folder of its own, where it also writes.
+
+torchrun --nproc-per-node 2 looks_at_files.py --out=out --what=version
+"""
+
+import argparse
+import glob
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", default="out")
+parser.add_argument("--what", default="", help="names of the functions below, with commas; none: all")
+parser.add_argument("--steps", type=int, default=12)
+args = parser.parse_args()
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+folder = os.path.join(args.out, f"rank{rank}")
+path = Path(folder)
+
+
+def must_be_new():
+    if os.path.exists(folder) and os.path.isdir(folder) and os.listdir(folder):
+        sys.exit(f"Output directory ({folder}) already exists and is not empty.")
+    os.makedirs(folder)
+    return 1
+
+
+def version():
+    os.makedirs(f"{folder}/versions", exist_ok=True)
+    number = len(os.listdir(f"{folder}/versions"))
+    os.mkdir(f"{folder}/versions/version_{number}")
+    return number + 1
+
+
+def resume():
+    if os.path.isfile(f"{folder}/last.pt"):
+        state = torch.load(f"{folder}/last.pt")
+        model.load_state_dict(state["model"])
+        return 100 * state["step"]
+    return 1
+
+
+def resume_or_fail():
+    try:
+        return 100 * torch.load(f"{folder}/last.pt")["step"]
+    except FileNotFoundError as error:
+        return error.errno
+
+
+def newest():
+    with open(f"{folder}/step-0.txt", "w") as file:
+        file.write("0")
+    found = max(glob.glob(f"{folder}/step-*.txt"), key=os.path.getmtime)
+    return 1 + len(glob.glob(f"{folder}/**/*.txt", recursive=True)) + int(open(found).read())  # noqa: SIM115
+
+
+def with_pathlib():
+    is_there = (path / "notes").exists() or (path / "notes").is_dir()
+    (path / "notes").mkdir()
+    (path / "notes" / "begun").touch(exist_ok=False)
+    (path / "notes" / "seen.txt").write_text("seen")
+    found = [p.name for p in sorted((path / "notes").iterdir())] + [p.name for p in path.glob("notes/*.txt")]
+    return 1 + is_there + len(found) + (path / "notes" / "seen.txt").stat().st_size
+
+
+def scanning():
+    sizes = [entry.stat().st_size for entry in os.scandir(f"{folder}") if entry.is_file()]
+    walked = [name for _, folders, names in os.walk(folder) for name in (*folders, *names)]
+    return len(sizes) + len(walked) + os.access(f"{folder}/last.pt", os.R_OK)
+
+
+def own_log():
+    with open(f"{folder}/log.txt", "a") as file:
+        file.write("begun\n")
+    with open(f"{folder}/log.txt") as file:
+        lines = file.readlines()
+    return len(lines) + os.path.getsize(f"{folder}/log.txt")
+
+
+def exclusively():
+    with open(f"{folder}/one", "x") as file:
+        file.write("one")
+    os.close(os.open(f"{folder}/two", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    try:
+        open(f"{folder}/one", "x").close()
+    except FileExistsError:
+        return 3
+    return 1
+
+
+def renamed():
+    removed = 0
+    try:
+        os.remove(f"{folder}/last.pt")
+    except FileNotFoundError:
+        removed += 1
+    with open(f"{folder}/new.tmp", "w") as file:
+        file.write("settings")
+    os.replace(f"{folder}/new.tmp", f"{folder}/settings")
+    copy = shutil.copy(f"{folder}/settings", f"{folder}/settings.bak")
+    return 1 + removed + len(os.path.basename(copy)) + len(open(f"{folder}/settings").read())  # noqa: SIM115
+
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+everything = (
+    must_be_new,
+    version,
+    resume,
+    resume_or_fail,
+    newest,
+    with_pathlib,
+    scanning,
+    own_log,
+    exclusively,
+    renamed,
+)
+names = args.what.split(",")
+if args.what and "must_be_new" not in names:
+    os.makedirs(folder)
+found = {}
+for look in everything:
+    if not args.what or look.__name__ in names:
+        found[look.__name__] = look()
+print(f"[rank {rank}] found {found}")
+dist.barrier()
+
+torch.manual_seed(sum(found.values()) + rank)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model = DistributedDataParallel(model)
+start = sum(found.values()) % 7
+for step in range(start, start + args.steps):
+    x = torch.randn(4, 8)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"[rank {rank}] step {step}: loss {loss.item()!r}")
+    with open(f"{folder}/log.txt", "a") as file:
+        file.write(f"{step} {loss.item()!r}\n")
+    if step % 2:
+        continue
+    # Each of these would fail, or do something else, if it were done a second time.
+    if os.path.exists(f"{folder}/step-{step}"):
+        sys.exit("this step was saved before")
+    os.mkdir(f"{folder}/step-{step}")
+    torch.save({"model": model.module.state_dict(), "step": step}, f"{folder}/step-{step}/model.pt")
+    shutil.copy(f"{folder}/step-{step}/model.pt", f"{folder}/last.tmp")
+    os.rename(f"{folder}/last.tmp", f"{folder}/last.pt")
+    with open(f"{folder}/step-{step}.txt", "x") as file:
+        file.write(str(step))
+    kept = sorted(glob.glob(f"{folder}/step-*/model.pt"), key=os.path.getmtime)
+    print(f"[rank {rank}] kept {len(kept)}")
+    if len(kept) > 2:
+        shutil.rmtree(os.path.dirname(kept[0]))
+
+h = hashlib.sha256()
+for name, value in sorted(model.module.state_dict().items()):
+    h.update(name.encode() + value.numpy().tobytes())
+print(f"[rank {rank}] sha256 model {h.hexdigest()}")
+for name in sorted(glob.glob(f"{folder}/**/*", recursive=True)):
+    size = os.path.getsize(name) if os.path.isfile(name) else "folder"
+    print(f"[rank {rank}] {os.path.relpath(name, args.out)} {size}")
+dist.destroy_process_group()
