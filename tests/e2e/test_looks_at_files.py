@@ -27,3 +27,12 @@ def test_a_set_up_that_looks_at_files_is_answered_as_at_first(
     run_ttprun: RunTtprun, undisturbed: Undisturbed, case: str
 ) -> None:
     assert_same_outcome(*recovered_and_undisturbed(run_ttprun, undisturbed, LOOKS, case))
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_in_a_replay_is_reported_with_its_last_words(run_ttprun: RunTtprun) -> None:
+    result = run_ttprun(LOOKS, 2, faults=["kill:rank=1,step=8,phase=backward"], script_args=["--what", "by_a_command"])
+
+    reasons = " ".join(event.get("reason") or "" for event in result.events)
+    assert "the script's last words: a command has looked | " in reasons, result.story()
+    assert "rank1 was trained before" in reasons, result.story()

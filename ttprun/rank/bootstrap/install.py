@@ -306,9 +306,7 @@ def _finish_well(session: Session | None) -> None:
         sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)  # as if not caught
         os._exit(damage.EXIT_CODE)
     if session is not None and session.replay is not None:
-        replay = session.replay
-        why = f": {replay.difference}" if replay.difference else ""
-        replay.refuse(f"the replay reached the script's end and not boundary {replay.boundary}{why}")
+        session.replay.refuse_end()
     elif session is not None:
         from ttprun.rank.comm import leaving
 

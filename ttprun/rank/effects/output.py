@@ -7,6 +7,7 @@ that.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -16,6 +17,7 @@ from ttprun.protocol.board import Field
 from ttprun.rank import signal_handlers
 from ttprun.rank.session import Session, current
 
+_LAST_LINES, _LAST_BYTES = 3, 2000
 _FIELDS = {"stdout": Field.LINES_OUT, "stderr": Field.LINES_ERR}
 
 
@@ -116,13 +118,24 @@ class Diverted:
     """Redirects descriptors 1 and 2 to a replay log until `end`, also for C++ code and child processes."""
 
     def __init__(self, session: Session) -> None:
-        log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
-        os.makedirs(os.path.dirname(log), mode=0o700, exist_ok=True)
-        target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._log = os.path.join(session.run_dir, "logs", f"replay-rank{session.rank}-gen{session.generation}.log")
+        os.makedirs(os.path.dirname(self._log), mode=0o700, exist_ok=True)
+        target = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._saved = [os.dup(fd) for fd in (1, 2)]
         for fd in (1, 2):
             os.dup2(target, fd)
         os.close(target)
+
+    def last_words(self) -> str:
+        """The last lines that the script has printed; "" if it has printed none."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        with contextlib.suppress(OSError), open(self._log, "rb") as log:
+            log.seek(max(0, os.path.getsize(self._log) - _LAST_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+            return " | ".join([line.strip() for line in lines if line.strip()][-_LAST_LINES:])
+        return ""
 
     def end(self, skip_out: int, skip_err: int) -> None:
         """Restore the output, and skip the lines that the lost rank has printed."""

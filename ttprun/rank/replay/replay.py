@@ -463,6 +463,13 @@ class Replay:
             if was_rebuilt and not model._has_rebuilt_buckets and model.reducer._rebuild_buckets():
                 model._has_rebuilt_buckets = True
 
+    def refuse_end(self) -> None:
+        """The script has ended before its boundary. Does not return."""
+        why = f": {self.difference}" if self.difference else ""
+        words = self._output.last_words()
+        said = f"; the script's last words: {words}" if words else ""
+        self.refuse(f"the replay reached the script's end and not boundary {self.boundary}{why}{said}")
+
     def refuse(self, reason: str, is_contradiction: bool = True) -> None:
         """Report that this replay has failed. Does not return. `is_contradiction` is as in from_rank.Mismatch."""
         report_mismatch(self.session.channel, self.session.generation, reason, is_contradiction)

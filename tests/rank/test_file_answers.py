@@ -1,0 +1,139 @@
+"""What the script is answered by the file system is kept, and a replacement is answered alike."""
+
+from __future__ import annotations
+
+import glob
+import os
+import pathlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+from tests.rank.fakes import become, make_session
+from tests.rank.processes import run_alone
+from ttprun.rank.bootstrap import patches
+from ttprun.rank.effects import file_answers, file_system
+from ttprun.rank.position import whose
+
+Question = Callable[[str], Any]
+QUESTIONS: dict[str, Question] = {
+    "exists": lambda folder: [os.path.exists(f"{folder}/{name}") for name in ("old", "new")],
+    "isdir": lambda folder: [os.path.isdir(f"{folder}/{name}") for name in ("sub", "newer")],
+    "listdir": lambda folder: sorted(os.listdir(folder)),
+    "walk": lambda folder: sorted(name for _, *found in os.walk(folder) for names in found for name in names),
+    "glob": lambda folder: sorted(glob.glob(f"{folder}/**/*", recursive=True)),
+    "newest": lambda folder: max(glob.glob(f"{folder}/*"), key=os.path.getmtime),
+    "sizes": lambda folder: sorted((one.name, one.is_file(), one.stat().st_size) for one in os.scandir(folder)),
+    "stat": lambda folder: os.stat(f"{folder}/old")[6:9],
+    "access": lambda folder: os.access(f"{folder}/new", os.R_OK),
+    "link": lambda folder: os.readlink(f"{folder}/link"),
+    "pathlib": lambda folder: sorted(
+        one.name for one in pathlib.Path(folder).iterdir() if one.is_dir() or one.exists()
+    ),
+    "content": lambda folder: pathlib.Path(f"{folder}/old").read_text(),
+    "missing": lambda folder: failure(lambda: pathlib.Path(f"{folder}/new").read_text()),
+    "remove": lambda folder: failure(lambda: os.remove(f"{folder}/new")),
+    "make": lambda folder: [failure(lambda: os.mkdir(f"{folder}/newer")) for _ in "twice"],
+    "make new": lambda folder: failure(lambda: pathlib.Path(f"{folder}/newest").touch(exist_ok=False)),
+    "write new": lambda folder: failure(lambda: open(f"{folder}/written", "x").close()),
+}
+
+
+def failure(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except OSError as error:
+        return type(error).__name__
+    return "none"
+
+
+def ask_all(folder: str) -> dict[str, Any]:
+    return {name: ask(folder) for name, ask in QUESTIONS.items()}
+
+
+def lives(folder: str) -> list[dict[str, Any]]:
+    """What the script is answered without ttprun, with it, in a replay, and in a replacement from the top."""
+    whose.add_user_directory(os.path.dirname(__file__))
+    kept: list[Any] = []
+
+    def keep(entry: Any) -> int:
+        packed: bytes = msgpack.packb(entry)
+        kept.append(msgpack.unpackb(packed))
+        return len(packed)
+
+    found = [ask_all(begin_in(folder, "plain"))]
+    patches.apply_all(with_replay=False)
+    file_system.watch()
+    session = make_session()
+    become(session)
+    for is_replay in (None, True, False):
+        file_answers.begin(list(kept), keep if is_replay is None else len)
+        replay: Any = SimpleNamespace(is_alone=True, newest_step=0) if is_replay else None
+        session.replay = replay
+        if is_replay is None:
+            begin_in(folder, "run")
+        found.append(ask_all(f"{folder}/run"))
+        session.replay = None
+        if is_replay is None:
+            file_answers.end()
+            go_on(f"{folder}/run")
+    return [{name: str(value).replace("/plain", "/run") for name, value in one.items()} for one in found]
+
+
+def begin_in(folder: str, name: str) -> str:
+    path = pathlib.Path(folder) / name
+    (path / "sub").mkdir(parents=True)
+    (path / "old").write_text("at first")
+    (path / "sub" / "deep").write_text("")
+    for one in ("sub/deep", "old", "sub"):
+        os.utime(path / one, (1_000, 1_000))
+    (path / "link").symlink_to("old")
+    return str(path)
+
+
+def go_on(folder: str) -> None:
+    """What the run itself does later."""
+    path = pathlib.Path(folder)
+    (path / "old").write_text("and then much more")
+    (path / "new").write_text("new")
+    (path / "link").unlink()
+    (path / "link").symlink_to("new")
+    (path / "sub" / "more").write_text("more")
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run_alone(lives, str(tmp_path_factory.mktemp("lives")))
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_replacement_is_answered_as_its_rank_was_and_that_as_without_ttprun(name: str, answers: Any) -> None:
+    plain, first, replayed, again = (one[name] for one in answers)
+
+    assert [first, replayed, again] == [plain] * 3
+
+
+def ask_much(folder: str) -> tuple[int, list[str], int]:
+    """One line that asks for many files, and another one after it."""
+    whose.add_user_directory(os.path.dirname(__file__))
+    file_system.watch()
+    kept: list[Any] = []
+    become(make_session())
+    file_answers.begin([], lambda entry: kept.append(entry) or 1)  # type: ignore[func-returns-value]
+    for number in range(2 * file_answers.MOST_AT_ONE_LINE):
+        os.path.exists(f"{folder}/{number}")
+    many = len(kept)
+    for _ in range(100):
+        os.path.exists(folder)
+    return many, file_answers.not_proved(), len(kept) - many
+
+
+def test_a_line_that_asks_too_much_is_named_and_the_others_are_kept(tmp_path: Any) -> None:
+    many, named, rest = run_alone(ask_much, str(tmp_path))
+
+    assert many == file_answers.MOST_AT_ONE_LINE + 1
+    assert ["test_file_answers.py:" in one for one in named] == [True]
+    assert rest == 1
