@@ -23,6 +23,7 @@ from typing import Any
 from ttprun.rank import fail_open
 from ttprun.rank.effects import file_answers
 from ttprun.rank.effects.file_answers import MISSING, Place, is_called_by_user
+from ttprun.rank.signal_handlers import call_through, gate
 
 ASKING = ("stat", "lstat", "access", "readlink", "listdir", "scandir")
 MOST_NAMES, MOST_WITH_SIZES = 2_000, 256  # of a folder that is listed
@@ -81,6 +82,10 @@ class _Watched(fail_open.LikeBuiltin):
         caller = sys._getframe(1)
         if _is_inside or (self._is_asking and not file_answers.are_kept_for(caller)):
             return self._original(*args, **kwargs)
+        return self._answered(caller, args, kwargs)
+
+    @gate
+    def _answered(self, caller: FrameType, args: Any, kwargs: Any) -> Any:
         return self._answer(_Call(self._original, self._name, caller, args, kwargs))
 
 
@@ -130,7 +135,7 @@ class _Call:
     def make(self) -> Any:
         """Call the original, and note what it answers."""
         if self.place is None:
-            return self.original(*self.args, **self.kwargs)
+            return call_through(self.original, self.args, self.kwargs)
         try:
             result = self.make_unnoted()
         except OSError as error:
@@ -148,7 +153,7 @@ class _Call:
         global _is_inside
         _is_inside = True
         try:
-            return self.original(*self.args, **self.kwargs)
+            return call_through(self.original, self.args, self.kwargs)
         finally:
             _is_inside = False
 
@@ -198,7 +203,7 @@ def _open(call: _Call) -> Any:
     """os.open, of a file that must be new."""
     flags = call.args[1] if len(call.args) > 1 else call.kwargs.get("flags", 0)
     if not isinstance(flags, int) or flags & _EXCLUSIVE != _EXCLUSIVE:
-        return call.original(*call.args, **call.kwargs)
+        return call_through(call.original, call.args, call.kwargs)
     if call.known is MISSING:
         return call.make()
     call.answer_again()
