@@ -44,6 +44,12 @@ _ON_BEHALF_OF_OTHERS = frozenset(
     }
 )
 
+
+class _Looking(threading.local):
+    is_on = False
+
+
+_looking = _Looking()
 Kept = tuple[int, list[Any]]  # place; [step, which call of that step, answer]
 
 
@@ -131,9 +137,19 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name not in _ON_BEHALF_OF_OTHERS and not name.startswith("fsspec."):
-            return frame if has_muted_effects(frame.f_code.co_filename) else None
+            return frame if _is_of_user(frame.f_code.co_filename) else None
         frame = frame.f_back
     return None
+
+
+def _is_of_user(filename: str) -> bool:
+    if _looking.is_on:
+        return False  # whose.py asks the file system, too
+    _looking.is_on = True
+    try:
+        return has_muted_effects(filename)
+    finally:
+        _looking.is_on = False
 
 
 def place_of(kind: str, path: Any, caller: FrameType) -> Place | None:
