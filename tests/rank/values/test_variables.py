@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterator
@@ -62,6 +63,18 @@ def test_a_variable_that_was_read_dies_when_the_script_lets_go_of_it() -> None:
         return gone() is None
 
     assert work()
+
+
+def test_reading_variables_leaves_nothing_to_the_garbage_collector() -> None:
+    def work(first: int, second: int) -> int:
+        variables_of(sys._getframe())
+        gc.collect()
+        variables_of(sys._getframe())
+        return gc.collect()
+
+    work(1, 2)
+
+    assert work(1, 2) == 0
 
 
 def test_variables_of_a_function_are_written_and_its_locals_stay_as_they_were() -> None:

@@ -9,6 +9,7 @@ interpreter keeps them, `_PyInterpreterFrame.localsplus`. Python 3.13 reads and 
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import sys
 from types import CodeType, FrameType
@@ -36,9 +37,9 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     if _HAS_PROXIES:
         return dict(frame.f_locals)
     names, cells, _ = _names_of(frame.f_code)
-    where = _slots_of(frame)
-    held = (ctypes.py_object * len(names)).from_address(where)
-    is_set = (ctypes.c_void_p * len(names)).from_address(where)[:]
+    where, (objects, addresses) = _slots_of(frame), _arrays_of(len(names))
+    held = objects.from_address(where)
+    is_set = addresses.from_address(where)[:]
     found = {names[at]: held[at] for at, address in enumerate(is_set) if address}
     for at in cells:
         if names[at] in found:
@@ -91,6 +92,12 @@ def _names_of(code: CodeType) -> tuple[tuple[str, ...], frozenset[int], CodeType
         cells = frozenset(at for at, name in enumerate(names) if name in in_cells)
         known = _names[id(code)] = (names, cells, code)
     return known
+
+
+@functools.cache
+def _arrays_of(length: int) -> tuple[Any, Any]:
+    """Types of arrays of objects and of addresses; kept, since each is garbage in a cycle when it is let go."""
+    return ctypes.py_object * length, ctypes.c_void_p * length
 
 
 def _slots_of(frame: FrameType) -> int:
