@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from tests.e2e.harness import Run, assert_same_outcome
+from tests.e2e.harness import Run, assert_same_outcome, start_torchrun
 
 # What stands in the guide ("What a script can notice").
 NOTICED = re.compile(
@@ -33,3 +36,42 @@ def test_no_object_of_the_script_notices_that_its_state_is_recorded(
 
     assert [event["event"] for event in result.events].count("rank_unprotected") == 0, result.story()
     assert_same_outcome(without_noted(result), without_noted(undisturbed("noticing/train.py", 2)))
+
+
+# What differs, by the names in surroundings.py; all of it stands in the guide ("What a script can notice").
+DIFFERENT = {
+    *("stack in step", "stack in hook", "stack after", "stack in closure", "stack in backward", "stack in forward"),
+    *("stack in the dataset", "traceback of open", "modules", "all modules", "modules at the start", "meta_path"),
+    *("path_hooks", "builtins", "loader of main", "cached", "environment", "environment of a child", "threads"),
+    *("active threads", "descriptors", "status", "wakeup fd", "faulthandler", "global optimizer hooks", "group"),
+    *("references", "referrers", "dead after the training", "dead after a collection", "attributes of the loader"),
+    "attributes of an iterator",
+}
+
+
+def found_by(run: Run, rank: int) -> dict[str, list[Any]]:
+    """What the script has found out in a rank."""
+    found: dict[str, list[Any]] = json.loads((run.folder / "out" / f"found-{rank}.json").read_text())
+    return found
+
+
+def test_a_script_that_asks_about_itself_finds_what_it_finds_under_torchrun(
+    run_ttprun: Callable[..., Run], tmp_path: Path
+) -> None:
+    """References, the collector, modules, threads, handlers, limits, stacks, wrapped functions, and much more."""
+    result = run_ttprun("noticing/surroundings.py", 2)
+
+    reference = start_torchrun("noticing/surroundings.py", 2, tmp_path / "reference").finish()
+    assert result.exit_code == reference.exit_code == 0, result.story()
+    for rank in (0, 1):
+        here, there = found_by(result, rank), found_by(reference, rank)
+        differing = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+        assert {name for name in differing - DIFFERENT if not name.startswith("function ")} == set(), result.story()
+        ours = set(here["environment"][0]) - set(there["environment"][0])
+        assert ours == {"_TTPRUN_AGENT_PID", "_TTPRUN_RUN_DIR"}
+        assert set(here["threads"][0]) - set(there["threads"][0]) == {
+            *("ttprun-channel", "ttprun-heartbeat", "ttprun-recovery", "ttprun-signals"),
+        }
+        for name in (name for name in here if name.startswith("function ")):
+            _, *told = here[name][0]  # after its type: names, documentation, signature, whether pickle finds it again
+            assert told[:6] == there[name][0][1:7], name

@@ -99,7 +99,8 @@ class LikeBuiltin:
         return repr(self._original)
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return pkgutil.resolve_name, (f"{self._original.__module__}:{self._original.__qualname__}",)
+        module = "os" if self._original.__module__ == "posix" else self._original.__module__
+        return pkgutil.resolve_name, (f"{module}:{self._original.__qualname__}",)
 
 
 def call_original(owner: str, original: Any, *args: Any, **kwargs: Any) -> Any:

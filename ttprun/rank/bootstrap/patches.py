@@ -301,8 +301,19 @@ ALSO: tuple[Change, ...] = (
         f"{', '.join(f'{name}={value}' for name, value in NCCL_VARIABLES.items())}, while NCCL makes a communicator: "
         "otherwise torch ends the ranks that a recovery needs when an operation fails",
     ),
-    Change("gc", "freeze", "torch's own objects are left out of collections, so that forgetting a run is quick"),
-    Change("threading", "a thread", "a heartbeat: shows whether the main thread runs or hangs"),
+    Change("gc", "freeze", "in a replacement: torch's own objects are left out of collections, to share their memory"),
+    Change(
+        "os",
+        "environ",
+        "_TTPRUN_AGENT_PID: a rank started by a wrapper of yours finds its launcher; _TTPRUN_RUN_DIR: what is left of "
+        "a job is found and ended. Others are gone before the script starts",
+    ),
+    Change(
+        "threading",
+        "four threads",
+        "ttprun-heartbeat: whether the main thread runs or hangs; ttprun-channel: the launcher's messages; "
+        "ttprun-recovery: repairs; ttprun-signals: signals to the whole job",
+    ),
     Change("faulthandler", "enable, register", "to get the Python stack of a rank that hangs or crashes"),
     Change(
         "os",
@@ -320,14 +331,21 @@ ALSO: tuple[Change, ...] = (
 
 def replacement_for(patch: Patch, original: Any) -> Any:
     """Our function, which falls back to the original if ours fails; its `__wrapped__` is the original."""
+    made = _made.get((id(original), patch.ours))
+    if made is not None:
+        return made  # `open is io.open`
     module, _, name = patch.ours.partition(":")
     wrap: Callable[[Any], Any] = getattr(importlib.import_module(f"ttprun.rank.{module}"), name)
     ours = fail_open.guard(f"{patch.module}.{patch.attribute}", original, wrap)
     for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
         if hasattr(original, attribute):
             setattr(ours, attribute, getattr(original, attribute))
-    ours.__wrapped__ = original
+    ours.__wrapped__ = original  # which stays alive, and so its id
+    _made[id(original), patch.ours] = ours
     return ours
+
+
+_made: dict[tuple[int, str], Any] = {}
 
 
 _applied: set[Patch] = set()

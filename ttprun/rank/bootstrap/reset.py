@@ -60,13 +60,9 @@ _registered: list[Callable[..., Any]] = []  # by the script with atexit
 
 
 def note_beginning() -> None:
-    """Keep the process's state; called once, when the script has imported torch.
-
-    Takes torch's half a million objects out of garbage collections: `clear` collects while the other ranks wait.
-    """
+    """Keep the process's state; called once, when the script has imported torch."""
     global _beginning
     _beginning = Beginning()
-    gc.freeze()
 
 
 def wrap_register(original: Any) -> Any:

@@ -85,7 +85,9 @@ def count_lines() -> None:
         except (AttributeError, OSError, ValueError):
             continue
         _streams[name] = raw
-        new: Any = io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True, write_through=True)
+        new: Any = io.TextIOWrapper(
+            raw, old.encoding, old.errors, line_buffering=old.line_buffering, write_through=True
+        )
         new.mode = "w"
         setattr(sys, name, new)
 

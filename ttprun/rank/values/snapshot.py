@@ -22,7 +22,7 @@ from ttprun.rank import fail_open
 from ttprun.rank.position import iterables, loops
 from ttprun.rank.process.looks import is_a
 from ttprun.rank.values.nodes import MAX_DEPTH, SETTLED, Tag, is_settled, name_of, pack
-from ttprun.rank.values.unchanged import Remembered, Unchanged
+from ttprun.rank.values.unchanged import ARE_COUNTED, Remembered, Unchanged, version_of
 
 # Names that the interpreter puts into modules; other dunder names are the script's own.
 _HIDDEN = """
@@ -71,12 +71,12 @@ class _Scope:
     rest        names of the scope that are neither hidden nor fixed
     """
 
-    __slots__ = ("_lasting", "_names", "_sizes", "_watched", "_whole", "fixed", "moving", "packed", "rest", "stepped")
+    __slots__ = ("_lasting", "_names", "_sizes", "_version", "_watched", "fixed", "moving", "packed", "rest", "stepped")
 
     def __init__(self, stepped: Any, lasting: dict[str, Any] | None) -> None:
         self.stepped = stepped
         self._lasting = lasting
-        self._whole = Unchanged()
+        self._version = -1
         self._names: list[str] = []
         self._watched: dict[str, Any] = {}  # the functions and classes in `fixed`, which may get attributes
         self._sizes: list[int] = []  # number of attributes of each of those
@@ -89,9 +89,10 @@ class _Scope:
         """Update this at a boundary."""
         has_sizes = self._sizes_now() == self._sizes
         if self._lasting is scope:
-            if self._names and has_sizes and self._whole.holds():
+            version = version_of(scope)  # what it holds is not kept: it may have to go, or be resized
+            if ARE_COUNTED and self._names and has_sizes and version == self._version:
                 return
-            self._whole = Unchanged((scope,))
+            self._version = version
         names, fixed = list(scope), self.fixed
         is_named_alike = names == self._names
         is_held = is_named_alike or fixed.keys() <= scope.keys()
