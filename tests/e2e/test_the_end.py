@@ -43,7 +43,9 @@ def test_a_rank_that_is_lost_when_the_others_have_come_to_their_ends_is_replaced
 
     run = run_ttprun(SCRIPT, 3, script_args=[*arguments, "--place", place])
 
-    assert_only_replaced(run)
+    # It is answered once more that it was not killed yet: two incidents, or one with two attempts.
+    assert_only_replaced(run, incidents=len(run.incidents))
+    assert len(run.pids[rank]) == 3, run.story()
     assert_same_outcome(run, undisturbed(SCRIPT, 3, script_args=arguments, by_torchrun=True))
     for ledger in range(3):
         lines = (run.folder / "out" / f"ledger-{ledger}.txt").read_text().splitlines()

@@ -137,3 +137,53 @@ def test_a_line_that_asks_too_much_is_named_and_the_others_are_kept(tmp_path: An
     assert many == file_answers.MOST_AT_ONE_LINE + 1
     assert ["test_file_answers.py:" in one for one in named] == [True]
     assert rest == 1
+
+
+def looks_in_lives(folder: str, lives: int, script: Callable[[str], Any]) -> list[Any]:
+    """What a script comes to in processes of a rank, each of which is lost in step 0."""
+    whose.add_user_directory(os.path.dirname(__file__))
+    file_system.watch()
+    file_system.was_written_in_gap = lambda path: True
+    kept: list[Any] = []
+    become(make_session())
+    found = []
+    for _ in range(lives):
+        file_answers.begin(list(kept), lambda entry: kept.append(entry) or 1)  # type: ignore[func-returns-value]
+        found.append(script(folder))
+    return found
+
+
+def end_once(folder: str) -> str:
+    if os.path.exists(f"{folder}/ended"):
+        return "goes on"
+    pathlib.Path(f"{folder}/ended").touch()
+    return "ends"
+
+
+def take_once(folder: str) -> str:
+    try:
+        os.close(os.open(f"{folder}/taken", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return "goes on"
+    return "ends"
+
+
+@pytest.mark.parametrize("script", [end_once, take_once])
+def test_a_script_that_ends_itself_once_is_answered_as_at_first_in_each_second_life(
+    tmp_path: Any, script: Callable[[str], Any]
+) -> None:
+    assert run_alone(looks_in_lives, str(tmp_path), 5, script) == ["ends", "ends", "goes on", "ends", "goes on"]
+
+
+def wait_for_a_file(folder: str) -> list[bool]:
+    path = pathlib.Path(f"{folder}/gate")
+    was_there = [path.exists()]
+    if not was_there[0]:
+        with open(f"/proc/self/fd/{os.open(folder, os.O_RDONLY)}/gate", "w"):  # another process writes it now
+            pass
+        was_there.append(path.exists())
+    return was_there
+
+
+def test_a_rank_lost_while_it_waited_for_a_file_sees_it_in_its_next_life(tmp_path: Any) -> None:
+    assert run_alone(looks_in_lives, str(tmp_path), 2, wait_for_a_file) == [[False, True], [False, True]]

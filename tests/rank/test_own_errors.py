@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from tests.rank.fakes import become, make_session
 from tests.rank.processes import run_alone
@@ -16,35 +16,31 @@ from ttprun.protocol import from_rank
 from ttprun.rank.bootstrap import patches
 from ttprun.rank.checks import replay_guard
 from ttprun.rank.comm.results import Answers
+from ttprun.rank.data import loaders
 from ttprun.rank.position import whose
 from ttprun.rank.records.record import Record
 from ttprun.rank.replay.replay import Replay
 from ttprun.rank.step import step_hooks
 
 
-class Moody(SequentialSampler):
-    """Cannot be asked for its epoch before it has begun one."""
+def _batches_of_a_loader_that_cannot_be_recorded() -> tuple[list[int], str]:
+    def capture() -> None:
+        raise ValueError("no states")
 
-    @property
-    def epoch(self) -> int:
-        raise ValueError("no epoch yet")
-
-
-def _batches_of_moody_loader() -> tuple[list[int], str]:
     whose.add_user_directory(str(Path(__file__).parent))
     patches.apply_all(with_replay=False)
     session = make_session()
     become(session)
-    data = torch.arange(4)
-    return [int(batch) for batch in DataLoader(data, 1, sampler=Moody(data))], session.unprotected  # type: ignore[arg-type]
+    loaders.random_state.capture = capture  # type: ignore[assignment]
+    return [int(batch) for batch in DataLoader(torch.arange(4), 1)], session.unprotected  # type: ignore[arg-type]
 
 
 def test_a_loader_that_cannot_be_recorded_is_iterated_without_protection() -> None:
-    batches, unprotected = run_alone(_batches_of_moody_loader)
+    batches, unprotected = run_alone(_batches_of_a_loader_that_cannot_be_recorded)
 
     assert batches == [0, 1, 2, 3]
     assert "test_own_errors.py" in unprotected
-    assert "cannot be recorded: ValueError('no epoch yet')" in unprotected
+    assert "cannot be recorded: ValueError('no states')" in unprotected
 
 
 def _step_without_memory() -> tuple[int, str]:

@@ -23,6 +23,7 @@ BY_CALLS = """\
 def train(count):
     for batch in range(count):
         step()
+        batch + 1
 
 for epoch in (2, 1):
     train(epoch)

@@ -43,9 +43,8 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     os.makedirs(args.out, exist_ok=True)
-    mark = os.path.join(args.out, f"seen-{rank}")
-    is_second = os.path.exists(mark)
-    open(mark, "w").close()
+    # A command looks: a replacement answers what Python asks the file system as at first.
+    is_second = os.system(f"mkdir {args.out}/seen-{rank} 2>/dev/null") != 0
 
     torch.manual_seed(0)
     width = 24 if is_second and args.kind == "shape" else 16

@@ -22,9 +22,8 @@ if args.deaf:
         signal.signal(number, signal.SIG_IGN)
 rank = os.environ["RANK"]
 os.makedirs(args.out, exist_ok=True)
-mark = os.path.join(args.out, f"seen-{rank}")
-is_second = os.path.exists(mark)
-open(mark, "w").close()
+# A command looks: a replacement answers what Python asks the file system as at first.
+is_second = os.system(f"mkdir {args.out}/seen-{rank} 2>/dev/null") != 0
 
 
 def stay():

@@ -7,6 +7,10 @@ to the step that is replayed; in the step that the replacement then runs again, 
 very step. An answer that is the same as the one before at its place is not kept again: to look for a file in each step
 costs one entry.
 
+A process that is lost in the step that it runs again may have been lost by the answers: a script that ends itself
+once, and leaves a file so as not to do it twice, would end each replacement. So each second process that runs a step
+again, or replays it, is answered as the file system is, and these answers are not kept.
+
 Answers to the main thread alone, and to code whose writes a replay drops (whose.py). Begin with `find`.
 
 Standard library only: a script may look at files before it imports torch.
@@ -32,6 +36,7 @@ MOST_BYTES = 4 << 20  # of them
 MOST_AT_ONE_LINE = 2_000
 MISSING: Any = object()
 _FULL = 0  # the place of an entry which says that no more are kept
+_RUN_AGAIN = 1  # the place of an entry which says that one more process has run a step again, or replayed it (-step)
 _ALL_OTHERS = "the script"
 # Modules that ask, open and remove for their caller.
 _ON_BEHALF_OF_OTHERS = frozenset(
@@ -71,6 +76,9 @@ class _Log:
         self.at_line: Counter[int] = Counter()
         self.count = self.size_bytes = 0
         self.asked: dict[int, list[int]] = {}  # of the lost ones: place; step and how many were given again
+        # Of lost processes and of this one: the steps that were run again or, as negative numbers, replayed.
+        self.runs_again: Counter[int] = Counter()
+        self.again: set[int] = set()
         self.not_kept: list[str] = []  # lines of which no more answers are kept
         self.stopped: set[tuple[CodeType, int]] = set()  # the same lines
 
@@ -95,6 +103,7 @@ def begin(known: Iterable[Kept], keep: Callable[[Kept], int]) -> None:
     for place, entry in known:
         _log.lost[place].append(entry)
         _log.count += 1
+    _log.runs_again.update(step for step, *_ in _log.lost.pop(_RUN_AGAIN, ()))
     if _log.lost.pop(_FULL, None):  # then those of later steps are old ones
         _log.lost = defaultdict(list, {place: [e for e in kept if not e[0]] for place, kept in _log.lost.items()})
         _log.not_kept.append(_ALL_OTHERS)
@@ -180,7 +189,7 @@ def _number(text: str) -> int:
 
 
 def find(place: Place) -> Any:
-    """The lost rank's answer at this place; MISSING if it had none."""
+    """The lost rank's answer at this place; MISSING if it had none, or if it is not to be given again."""
     entries = _log.lost.get(place.number)
     if not entries:
         return MISSING
@@ -194,18 +203,46 @@ def find(place: Place) -> Any:
         entries = [entry for entry in entries if entry[0] <= step]
     if not entries:
         return MISSING
+    if replay is None:
+        is_again = _is_answered_again(step)
+    else:  # the set-up always
+        is_again = step == 0 or entries[-1][0] < step or _is_answered_again(-step)
+    if not is_again:
+        return MISSING
+    which = _count_question(place, step)
+    of_step = [entry for entry in entries if entry[0] == entries[-1][0]]
+    if replay is None and which > of_step[-1][1]:
+        return MISSING  # the lost rank did not come so far, or may have waited for a file
+    return next((entry[2] for entry in reversed(of_step) if entry[1] <= which), of_step[0][2])
+
+
+def was_last_answered(place: Place, answer: list[Any]) -> bool:
+    """Whether this is the lost rank's last answer at this place, of whichever step; true at the first question alone.
+
+    Who asks again may wait for the file.
+    """
+    entries = _log.lost.get(place.number)
+    if not entries or entries[-1][2] != answer:
+        return False
+    session = fail_open.session_now()
+    step = 0 if session is None else session.applied
+    return _is_answered_again(step) and _count_question(place, step) == 0
+
+
+def _is_answered_again(step: int) -> bool:
+    """Whether the step that runs again now, or is replayed (-step), is answered as at first."""
+    if step not in _log.again:
+        _log.again.add(step)
+        if _log.keep is not None:
+            _write(_RUN_AGAIN, [step, 0, None])
+    return _log.runs_again[step] % 2 == 0
+
+
+def _count_question(place: Place, step: int) -> int:
+    """How often this was asked in this step before."""
     asked = _log.asked.setdefault(place.number, [step, -1])
     asked[:] = (step, asked[1] + 1) if asked[0] == step else (step, 0)
-    of_step = [entry for entry in entries if entry[0] == entries[-1][0]]
-    if replay is None and asked[1] > of_step[-1][1]:
-        return MISSING  # the lost rank did not come so far, or may have waited for a file
-    return next((entry[2] for entry in reversed(of_step) if entry[1] <= asked[1]), of_step[0][2])
-
-
-def last_found(place: Place) -> Any:
-    """The lost rank's last answer at this place, of whichever step; MISSING if it had none."""
-    entries = _log.lost.get(place.number)
-    return entries[-1][2] if entries else MISSING
+    return asked[1]
 
 
 def note(place: Place, answer: Any) -> None:
@@ -214,6 +251,8 @@ def note(place: Place, answer: Any) -> None:
     if session is not None and session.is_replaying_alone():
         return
     step = 0 if session is None else session.applied
+    if step in _log.again and not _is_answered_again(step):
+        return
     newest = _log.newest.get(place.number)
     which = 0
     if newest is not None:

@@ -222,9 +222,9 @@ def _is_of_kind_alone(caller: FrameType) -> bool:
 
 def _is_of_gap(place: Place, path: Any) -> bool:
     """Whether the file was not there for the lost rank, which wrote it in the step that is run again now."""
-    if was_written_in_gap is None or file_answers.last_found(place) != [errno.ENOENT]:
+    if was_written_in_gap is None or not was_written_in_gap(path):
         return False
-    return was_written_in_gap(path)
+    return file_answers.was_last_answered(place, [errno.ENOENT])
 
 
 def _packed(result: Any, call: _Call) -> list[Any]:
