@@ -1,0 +1,70 @@
+"""Which slow cases a commit runs, and in which order."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import turns
+
+GREEN = {"green": {"commit": "abc"}, "seconds": 3.0}
+FAILED = {"green": {"commit": "abc"}, "failed": {"commit": "def"}}
+
+
+@given(st.dictionaries(st.text(max_size=5), st.floats(0.1, 60.0), max_size=60))
+def test_each_case_has_one_turn_and_no_turn_lasts_longer_than_another_by_more_than_a_case(
+    seconds: dict[str, float],
+) -> None:
+    parts = turns.deal(seconds)
+
+    loads = [sum(seconds[case] for case in part) for part in parts]
+    assert len(parts) == turns.TURNS
+    assert sorted(case for part in parts for case in part) == sorted(seconds)
+    assert max(loads) - min(loads) <= max(seconds.values(), default=0.0) + 1e-6
+
+
+def test_eight_successive_commits_take_all_turns() -> None:
+    assert {turns.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
+
+
+def test_a_commit_whose_number_is_not_known_takes_a_turn_by_its_hash() -> None:
+    assert turns.turn_of(1, "fe28efb88a", is_shallow=True) == 0xFE28EFB88A % 8
+
+
+def test_what_failed_was_never_run_or_was_changed_comes_first() -> None:
+    results = {"a.py::green": GREEN, "b.py::green": GREEN, "a.py::failed": FAILED}
+    cases = ["a.py::green", "b.py::green", "b.py::new", "a.py::failed"]
+
+    assert turns.order(cases, results, {"b.py"}, "abc") == ["a.py::failed", "b.py::new", "b.py::green", "a.py::green"]
+
+
+def test_another_commit_draws_another_order_so_that_the_last_are_not_always_left_out() -> None:
+    cases = [f"a.py::{number}" for number in range(20)]
+
+    assert turns.order(cases, {}, (), "one") == turns.order(reversed(cases), {}, (), "one")
+    assert turns.order(cases, {}, (), "one") != turns.order(cases, {}, (), "two")
+
+
+@pytest.mark.parametrize(
+    ("case", "why"), [("green", ""), ("failed", ""), ("new", "never seen green"), ("known", "a leader is lost")]
+)
+def test_only_what_was_once_green_blocks_a_change(case: str, why: str) -> None:
+    results = {"green": GREEN, "failed": FAILED, "known": GREEN}
+
+    assert turns.why_no_block(case, results, {"known": "a leader is lost"}) == why
+
+
+def test_what_is_written_down_names_tests_that_there_are_and_what_is_known_to_fail_has_a_reason() -> None:
+    folder = turns.REPOSITORY / "tests" / "e2e"
+    there = {
+        f"{path.name}::{function}"
+        for path in folder.glob("test_*.py")
+        for function in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    not_green = turns.load_not_green()
+
+    assert {case.split("[")[0] for case in [*turns.load_results(), *not_green]} <= there
+    assert all(reason.strip() for reason in not_green.values())
