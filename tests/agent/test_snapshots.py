@@ -76,7 +76,9 @@ class FakeNode:
             are_alone=False,
             incident_count=0,
             replicas=UNKNOWN,
+            snapshot=None,
         )
+        self.is_hindered = False
         self.seats = [SimpleNamespace(local_rank=rank) for rank in range(RANKS)]
         self.board = Board.create(RANKS)[1]
         self.advanced: list[recovery.Event] = []
@@ -84,6 +86,8 @@ class FakeNode:
 
     def advance(self, event: recovery.Event) -> None:
         self.advanced.append(event)
+        if isinstance(event, recovery.SnapshotTaken) and not self.is_hindered:
+            self.job.snapshot = event.boundary
 
     def log(self, event: str, **fields: Any) -> None:
         self.logged.append({"event": event} | fields)
@@ -302,6 +306,21 @@ def test_ranks_that_hold_different_parameters_have_no_snapshots_and_the_reason_i
     assert [record.message for record in caplog.records] == [f"no snapshots are taken from now on: {why_not}"]
     assert one.snapshots.newest is None
     assert one.look() == 1
+
+
+def test_a_snapshot_that_no_replay_could_reach_leaves_the_one_before_it_in_its_place(job: Callable[[str], Job]) -> None:
+    one = job("1steps")
+    one.look()
+    one.take(1)
+    one.node.is_hindered = True  # from step 2 on: the machine goes back to step 1 still
+
+    for boundary in (2, 3, 4):
+        one.look()
+        one.take(boundary)
+
+    assert one.snapshots.newest is not None
+    assert one.snapshots.newest.boundary == 1
+    assert msgpack.unpackb(os.pread(one.snapshots.newest.records[0], 100, 0))["records"] == [[1, b"", b""]]
 
 
 def test_parts_that_do_not_belong_together_are_no_snapshot(job: Callable[[str], Job]) -> None:

@@ -278,6 +278,19 @@ def test_a_backward_that_adds_to_gradients_of_the_replay_is_refused_before_they_
     assert len(refused) == expected
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_become_nan_in_the_step_itself_are_not_those_of_the_replay(set_to_none: bool) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
+    gradients.poison([optimizer])
+    optimizer.zero_grad(set_to_none=set_to_none)
+
+    (weight.sum() * float("nan")).backward()
+
+    assert not gradients.are_carried_over(optimizer)
+
+
 def test_gradients_that_have_overflowed_do_not_look_like_those_of_the_replay() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer: Any = torch.optim.SGD([weight], lr=0.1)

@@ -131,11 +131,13 @@ class Snapshots:
             return
         self._times.is_wanted = False
         self._times.cost_s = took_s = max(report.took_s for report in shelf.reports.values())
+        self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
+        if self._node.job.snapshot != shelf.boundary:
+            return  # no replay could reach it: the job goes back to the one before, which stays
         self.newest, self._reason = shelf, ""
         self._node.log(
             "snapshot_taken", boundary=shelf.boundary, bytes=shelf.size_bytes, took_s=took_s, number=self._number
         )
-        self._node.advance(recovery.SnapshotTaken(at_s=time.monotonic(), boundary=shelf.boundary))
         if self._times.is_due_on_disk() and not self._checkpoints.is_busy:
             self._times.note_written()
             shelf.is_read = True

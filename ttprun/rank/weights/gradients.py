@@ -24,6 +24,7 @@ CARRIED = (
 )
 _STEPS_WATCHED = 3
 _poisoned: list[torch.optim.Optimizer] = []
+_begun_anew: set[int] = set()  # ids of parameters whose gradient a backward has begun anew: NaN in it is its own
 
 
 class _Watched:
@@ -85,11 +86,6 @@ def were_carried(optimizer: torch.optim.Optimizer) -> bool:
     return any(one.is_carried for one in mine)
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    found = [parameter.grad for parameter in _parameters(optimizer)]
-    return [local_of(gradient) for gradient in found if gradient is not None]
-
-
 def poison(optimizers: list[torch.optim.Optimizer], refuse: Callable[[], None] = lambda: None) -> None:
     """The replay is over: its gradients become NaN.
 
@@ -110,6 +106,8 @@ def _guard(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
         held = parameter.grad
         if held is not None and bool(torch.isnan(elements_of(local_of(held).detach())).all()):
             refuse()
+        else:
+            _begun_anew.add(id(parameter))
 
     if parameter.requires_grad:
         handle = parameter.register_hook(before_adding)  # type: ignore[no-untyped-call]
@@ -118,6 +116,7 @@ def _guard(parameter: torch.Tensor, refuse: Callable[[], None]) -> None:
 def forget() -> None:
     """The run of the script is over."""
     _poisoned.clear()
+    _begun_anew.clear()
     _watched.clear()
     _steps_watched.clear()
 
@@ -125,6 +124,7 @@ def forget() -> None:
 def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer that is about to step has gradients of the replay; True at most once per optimizer.
 
+    NaN in a gradient that a backward has begun anew is the script's own.
     If gradients have overflowed, and it leaves the step out itself (fused=True with a GradScaler), the next one shows.
     """
     if not any(optimizer is known for known in _poisoned):
@@ -133,7 +133,9 @@ def are_carried_over(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(found_inf, torch.Tensor) and bool(found_inf):
         return False
     _poisoned[:] = [known for known in _poisoned if known is not optimizer]
-    return any(bool(torch.isnan(elements_of(gradient)).any()) for gradient in _gradients(optimizer))
+    left = [one.grad for one in _parameters(optimizer) if one.grad is not None and id(one) not in _begun_anew]
+    _begun_anew.difference_update(map(id, _parameters(optimizer)))
+    return any(bool(torch.isnan(elements_of(local_of(gradient))).any()) for gradient in left)
 
 
 def are_of_replay(tensors: Sequence[torch.Tensor]) -> bool:
