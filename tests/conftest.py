@@ -20,7 +20,7 @@ settings.load_profile("same")
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: Any, argname: str) -> str | None:
-    """Name a case by what its tuple, list or dictionary holds, not by its place (`faults0`); lists of tests name them."""
+    """Name a case by what its tuple, list or dictionary holds, not by its place (`faults0`), since lists name it."""
     words = list(_words(val)) if isinstance(val, tuple | list | dict) else [None]
     if None in words:
         return None
