@@ -26,6 +26,11 @@ def test_each_case_has_one_turn_and_no_turn_lasts_longer_than_another_by_more_th
     assert max(loads) - min(loads) <= max(seconds.values(), default=0.0) + 1e-6
 
 
+def test_a_case_that_was_never_run_is_taken_to_last_like_the_others() -> None:
+    assert turns.lasting(["old", "new"], {"old": GREEN}) == {"old": 3.0, "new": 3.0}
+    assert turns.lasting(["new"], {}) == {"new": turns.UNKNOWN_S}
+
+
 def test_eight_successive_commits_take_all_turns() -> None:
     assert {turns.turn_of(count, "ff", is_shallow=False) for count in range(1301, 1309)} == set(range(8))
 

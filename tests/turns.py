@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import statistics
 import subprocess
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -28,7 +29,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "tests" / "results" / "slow.json"
 NOT_GREEN = REPOSITORY / "tests" / "results" / "not_green.yaml"
 TURNS = 8
-UNKNOWN_S = 12.0  # what a case is taken to last that was never run; the mean of all was 10 s on two cores
+UNKNOWN_S = 12.0  # what cases are taken to last if none was ever run
 
 Results = dict[str, dict[str, Any]]
 
@@ -46,6 +47,13 @@ def deal(seconds: Mapping[str, float], turns: int = TURNS) -> list[set[str]]:
         parts[least].add(case)
         loads[least] += seconds[case]
     return parts
+
+
+def lasting(cases: Collection[str], results: Results) -> dict[str, float]:
+    """How long each case lasts, in seconds; what was never run is taken to last as long as the median of the others."""
+    known = {case: float(results[case]["seconds"]) for case in cases if "seconds" in results.get(case, {})}
+    unknown_s = statistics.median(known.values()) if known else UNKNOWN_S
+    return {case: known.get(case, unknown_s) for case in cases}
 
 
 def order(cases: Collection[str], results: Results, changed: Collection[str], seed: str) -> list[str]:
@@ -151,8 +159,7 @@ class Turn:
         chosen = set(cases)
         if self._turn is not None:
             # Dealt out from all that there are, whatever was asked for, so that a turn is the same each time.
-            lasts = {case: results.get(case, {}).get("seconds", UNKNOWN_S) for case in cases}
-            chosen = deal(lasts)[self._turn]
+            chosen = deal(lasting(cases, results))[self._turn]
         changed = {Path(path).name for path in git("diff", "--name-only", "HEAD~1", "HEAD").splitlines()}
         kept = [cases[case] for case in order(chosen, results, changed, self._what["commit"])]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
